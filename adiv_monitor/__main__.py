@@ -1,4 +1,4 @@
-"""`python -m adiv_monitor`: the command `adiv-audit`."""
+"""Runs the command `adiv-audit` for `python -m adiv_monitor`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Rules over readings, `[LAYERS:] MEASURE > NUMBER`: parsed, never evaluated."""
+"""Alarm rules over readings, `[LAYERS:] MEASURE > NUMBER`, parsed without `eval`."""
 
 import math
 import operator
@@ -30,25 +30,26 @@ _RULE = re.compile(
 )
 NON_FINITE = "non_finite"
 _NON_FINITE = re.compile(rf"(?: (?P<layers> .+ ) : )? \s* {NON_FINITE}", re.VERBOSE)
-# How far beyond the limit a value must lie, as wherever values are told apart.
+# Number of standard errors by which a value must lie beyond the limit, as in all comparisons.
 _ERRORS = 2
 
-# Layer and reading → whether to raise an alarm.
+# Function of a layer's path and its reading that returns whether to raise an alarm.
 Condition = Callable[[str, LayerReading], bool]
 Rules = Sequence[str | Condition] | Literal["default"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A comparison of a measure with a number, in some layers.
+    """A comparison of a measure with a number, in the layers that match a pattern.
 
     Attributes:
-        text: as it was written.
-        layers: glob pattern over layers.
-        measure: that is compared; of a rule without a comparison, what it asks for.
-        comparison: ">", ">=", "<", "<="; "": none.
-        limit: with what the measure is compared.
-        of_preset: one of `alarms="default"`, which looks only where it is known what is healthy.
+        text: the rule as the user wrote it.
+        layers: glob pattern over layer paths.
+        measure: measure that is compared; "non_finite" for a rule without a comparison.
+        comparison: ">", ">=", "<" or "<="; "" if the rule has no comparison.
+        limit: number that the measure is compared with.
+        of_preset: whether the rule is one of `alarms="default"`, which are compared only where the
+            healthy range is known.
     """
 
     text: str
@@ -59,9 +60,9 @@ class Rule:
     of_preset: bool = False
 
     def holds(self, value: float, error: float) -> bool:
-        """Whether the value lies beyond the limit by more than two of its standard errors.
+        """Return whether the value lies beyond the limit by more than two of its standard errors.
 
-        One without direction (NaN), or whose error is not known, does not.
+        A value without direction (NaN), or with an unknown error, never lies beyond the limit.
         """
         compare = _COMPARISONS[self.comparison]
         towards_limit = -_ERRORS * error if self.comparison.startswith(">") else _ERRORS * error
@@ -69,14 +70,14 @@ class Rule:
 
 
 def parse(text: str, *measures: str) -> Rule | None:
-    """The rule that the text states; None if it does not have the form of one.
+    """Parse the text of a rule; return None if it does not have the form of a rule.
 
     Args:
-        text: `[LAYERS:] MEASURE > NUMBER` (or >=, <, <=), LAYERS a glob pattern over layers.
-        measures: those that there are.
+        text: `[LAYERS:] MEASURE > NUMBER` (or >=, <, <=); LAYERS is a glob pattern over paths.
+        measures: names of all known measures.
 
     Raises:
-        ValueError: there is no such measure.
+        ValueError: the rule names an unknown measure.
     """
     match = _RULE.fullmatch(text.strip())
     if match is None:
@@ -91,15 +92,16 @@ def parse(text: str, *measures: str) -> Rule | None:
     return Rule(text, layers, measure, match["comparison"], float(match["limit"]))
 
 
-# Stands for the rules of `_preset`, alone or in a list of rules.
+# Placeholder for the rules of `_preset`, alone or in a list of rules.
 PRESET = "default"
 
 
 def _preset() -> Iterator[Rule]:
-    """What no healthy layer reads: far too large a step by `HEALTH`, one turned round, no number.
+    """Yield the rules that no healthy layer violates.
 
-    Not what comes of the data or the architecture alone (rows without a gradient, their scales),
-    nor of a learning rate that decays.
+    They find values that are not finite, steps with a negative projection cosine, and steps far
+    too large by `HEALTH`. They ignore effects of the data or the architecture alone (rows without
+    a gradient, their scales) and of a decaying learning rate.
     """
     yield Rule(NON_FINITE, "*", NON_FINITE, of_preset=True)
     limit, _ = HEALTH["update_ratio"].knots[-1]
@@ -112,14 +114,14 @@ def _preset() -> Iterator[Rule]:
 
 
 class Alarms:
-    """Says where rules hold in a report.
+    """Finds the layers of a report in which the rules hold.
 
     Args:
-        rules: texts, or functions of a layer's path and reading; "default" stands for the rules of
-            the preset.
+        rules: texts, or functions of a layer's path and reading; "default" adds the rules of the
+            preset.
 
     Raises:
-        TypeError, ValueError: one of them is no rule; the message says what is expected.
+        TypeError, ValueError: an entry is not a rule; the message says what is expected.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -135,7 +137,7 @@ class Alarms:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Those that are texts."""
+        """The rules that were given as texts."""
         return tuple(rule for rule in self._rules if isinstance(rule, Rule))
 
     @property
@@ -146,11 +148,12 @@ class Alarms:
     def of(
         self, report: StepReport, fail: Callable[[str, Exception], None] | None = None
     ) -> tuple[Alarm, ...]:
-        """Those that the report raises, rule by rule and layer by layer.
+        """Return the alarms that the report raises, rule by rule and layer by layer.
 
         Args:
-            report: the report.
-            fail: called with the name of a rule and the exception that it met; None: it is raised.
+            report: the report to check.
+            fail: called with the name of a rule and the exception that it raised; None: the
+                exception propagates.
         """
         found: list[Alarm] = []
         self._idle = [rule for rule in self._idle if not any(_compared(rule, report))]
@@ -171,7 +174,8 @@ def _name(rule: Rule | Condition) -> str:
     code = getattr(rule, "__code__", None)
     if code is None or "<lambda>" not in name:
         return name
-    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"  # all have one name
+    # All lambdas have the same name, so the file and the line are added.
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _parsed(text: object) -> list[Rule]:
@@ -210,7 +214,7 @@ def _raised(rule: Rule | Condition, report: StepReport) -> Iterator[Alarm]:
 
 
 def _compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, float]]:
-    """What the rule looks at: layer, value and standard error."""
+    """Yield layer, value and standard error of everything that the rule compares."""
     for path, reading in report.readings(rule.measure).items():
         if not fnmatchcase(path, rule.layers):
             continue
@@ -218,8 +222,8 @@ def _compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, floa
             yield path, math.nan, 0.0
             continue
         value = getattr(reading, rule.measure)
-        # Of gains, offsets and look-ups no healthy range is known; a ratio to activations that are
-        # zero, as where weights begin so, is infinite.
+        # No healthy range is known for gains, offsets and look-ups. A ratio to activations that
+        # are zero, as with weights that are initialised to zero, is infinite.
         skips = rule.of_preset and HEALTH[rule.measure].of_maps
         if value is None or (
             skips and (getattr(reading, "kind", "") in NO_MAPS or math.isinf(value))
@@ -229,8 +233,8 @@ def _compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, floa
 
 
 def _not_finite(rule: Rule, report: StepReport) -> Iterator[Alarm]:
-    """One alarm, of what was not finite first: the rest may follow from it."""
-    of_all = rule.text.strip() == NON_FINITE  # the loss is of no layer
+    """Yield one alarm, for the first value that was not finite: the others may follow from it."""
+    of_all = rule.text.strip() == NON_FINITE  # the loss belongs to no layer
     broken = [
         (what, layer)
         for what, layer in report.non_finite()

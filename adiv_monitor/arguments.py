@@ -1,4 +1,4 @@
-"""What `Monitor` is given: checked at the boundary, with errors that say what is expected."""
+"""Checks of the arguments of `Monitor`, with errors that say what is expected."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -18,10 +18,10 @@ DEFAULT_MAX_ROWS = 128
 
 
 def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, Tensor] | None:
-    """By id, the parameters that the optimizer steps, in its order; None without an optimizer.
+    """Return the parameters that the optimizer steps, by id in its order; None without optimizer.
 
     Raises:
-        ValueError: none of them is a trainable parameter of the model.
+        ValueError: the optimizer holds no trainable parameter of the model.
     """
     if optimizer is None:
         return None
@@ -35,7 +35,7 @@ def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, 
 
 
 def check_training(model: object, optimizer: object, loss: object) -> None:
-    """Raise TypeError or ValueError for a training that can't be followed."""
+    """Raise TypeError or ValueError for a model, optimizer or loss that can't be monitored."""
     _check_model(model)
     _check_optimizer(optimizer)
     _check_is_instance("loss", loss)
@@ -47,7 +47,7 @@ def check_training(model: object, optimizer: object, loss: object) -> None:
 
 
 def check_schedule(every_n_steps: object, max_overhead: object, seed: object) -> None:
-    """Raise ValueError for steps, or rows, that can't be chosen."""
+    """Raise ValueError for an invalid measuring interval, overhead or seed."""
     _check_count("every_n_steps", every_n_steps)
     if max_overhead is not None and not _is_share(max_overhead):
         raise ValueError(
@@ -59,7 +59,7 @@ def check_schedule(every_n_steps: object, max_overhead: object, seed: object) ->
 
 
 def check_asked(asked: Asked, optimizer: object) -> None:
-    """Raise TypeError or ValueError for what can't be measured."""
+    """Raise TypeError or ValueError for invalid options of what to measure."""
     _check_count("max_rows", asked.max_rows, or_none=True)
     for name, value in {"attainable": asked.attainable, "attention": asked.attention}.items():
         if not isinstance(value, bool):
@@ -73,7 +73,7 @@ def check_asked(asked: Asked, optimizer: object) -> None:
 
 
 def check_layers(layers: object, layers_per_step: object, asked: Asked) -> None:
-    """Raise TypeError or ValueError for layers that can't be chosen, or not in turn."""
+    """Raise TypeError or ValueError for an invalid choice of layers or of layers per step."""
     _check_count("layers_per_step", layers_per_step, or_none=True)
     for name, given in (("realised", asked.realised), ("alignment", asked.alignment)):
         if layers_per_step is not None and given not in (False, None):
@@ -103,7 +103,7 @@ def check_layers(layers: object, layers_per_step: object, asked: Asked) -> None:
 def check_reports(
     sinks: object, keep: object, alarms: object, on_alarm: object, on_error: object
 ) -> None:
-    """Raise TypeError or ValueError for what can't become of reports and failures."""
+    """Raise TypeError or ValueError for invalid sinks, alarms or ways to handle failures."""
     _check_count("keep", keep)
     if on_alarm not in ("warn", "stop"):
         raise ValueError(f"Monitor(on_alarm=…): got {on_alarm!r}, expected 'warn' or 'stop'")
@@ -122,10 +122,10 @@ def check_reports(
 
 
 def check_step(step: object) -> int:
-    """The number of a step that `Monitor.log_loss` is given.
+    """Return the step number passed to `Monitor.log_loss`, checked.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the step is not an integer of at least 0.
     """
     if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
         return step
@@ -197,7 +197,7 @@ def _takes_two(function: Callable[..., object]) -> bool:
         signature(function).bind("", None)
     except TypeError:
         return False
-    except ValueError:  # of a function in C there may be none
+    except ValueError:  # functions written in C may have no signature
         pass
     return True
 
@@ -211,7 +211,7 @@ def _several(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def check_choice(selection: Selection, model: nn.Module, choice: LayerChoice) -> None:
-    """Raise ValueError if no module was chosen, or none by one of the patterns."""
+    """Raise ValueError if no module was chosen, or if a pattern matches none."""
     if choice is None and (selection.places or selection.unsupported):
         return
     everything = select(model, None, None)

@@ -1,4 +1,4 @@
-"""A monitor in the hands of a Trainer: its options, and how it stops without an exception."""
+"""The monitor that trainer callbacks use: its options, and how it stops without an exception."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,7 +61,7 @@ _OPTIONS = {
 
 
 def with_options(init: Init) -> Init:
-    """Have `help` and `inspect` show the options in place of `**options`."""
+    """Make `help` and `inspect` show the options in place of `**options`."""
     own = signature(init)
     named = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     init.__signature__ = own.replace(  # type: ignore[attr-defined]
@@ -72,13 +72,13 @@ def with_options(init: Init) -> Init:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a callback, checked, and those that were not given by default.
+    """The options of a callback, checked and completed with their defaults.
 
     Attributes:
         layers: as in `CallbackOptions`.
-        metrics: what is logged.
-        sinks: which stay open.
-        monitor: further arguments of its monitors.
+        metrics: metrics to log.
+        sinks: further sinks, which are left open.
+        monitor: further arguments of the callback's monitors.
     """
 
     layers: LayerChoice
@@ -88,15 +88,15 @@ class Settings:
 
     @classmethod
     def of(cls, owner: str, given: CallbackOptions) -> "Settings":
-        """Check what was given to a callback.
+        """Check the options passed to a callback.
 
         Args:
-            owner: the callback's class.
-            given: to its constructor.
+            owner: name of the callback's class.
+            given: options passed to its constructor.
 
         Raises:
-            TypeError: something is no option, or no sink.
-            ValueError: there is no such measure or choice.
+            TypeError: a name is not an option, or a sink is not a sink.
+            ValueError: a measure or a choice is unknown.
         """
         if unknown := [name for name in given if name not in _OPTIONS]:
             raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
@@ -107,11 +107,11 @@ class Settings:
 
 
 class CallbackMonitor(Monitor):
-    """Where a `Monitor(on_alarm="stop")` would raise, this one only keeps why.
+    """A monitor that keeps the `AlarmError` that `Monitor(on_alarm="stop")` would raise.
 
     Attributes:
-        alarmed: what would have been raised first; None: nothing so far. With several ranks it
-            is there in all of them in the same optimizer step, or in none.
+        alarmed: the first such error; None: none so far. With several ranks, all of them set it in
+            the same optimizer step.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -123,5 +123,5 @@ class CallbackMonitor(Monitor):
 
 
 def tell_why(error: AlarmError) -> None:
-    """One line of the logger `adiv_monitor`: the training stops, and by which alarms."""
+    """Log one line to the logger `adiv_monitor`: training stops, and which alarms stop it."""
     _logger.warning("%s", printable(f"adiv-monitor: training stops: {error}"))

@@ -1,4 +1,4 @@
-"""The package's own exceptions."""
+"""Exceptions of the package."""
 
 from adiv_monitor.report import StepReport
 
@@ -29,4 +29,4 @@ class AlarmError(AdivError):
         return AlarmError, (self.report,)
 
 
-_MOST = 3  # alarms that the message names
+_MOST = 3  # number of alarms that the message names

@@ -1,4 +1,4 @@
-"""Where files are written: paths that are those of files, and files that are whole."""
+"""Checks of output paths, and writing files atomically."""
 
 import os
 import secrets
@@ -12,11 +12,11 @@ _STANDARD = {Path("/dev/stdout"): 1, Path("/dev/stderr"): 2}
 
 
 def file_path(sink: str, path: object) -> Path:
-    """The path of the file that a sink is to write.
+    """Check the path of a sink's output file and return it.
 
     Raises:
-        TypeError: it is no path.
-        IsADirectoryError: it is a folder.
+        TypeError: the argument is not a path.
+        IsADirectoryError: the path is a folder.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{sink}(path=…): got {path!r}, expected the path of a file")
@@ -27,15 +27,15 @@ def file_path(sink: str, path: object) -> Path:
 
 
 def write_whole(files: Mapping[Path, str | bytes]) -> None:
-    """Write files so that each is seen whole, or as it was before; all of them, or none.
+    """Write all of the files or none; readers see each file either complete or as it was before.
 
-    They are written under other names first, which nobody can guess, and only if there is no such
-    file or link. Text becomes UTF-8, lone surrogates become escapes. Missing folders are made. A
-    file that is replaced keeps its permissions. A link is replaced, and what it leads to stays as
-    it is. What is no regular file (a device, a pipe, /dev/stdout) is written to.
+    Each file is first written under a random temporary name, which must not exist yet as a file or
+    a link, and then renamed. Text is encoded as UTF-8, with lone surrogates as escapes. Missing
+    folders are created. A replaced file keeps its permissions. A link is replaced; its target stays
+    as it is. A path that is not a regular file (a device, a pipe, /dev/stdout) is written directly.
 
     Raises:
-        OSError: a file can't be written, or is a link to what is no regular file.
+        OSError: a file can't be written, or is a link to something that is not a regular file.
     """
     unfinished: dict[Path, Path] = {}
     try:
@@ -46,7 +46,7 @@ def write_whole(files: Mapping[Path, str | bytes]) -> None:
             stream = _stream(path)
             if stream is None:
                 temporary = path.with_name(f".{secrets.token_hex(8)}.unfinished")
-                # "x" fails where the name is taken, by a link too, as in `tempfile`, whose files
+                # Mode "x" fails if the name exists, even as a link, as in `tempfile`, whose files
                 # nobody else may read.
                 stream = temporary.open("xb")
                 unfinished[temporary] = path
@@ -61,13 +61,13 @@ def write_whole(files: Mapping[Path, str | bytes]) -> None:
 
 
 def keep_mode(made: Path, replaced: Path) -> None:
-    """Give a file the permissions of the regular file, if there is one, that it is to replace."""
+    """Copy the permissions of the regular file that `made` is to replace, if there is one."""
     if replaced.is_file() and not replaced.is_symlink():
         made.chmod(stat.S_IMODE(replaced.stat().st_mode))
 
 
 def _stream(path: Path) -> IO[bytes] | None:
-    """What is written to as it is; None where a file is made, or replaced."""
+    """Open a path that is written directly; return None for a file to be created or replaced."""
     if path.parent.resolve() == _DESCRIPTORS.resolve() and path.name.isdecimal():
         return open(int(path.name), "wb", closefd=False)
     if path in _STANDARD:

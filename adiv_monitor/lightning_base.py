@@ -1,4 +1,4 @@
-"""The class that Lightning's callbacks derive from, whichever of its packages is installed."""
+"""The base class of the Lightning callbacks, from whichever Lightning packages are installed."""
 
 from contextlib import suppress
 from importlib import import_module

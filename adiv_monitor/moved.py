@@ -1,4 +1,4 @@
-"""Old import paths: what has moved is found there still, with a warning."""
+"""Deprecated import paths: moved names are still found there, with a warning."""
 
 import warnings
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def moved(old: str, new: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose names are in another one now.
+    """Return a `__getattr__` for a module whose names have moved to another module.
 
     Args:
-        old: name of the module.
-        new: name of the one that has them.
+        old: name of the old module.
+        new: name of the module that has the names now.
     """
 
     def find(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What becomes of complete reports: alarms, the history of the run, sinks, a line at its end."""
+"""Handling of complete reports: alarms, the run history, sinks, and a closing line."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ from adiv_monitor.step.failures import Failures
 
 
 class Outlet:
-    """Takes each complete report of a monitor.
+    """Receives each complete report of a monitor.
 
     Args:
-        sinks: where reports go.
-        alarms: rules over them.
-        keep: how many `reports` holds.
-        failures: of sinks, and of rules that are functions.
+        sinks: sinks that receive the reports.
+        alarms: alarm rules over the reports.
+        keep: number of reports that `reports` holds.
+        failures: handler of failures of sinks, and of rules that are functions.
 
     Attributes:
-        reports: the last ones.
-        running: what the run has come to; empty where another rank writes.
+        reports: the last reports.
+        running: summary of the run so far; empty where another rank writes.
     """
 
     def __init__(self, sinks: Sequence[Sink], alarms: Rules, keep: int, failures: Failures) -> None:
@@ -37,15 +37,15 @@ class Outlet:
     def take(
         self, report: StepReport, writes: bool, stops: Callable[[StepReport], bool]
     ) -> StepReport | None:
-        """Look for alarms, and hand the report on.
+        """Check the report for alarms, and pass it on.
 
         Args:
             report: the report.
-            writes: whether this rank gives it to the sinks, and says what there is to say.
-            stops: whether alarms end the training; asked where there are any.
+            writes: whether this rank passes the report to the sinks and logs warnings.
+            stops: returns whether alarms end the training; called if there are any.
 
         Returns:
-            The report, if its alarms end the training.
+            The report if its alarms end the training, else None.
         """
         failures: list[str] = []
 
@@ -65,8 +65,8 @@ class Outlet:
         return report if is_last else None
 
     def add_last_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
-        if not losses or not self.running.count:  # another rank writes, or nobody does
+        """Add the losses of the steps after the last report."""
+        if not losses or not self.running.count:  # another rank writes, or none does
             return
         self.running.add_losses(losses)
         self._warn_of_non_finite()
@@ -75,21 +75,21 @@ class Outlet:
                 self._failures.guard_sink(sink, partial(add, losses))
 
     def closings(self, *, quietly: bool) -> Iterator[Callable[[], object]]:
-        """What is to be done at the end: close the sinks; say in one line what was found."""
+        """Yield the actions at the end of the run: close the sinks, then log a closing line."""
         for sink in self._sinks:
             yield partial(self._failures.guard_sink, sink, sink.close)
         if not quietly:
             yield partial(self._failures.safely, conclude, self.running, self._sinks)
 
     def _write(self, report: StepReport) -> Iterator[str]:
-        """Give it to the sinks; of those that fail, what went wrong."""
+        """Pass the report to the sinks; yield a message for each one that fails."""
         for sink in self._sinks:
             failure = self._failures.guard_sink(sink, partial(sink.write, report))
             if failure is not None:
                 yield failure
 
     def _warn(self, report: StepReport, alarms: Sequence[Alarm]) -> None:
-        """Each alarm in each layer once; and each rule that has nothing to look at."""
+        """Warn once of each alarm in each layer, and of each rule that has nothing to compare."""
         for rule in self._alarms.idle if report.ends_round and report.layers else ():
             self._failures.warn(
                 f"idle {rule}",
@@ -103,7 +103,7 @@ class Outlet:
             )
 
     def _warn_of_non_finite(self) -> None:
-        """Once, and not only at the end."""
+        """Warn once of the first value that is not finite, as soon as it is reported."""
         step, where = self.running.first_non_finite or (None, None)
         if step is not None:
             self._failures.warn(

@@ -1,11 +1,11 @@
-"""Text that is shown: what would steer a terminal or a page, or be Markdown, is spelled out."""
+"""Escaping of text for display: control characters, and characters that Markdown interprets."""
 
 import html
 import re
 from unicodedata import category
 
-# Control characters, those that turn the direction of writing or are not seen, lone surrogates,
-# and the separators of lines and paragraphs.
+# Control characters, characters that are invisible or change the direction of writing, lone
+# surrogates, and line and paragraph separators.
 _STEERING = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _CODE = re.compile(r"((?<!`)`[^`]+`(?!`))")
 _MARKS = re.compile(r"([\\`*_\[\]!|~])")
@@ -13,7 +13,7 @@ _BEGINS_A_BLOCK = re.compile(r"^(\d*)([#+=.)-])")
 
 
 def printable(text: str) -> str:
-    r"""The text in one line, with what steers a terminal or a page as escapes: \x1b, \n, \u202e."""
+    r"""Return the text in one line, with control and invisible characters as escapes (\x1b, \n)."""
     if text.isprintable():
         return text
     return "".join(
@@ -22,12 +22,14 @@ def printable(text: str) -> str:
 
 
 def quoted(path: str) -> str:
-    """A module's path as a name: 'net.5'; the root's, which is empty, in words."""
+    """Return a module's path in quotes, 'net.5'; "the model itself" for the root's empty path."""
     return f"'{printable(path)}'" if path else "the model itself"
 
 
 def layer_words(path: str, kind: str = "") -> str:
-    """A layer in a sentence, by type and path; without a path it is the whole model.
+    """Return the words for a layer in a sentence: its type and path.
+
+    An empty path is that of the whole model.
 
     >>> layer_words("net.5", "ReLU"), layer_words("net.5"), layer_words("")
     ("ReLU 'net.5'", "layer 'net.5'", 'the model itself')
@@ -36,12 +38,12 @@ def layer_words(path: str, kind: str = "") -> str:
 
 
 def code(name: str) -> str:
-    """A name as code in Markdown, in a table too: nothing in it ends that."""
+    """Return a name as Markdown code, also valid in a table: backquotes and bars are escaped."""
     return "`" + printable(name).replace("`", r"\x60").replace("|", r"\x7c") + "`"
 
 
 def markdown(text: str) -> str:
-    """Text in which Markdown finds nothing to do; what stands between two backquotes is code."""
+    """Escape all Markdown in the text, except that text between two backquotes stays code."""
     parts = _CODE.split(printable(text))
     parts[::2] = [_MARKS.sub(r"\\\1", html.escape(part, quote=False)) for part in parts[::2]]
     return _BEGINS_A_BLOCK.sub(r"\1\\\2", "".join(parts))

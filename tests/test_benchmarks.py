@@ -16,6 +16,7 @@ import pytest
 import rows
 import scale
 import torch
+import transfer_training as transfer
 from models import Trainer, images, mlp
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -193,3 +194,27 @@ def test_functions_that_take_parameters_are_told() -> None:
         "mask": {"__setitem__"},
         "idle": set(),
     }
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mlp", "adam"), ("gpt", "sgd")])
+def test_models_that_train_together_train_as_they_would_alone(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(transfer.STEPS, kind, 10)
+    setting = transfer.Setting(kind, name, "mup", 64)
+    losses, _ = transfer.train(setting, [(-20, 1), (-15, 0), (-25, 1)])
+    torch.manual_seed(0)
+    model, groups = transfer.prepared(setting)
+    rates = [group["lr"] * 10**-1.5 for group in groups]
+    plain = [
+        {"params": group["params"], "lr": rate} for group, rate in zip(groups, rates, strict=True)
+    ]
+    optimizer = torch.optim.Adam(plain) if name == "adam" else torch.optim.SGD(plain, momentum=0.9)
+    for t, (x, y) in enumerate(transfer.batches(kind)):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(t + 1, (10 - t) / 9)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[0]), y[0]).backward()
+        optimizer.step()
+    x, y = transfer.judged(kind)
+    assert nn.functional.cross_entropy(model(x), y).item() == pytest.approx(losses[1], rel=1e-3)

@@ -1,4 +1,4 @@
-"""How weights, their updates and what they act on are aligned: A(W, z), alpha, omega and u."""
+"""Alignment of weights, their updates and their inputs: A(W, z), alpha, omega and u."""
 
 from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.layers import AlignedLayer, Role

@@ -1,4 +1,4 @@
-"""The instrument: readings of a model's alignments on a probe, against a reference point."""
+"""`Alignment`: measures a model's alignments on a probe, relative to a reference point."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -19,23 +19,23 @@ from adiv_monitor.report import AlignmentReading
 
 
 class Alignment:
-    """Reads alpha, omega, u and A(W, z) of a model's layers, as often as it is asked to.
+    """Instrument that reads alpha, omega, u and A(W, z) of a model's layers.
 
-    A reading is one forward pass of the probe and four products per layer. It changes nothing of
-    the model or the run.
+    Every reading takes one forward pass of the probe and four products per layer. It changes
+    nothing in the model or the run.
 
     Args:
         model: the model; lazy layers must have run.
-        probe: what it is run on, and with what it is compared.
+        probe: the batch on which the model is run, and the choice of the reference point.
 
     Raises:
-        AdivError: the forward pass shows no layer.
-        TypeError: it is no probe, or the model can't be called with its batch.
-        ValueError: the probe's patterns fit nothing.
+        AdivError: the forward pass uses no layer that can be measured.
+        TypeError: `probe` is no `Probe`, or the model can't be called with its batch.
+        ValueError: one of the probe's patterns fits no layer.
 
     Attributes:
-        layers: what is measured, in the order in which it runs.
-        refused: by name, why weights that the probe's forward pass uses are not measured.
+        layers: the measured layers, in the order in which they run.
+        refused: by name of a weight that the probe's forward pass uses, why it is not measured.
 
     Example:
         >>> import torch
@@ -63,11 +63,11 @@ class Alignment:
         if probe.reference is None:
             self._snapshots.append(Snapshot.of(seen))
         else:
-            self._regenerated()  # that it can be
+            self._regenerated()  # fail early if it can't be
 
     @property
     def unmeasured(self) -> list[str]:
-        """Names of trained matrices that no layer here uses: of two dimensions that are not 1."""
+        """Names of trained parameters with two dimensions other than 1 that no layer here uses."""
         used = {id(p) for layer in self.layers for p in layer.parameters}
         return [
             name
@@ -76,10 +76,10 @@ class Alignment:
         ]
 
     def read(self) -> dict[str, AlignmentReading]:
-        """The present readings by layer.
+        """Return the present readings by layer.
 
         Raises:
-            AdivError: the model calls its layers otherwise than it did at the reference point.
+            AdivError: the model's calls of its layers differ from those at the reference point.
         """
         with torch.inference_mode(False):
             return self._read()
@@ -100,7 +100,7 @@ class Alignment:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The reference point, to go on with in a resumed run."""
+        """Return the reference point, for a resumed run."""
         return {
             "probe": self._probe.fingerprint,
             "snapshots": [
@@ -113,10 +113,10 @@ class Alignment:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare with the saved reference point from now on.
+        """Use the saved reference point from now on.
 
         Raises:
-            ValueError: it is that of another probe, or of other layers.
+            ValueError: the reference point belongs to another probe or to other layers.
         """
         if state["probe"] != self._probe.fingerprint:
             raise ValueError(
@@ -166,7 +166,7 @@ class Alignment:
 
 
 class _Whole:
-    """Weights now and at the reference point, each gathered once, one after the other."""
+    """Unsharded weights, now and at the reference point; holds one weight at a time."""
 
     def __init__(self, reference: Snapshot) -> None:
         self._reference = reference
@@ -174,7 +174,7 @@ class _Whole:
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def of(self, layer: Seen) -> tuple[Tensor, Tensor]:
-        """(W₀, W) of the weight that holds a layer."""
+        """Return (W₀, W) of the weight that holds a layer's matrices."""
         weight = layer.weight
         if self._key != weight.key or self._pair is None:
             kept = self._reference.weights[weight.key]

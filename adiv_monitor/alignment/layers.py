@@ -1,7 +1,7 @@
-"""The layers of a model as the probe's forward pass shows them: which feeds which, and their roles.
+"""The layers of a model in the probe's forward pass, their predecessors and their roles.
 
-Roles: an embedding is fed by none, a readout feeds none, hidden layers lie in between. Excluded are
-those with so few inputs that a logarithm to that base says nothing.
+An embedding has no predecessor, a readout has no successor, and hidden layers lie in between.
+Layers with so few inputs that a logarithm to that base is meaningless are excluded.
 """
 
 import warnings
@@ -19,24 +19,24 @@ LEAST_FAN_IN = 16
 
 @dataclass(frozen=True, eq=False)
 class AlignedLayer:
-    """A layer that is measured: one use of a weight.
+    """A measured layer: one use of a weight.
 
     Attributes:
-        path: what reports call it.
-        kind: what is done with the weight: "linear", "convolution", "embedding", "table" (one that
-            is indexed or added), "experts", "lstm", "gru", "rnn_tanh", "rnn_relu", or that of a
-            rule of its module's class.
-        fan_in: how many inputs an output has; of an embedding or a table, how many rows.
-        fan_out: how many outputs there are; of an embedding or a table, how wide it is.
-        module: that holds the weight.
-        name: of the weight there.
-        weights: the parameters that the weight is, or is made of.
+        path: name of the layer in reports.
+        kind: how the weight is used: "linear", "convolution", "embedding", "table" (one that is
+            indexed or added), "experts", "lstm", "gru", "rnn_tanh", "rnn_relu", or the kind of a
+            registered rule for its module's class.
+        fan_in: number of inputs of an output; of an embedding or a table, number of rows.
+        fan_out: number of outputs; of an embedding or a table, its width.
+        module: the module that holds the weight.
+        name: name of the weight in the module.
+        weights: the parameter that is the weight, or the parameters from which it is computed.
         predecessors: paths of the layers whose outputs make up its input.
-        entrywise: parameters that are added to what is made of its output, or scale that, entry by
-            entry: its bias, the next norm's gain.
-        is_table: whether rows of the weight are looked up, and none multiplied.
-        is_made: whether the forward pass makes the weight, so that the module does not hold it.
-        role: what it is to the solver.
+        entrywise: parameters that are added to, or scale, values computed from its output, entry by
+            entry, such as its bias and the next norm's gain.
+        is_table: whether rows of the weight are looked up instead of multiplied.
+        is_made: whether the forward pass computes the weight, so that the module does not hold it.
+        role: the layer's role for the solver.
     """
 
     path: str
@@ -54,17 +54,17 @@ class AlignedLayer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that learn and that the weight is, or is made of."""
+        """The trained ones among `weights`."""
         return [p for p in self.weights if p.requires_grad]
 
     @property
     def width(self) -> int:
-        """Of which its learning rate is a power: fan-in, of an embedding its fan-out."""
+        """The width whose power is the learning rate: fan-in, or fan-out of an embedding."""
         return self.fan_out if self.role == "embedding" else self.fan_in
 
     @property
     def slot(self) -> "AlignedLayer":
-        """Deprecated: what it told, `kind`, `fan_in` and `fan_out`, the layer tells itself."""
+        """Deprecated: returns self; use the layer's own `kind`, `fan_in` and `fan_out`."""
         warnings.warn(
             "AlignedLayer.slot is deprecated: kind, fan_in and fan_out are attributes of the layer",
             DeprecationWarning,
@@ -74,17 +74,17 @@ class AlignedLayer:
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether it has more than one dimension of a size other than 1."""
+    """Whether a parameter has more than one dimension of a size other than 1."""
     return sum(size != 1 for size in parameter.shape) > 1
 
 
 def with_roles(
     layers: Sequence[AlignedLayer], chosen: Mapping[str, Role]
 ) -> tuple[AlignedLayer, ...]:
-    """The layers, each with the role of the first pattern that fits its path, else the inferred.
+    """Return the layers with the role of the first pattern that fits, or the inferred role.
 
     Raises:
-        ValueError: a pattern fits none, or there is no such role, or a layer can't have it.
+        ValueError: a pattern fits no layer, a role does not exist, or a layer can't have it.
     """
     if wrong := [role for role in chosen.values() if role not in ROLES]:
         raise ValueError(f"Probe(roles=…): got {wrong[0]!r}, expected one of {', '.join(ROLES)}")
@@ -101,7 +101,7 @@ def with_roles(
     for path, role in given.items():
         if role == "embedding":
             before[path] = ()
-        elif role == "readout":  # what it feeds is fed by what feeds it
+        elif role == "readout":  # its successors get its predecessors instead
             for other, sources in before.items():
                 if path in sources:
                     bypass = [p for s in sources for p in (before[path] if s == path else (s,))]

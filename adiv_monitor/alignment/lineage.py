@@ -1,4 +1,4 @@
-"""What tensors of a forward pass are made of: of outputs of layers, or of the model alone."""
+"""Origins of the tensors in a forward pass: outputs of layers, data, or the model alone."""
 
 from collections.abc import Iterable
 
@@ -12,19 +12,19 @@ NONE: Sources = frozenset()
 
 
 class Lineage:
-    """Follows what functions give; what no function was seen to make is data.
+    """Record of the layers from which each tensor was computed; unknown tensors are data.
 
     Args:
-        model: its parameters and buffers are of the model.
+        model: the model with its parameters and buffers, which are not data.
     """
 
     def __init__(self, model: nn.Module) -> None:
         held = [*model.parameters(), *model.buffers()]
         self._memory = {memory_of(tensor) for tensor in held if type(tensor.data) is Tensor}
-        self._made = WeakTensorKeyDictionary()  # tensor → its sources; None: of the model alone
+        self._made = WeakTensorKeyDictionary()  # tensor → its sources; None: from the model alone
 
     def of_model(self, value: object) -> bool:
-        """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
+        """Whether a value is no data: parameter, buffer, constant, or computed from these alone."""
         if not isinstance(value, Tensor):
             return True
         if value in self._made:
@@ -32,28 +32,28 @@ class Lineage:
         return memory_of(value) in self._memory
 
     def sources(self, tensors: Iterable[Tensor]) -> Sources:
-        """The layers of whose outputs any of these is made."""
+        """Return the layers from whose outputs any of the tensors was computed."""
         made = self._made
         return NONE.union(*(made[tensor] or NONE for tensor in tensors if tensor in made))
 
     def is_made(self, results: Iterable[Tensor], sources: Sources | None) -> None:
-        """A function gave these.
+        """Record the results of a function.
 
         Args:
-            results: what it gave.
-            sources: layers; None: they are of the model alone.
+            results: the results.
+            sources: the layers they come from; None: they were computed from the model alone.
         """
         for tensor in results:
             self._made[tensor] = sources
 
     def is_written(self, tensor: Tensor, sources: Sources) -> None:
-        """Data was written into it, and into what it is a view of."""
+        """Record that data was written into a tensor, and into the base of a view."""
         whole = whole_of(tensor)
         self._memory.discard(memory_of(tensor))
         self.is_made((tensor, whole), sources | self.sources((tensor, whole)))
 
     def ends(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-        """A module has run: what no function was seen to make is made of what it was given."""
+        """Record a module's call: outputs of unknown origin get the sources of its inputs."""
         given = list(inputs)
         known = {id(tensor) for tensor in given}
         unseen = [x for x in outputs if id(x) not in known and x not in self._made]

@@ -1,4 +1,4 @@
-"""The probe's forward pass, which changes nothing of the run, and all uses of weights in it."""
+"""The probe's forward pass, free of side effects on the run, and all uses of weights in it."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,8 +32,10 @@ from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses
 from adiv_monitor.rerun.surroundings import untouched
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# Gets the path of the module that runs, a function that it has called, and what that gave.
+Called = Callable[[str, FunctionToCall, Any], None]
 _EMBEDDINGS = ("", "embedding", "embedding_bag")
-# The functions that were known first, by matrices and kernels; "": a rule of the module's class.
+# The functions that the first version supported; "": a rule of the module's class.
 _FIRST = {"", "embedding", "linear", "conv1d", "conv2d", "conv3d"}
 _FIRST_PRODUCTS = {"mm", "matmul", "__matmul__", "addmm"}
 
@@ -43,13 +45,14 @@ class Found:
     """A layer at one of its calls; it refers to activations and must not be kept.
 
     Attributes:
-        path: what reports call the layer.
-        use: of its weight; of a kind "table" where that is indexed or added.
-        weight: the weight, as it is now.
-        shape: of the result, without its channels.
-        sources: the layers from whose outputs the input is made.
-        is_late: whether the use is of a kind that was not measured at first. The rows of the others
-            depend on these alone, so that older reference points hold.
+        path: name of the layer in reports.
+        use: the use of its weight; its kind is "table" where the weight is indexed or added.
+        weight: the present weight.
+        shape: shape of the result, without its channels.
+        sources: the layers from whose outputs the input was computed.
+        is_late: whether the use is of a kind that the first version did not measure. The rows of
+            the other kinds are chosen independently of these, so that older reference points stay
+            valid.
     """
 
     path: str
@@ -62,7 +65,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Entrywise:
-    """A parameter that is added to what layers give, or scales it, entry by entry.
+    """A parameter that is added to layers' outputs, or scales them, entry by entry.
 
     Attributes:
         parameter: the parameter.
@@ -78,13 +81,15 @@ def run_probe(
     arguments: Arguments,
     found: Callable[[Found], None],
     entrywise: Callable[[Entrywise], None],
+    called: Called | None = None,
 ) -> dict[str, str]:
-    """One forward pass: evaluation mode, no gradients, no autocast; `found` gets every layer.
+    """Run a forward pass in evaluation mode, without gradients or autocast.
 
-    Afterwards random numbers, buffers, modes and attributes of modules are what they were.
+    `found` gets every layer at each call, `entrywise` every parameter that acts entry by entry.
+    Random numbers, buffers, modes and attributes of modules are restored afterwards.
 
     Returns:
-        By name, why weights that the pass uses are not measured.
+        By name of a weight that the pass uses, why it is not measured.
     """
     modules = list(model.modules())
     devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
@@ -97,13 +102,13 @@ def run_probe(
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             stack.enter_context(parametrize.cached())  # so that a weight is one tensor throughout
             _evaluating(modules)
-            seeing = stack.enter_context(_seeing(model, found, entrywise))
+            seeing = stack.enter_context(_seeing(model, found, entrywise, called))
             try:
                 inside_wrappers(model)(*arguments[0], **arguments[1])
             finally:
                 for module in modules:
                     reshard = getattr(module, "reshard", None)
-                    if callable(reshard):  # FSDP2 would keep the whole weights of its root
+                    if callable(reshard):  # FSDP2 would keep the root's weights unsharded
                         reshard()
             return seeing.refused
 
@@ -111,18 +116,21 @@ def run_probe(
 
 
 def _evaluating(modules: list[nn.Module]) -> None:
-    """Not by `eval()`, of which some modules have one of their own that does more."""
+    """Set evaluation mode without `eval()`, which some modules override to do more."""
     copies: dict[int, Tensor] = {}
     for module in modules:
         module.training = False
         for name, buffer in module._buffers.items():
-            if buffer is not None:  # written to in place, some state would stay changed
+            if buffer is not None:  # the pass may write to buffers in place
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
 @contextmanager
 def _seeing(
-    model: nn.Module, found: Callable[[Found], None], entrywise: Callable[[Entrywise], None]
+    model: nn.Module,
+    found: Callable[[Found], None],
+    entrywise: Callable[[Entrywise], None],
+    called: Called | None,
 ) -> Iterator["_Seeing"]:
     paths = {
         module: path
@@ -134,12 +142,12 @@ def _seeing(
         levels=2 + max(path.count(".") for path in paths.values()),
         repeated=True,
     )
-    seeing = _Seeing(model, paths, forwards, found, entrywise)
+    seeing = _Seeing(model, paths, forwards, found, entrywise, called)
     try:
         forwards.watch(seeing)
         yield seeing
         forwards.remove()
-    finally:  # again, where that was interrupted
+    finally:  # once more, in case an interrupt hit the first call
         forwards.remove()
 
 
@@ -148,7 +156,7 @@ def _raised(error: Exception) -> None:
 
 
 class _Seeing:
-    """Hands on the uses of weights in what a forward pass calls. See `forwards.Watcher`.
+    """Watcher that reports the uses of weights in a forward pass; see `forwards.Watcher`.
 
     Args:
         model: the model.
@@ -156,9 +164,10 @@ class _Seeing:
         forwards: the forwards that run.
         found: gets every layer at each of its calls.
         entrywise: gets parameters that act entry by entry.
+        called: gets all functions that were called; None: nothing does.
 
     Attributes:
-        refused: name of a weight → why a use of it is not measured.
+        refused: by name of a weight, why a use of it is not measured.
     """
 
     def __init__(
@@ -168,29 +177,31 @@ class _Seeing:
         forwards: Forwards,
         found: Callable[[Found], None],
         entrywise: Callable[[Entrywise], None],
+        called: Called | None = None,
     ) -> None:
         self.refused: dict[str, str] = {}
         self._paths = paths
         self._forwards = forwards
         self._found = found
         self._entrywise = entrywise
+        self._called = called
         self._weights = Weights(model)
         self._lineage = Lineage(model)
         self._rules = {m: rule for m in paths if isinstance(rule := find_rule(m), Rule)}
-        self._names: dict[object, str] = {}  # by weight, what is done with it, and where in it
+        self._names: dict[object, str] = {}  # by weight, kind of use, and position in the weight
 
     # --- modules ---------------------------------------------------------------------------------
 
     def begins(self, forward: Forward) -> None:
-        """A module's forward begins."""
+        """Do nothing when a module's forward begins."""
 
     def plain(self, *_: object) -> None:
-        """Never: no uses are known beforehand."""
+        """Do nothing; never called, since no uses are known beforehand."""
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run; `output` is None if it raised."""
+        """Handle the end of a module's forward; `output` is None if it raised."""
         outputs, inputs = (_tensors(value) for value in (output, (args, kwargs)))
         rule = self._rules.get(module)
         if rule is not None and isinstance(output, Tensor):
@@ -201,7 +212,7 @@ class _Seeing:
     # --- functions -------------------------------------------------------------------------------
 
     def called(self, call: FunctionToCall) -> Any:
-        """Call a torch function, and find which weights it uses."""
+        """Call a torch function, report the weights it uses, and return its result."""
         function, args, kwargs = call.function, call.args, call.kwargs
         name = getattr(function, "__name__", "")
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -215,8 +226,10 @@ class _Seeing:
         data = [t for t in tensors if id(t) not in weights and not self._lineage.of_model(t)]
         sources = self._lineage.sources(data)
         result = call()
+        if self._called is not None:
+            self._called(self._running, call, result)
         if self._forwards.innermost in self._rules:
-            weights = {}  # its rule tells what they do
+            weights = {}  # the module's rule covers them
         uses: Sequence[Use] | None = ()
         if function in RECURRENT and weights:
             self._recurrent(call, weights, sources, result)
@@ -242,7 +255,7 @@ class _Seeing:
         return self._paths.get(self._forwards.innermost, "")
 
     def _weights_among(self, tensors: Sequence[Tensor]) -> dict[int, Weight]:
-        """By id of a tensor, the weight that it is, or is a view of."""
+        """Return, by id of a tensor, the weight that it is or is a view of."""
         if not tensors:
             return {}
         running = self._running
@@ -250,7 +263,7 @@ class _Seeing:
         return {key: weight for key, weight in of if weight is not None}
 
     def _given(self, call: FunctionToCall, weights: dict[int, Weight]) -> Arguments:
-        """What a function got, with stand-ins for weights."""
+        """Return a function's arguments with stand-ins for weights."""
 
         def stand_in(tensor: Tensor) -> Tensor:
             weight = weights.get(id(tensor))
@@ -262,7 +275,7 @@ class _Seeing:
     def _uses(
         self, call: FunctionToCall, made: Tensor, weights: dict[int, Weight]
     ) -> Sequence[Use] | None:
-        """The uses in a call, by the monitor's rules; None if one refuses it."""
+        """Return the uses in a call by the monitor's rules; None if a rule refuses it."""
         stand_ins = {id(weight.stand_in) for weight in weights.values()}
 
         def of_model(value: object) -> bool:
@@ -287,12 +300,12 @@ class _Seeing:
     def _is_used(
         self, uses: Sequence[Use], made: Tensor, sources: Sources, *, of: str = ""
     ) -> bool:
-        """Hand on uses; False if what was made is no more than a view of a weight.
+        """Report uses; return False if the result is only a view of a weight.
 
         Args:
             uses: the uses.
-            made: what the function, or the module, gave.
-            sources: layers of whose outputs it was given some.
+            made: the result of the function or the module.
+            sources: the layers from whose outputs its inputs were computed.
             of: name of the function.
         """
         if self._weights.of(made) is not None:
@@ -343,7 +356,7 @@ class _Seeing:
     def _recurrent(
         self, to_call: FunctionToCall, weights: dict[int, Weight], sources: Sources, result: Any
     ) -> None:
-        """Hand on the linear maps in a recurrent call that was made."""
+        """Report the linear maps in a recurrent call, after the call."""
         call = read_call(to_call.function, *self._given(to_call, weights))
         outputs = _tensors(result)
         if call.draws:
@@ -365,7 +378,7 @@ class _Seeing:
                 parts = [part for part, _, _ in of_direction.maps]
                 state = frozenset(names[part] for part in parts[2:] or parts if part in names)
                 inner = frozenset(names[part] for part in parts[:2] if part in names)
-                # The input's map gets what the layer is given, the others its state.
+                # The input map gets the layer's input, the other maps its state.
                 for part, into in zip(parts, (fed, sources | state, inner), strict=False):
                     weight, x = held[part], inputs[part]
                     if weight is not None:
@@ -377,7 +390,7 @@ class _Seeing:
         self._lineage.is_made(outputs, fed)
 
     def _name(self, use: Use, weight: Weight) -> str:
-        """The layer's path; of a second use of a weight, with the module that makes it."""
+        """Return the layer's path; a second use of a weight adds the module that makes it."""
         part = use.part or part_of(weight.module, weight.name)
         path = weight.full_name
         if part:
@@ -396,7 +409,7 @@ class _Seeing:
 
 
 def _is_entrywise(use: Use, made: Tensor) -> bool:
-    """Whether it is of single entries, and neither a map nor a table."""
+    """Whether a use acts entry by entry, as neither a linear map nor a table."""
     if use.kind != "offset" or use.weight is None:
         return use.kind in ("gain", "offset")
     sizes = zip(use.weight.shape, use.weight.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""What alignment is measured on: a batch that stays the same, and the point it is compared with."""
+"""`Probe`: the fixed batch on which alignment is measured, and the choice of a reference point."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -21,18 +21,18 @@ class Probe:
     """A batch on which a model is run at every reading, in evaluation mode; it is copied.
 
     Attributes:
-        batch: what the model is called with: a tensor, a tuple of arguments, or a dict of named
-            ones. 32 to 512 rows will do; the positions of a sequence or an image count as rows.
-        reference: where W₀ and z₀ come from. None: from the model when it is attached, of which a
-            copy of the measured weights is kept on the host. A function that makes the model as it
-            was, with the same seed, say: called at each reading, nothing is kept.
-        window: compare with so many readings ago instead; copies of the weights are kept of each.
-        max_rows: inputs to look at per layer and call, chosen once; None: all of them.
+        batch: the model's arguments: a tensor, a tuple of arguments, or a dict of named arguments.
+            32 to 512 rows are enough; the positions of a sequence or an image count as rows.
+        reference: source of W₀ and z₀. None: the model when it is attached; a copy of the measured
+            weights is kept on the host. Otherwise a function that returns the model as it was, for
+            example by the same seed; it is called at each reading, and nothing is kept.
+        window: compare with the reading this many readings ago; the weights at each are kept.
+        max_rows: number of sampled inputs per layer and call, chosen once; None: all.
         layers: glob patterns over paths of layers, or a predicate (path, module) → bool.
-        roles: pattern over paths → role, in place of the inferred one.
-        process_group: the ranks whose probes make up one. All of its ranks have to measure
-            at the same steps. None: each on its own.
-        seed: of the choice of rows.
+        roles: pattern over paths → role, in place of the inferred role.
+        process_group: the ranks whose probes are parts of one probe. All ranks of the group have to
+            measure at the same steps. None: each rank on its own.
+        seed: seed for the choice of rows.
 
     Raises:
         TypeError: the batch holds no tensor, or the reference can't be called.
@@ -71,19 +71,19 @@ class Probe:
 
     @property
     def arguments(self) -> Arguments:
-        """How the model is called."""
+        """The positional and the named arguments with which the model is called."""
         if isinstance(self.batch, Mapping):
             return (), dict(self.batch)
         return (tuple(self.batch) if isinstance(self.batch, tuple | list) else (self.batch,)), {}
 
     def to(self, device: torch.device) -> "Probe":
-        """The same with its batch on a device."""
+        """Return the probe with its batch on a device."""
         moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch)
         return replace(self, batch=moved)
 
     @property
     def fingerprint(self) -> str:
-        """Tells batches apart."""
+        """Hash of the batch, to detect a different one."""
         found = hashlib.sha256()
         for leaf in tree_leaves(self.batch):
             if isinstance(leaf, Tensor):

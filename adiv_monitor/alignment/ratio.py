@@ -1,8 +1,8 @@
-"""The log-alignment ratio, and what it says in other units.
+"""The log-alignment ratio and equivalent quantities in other units.
 
 A(W, z) = log_n [ RMS(W z) / (RMS(W) RMS(z)) ], n the fan-in (Everett et al. 2024,
-arXiv 2407.05872). 1: every row of W points along every z. ½: they know nothing of each other. It is
-never above 1.
+arXiv 2407.05872). 1: every row of W points along every z. ½: W and z are independent. It is never
+above 1.
 With W = U S Vᵀ, p the shares of S² and q those of z along V: A = 1 + ½ log_n Σ p q.
 """
 
@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Of a ratio whose denominator is below this share of that at the reference point, nothing is known.
+# A ratio is undefined if its denominator is below this share of that at the reference point.
 NEGLIGIBLE = 1e-12
 
 
 def log_ratio(numerator: float, denominator: float, fan_in: int, scale: float) -> float | None:
-    """A from mean squares; None where nothing moves, and where nothing comes through.
+    """Return A from mean squares; None if numerator or denominator is negligible.
 
     Args:
         numerator: mean square of W z.
@@ -34,7 +34,7 @@ def log_ratio(numerator: float, denominator: float, fan_in: int, scale: float) -
 def log_alignment(
     weight: Float[Tensor, "out n"], z: Float[Tensor, "rows n"], *, fan_in: int | None = None
 ) -> float | None:
-    """A(W, z) of a matrix and a batch; None where it is undefined (W z = 0).
+    """Return A(W, z) of a matrix and a batch; None where it is undefined (W z = 0).
 
     The squares are summed in float64.
 
@@ -53,14 +53,14 @@ def log_alignment(
 
 
 def kappa(ratio: float | None, fan_in: int) -> float | None:
-    """κ = n^(A − 1): RMS(W z) as a share of what full alignment would give, 0 to 1.
+    """κ = n^(A − 1), 0 to 1: RMS(W z) as a share of its value at full alignment.
 
-    What is less than full at one width is mostly this constant, which stays when the width grows,
-    where the exponent A does not: carry κ to another width, never A.
+    Less than full alignment at one width is mostly due to this constant, which does not change with
+    the width, while the exponent A does: transfer κ to another width, never A.
     """
     return None if ratio is None else float(fan_in ** (ratio - 1))
 
 
 def effective_rank(ratio: float | None, fan_in: int) -> float | None:
-    """K = n^(2(1 − A)) = 1/κ²: over how many directions W and z are spread alike, 1 and more."""
+    """K = n^(2(1 − A)) = 1/κ² ≥ 1: number of directions over which W and z spread equally."""
     return None if ratio is None else float(fan_in ** (2 * (1 - ratio)))

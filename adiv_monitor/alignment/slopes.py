@@ -1,13 +1,15 @@
-"""How measures go with width: slopes in log-log, with intervals, and what they mean."""
+"""Dependence of measures on width: log-log slopes with intervals, and verdicts on them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from adiv_monitor.alignment.logits import scale_named
+
 Verdict = Literal["grows", "stays", "vanishes", "unclear"]
-_TOLERANCE = 0.1  # a slope this small is nothing of order one, at the widths that there are
-_CERTAIN = 0.25  # half an interval beyond which a slope near zero is not known
+_TOLERANCE = 0.1  # slopes up to this have no effect of order one at usual widths
+_CERTAIN = 0.25  # half of the largest interval with which a slope near zero counts as known
 RATIOS = ("alpha", "omega", "u", "cumulative")
 
 
@@ -16,8 +18,8 @@ class Run:
     """Readings of one training run.
 
     Attributes:
-        width: of the model.
-        readings: step → layer → measures, as `AlignmentReading.to_dict` has them.
+        width: width of the model.
+        readings: step → layer → measures, as in `AlignmentReading.to_dict`.
     """
 
     width: int
@@ -40,7 +42,7 @@ class Slope:
 
     @property
     def verdict(self) -> Verdict:
-        """What becomes of it with width."""
+        """The trend of the value with growing width."""
         if self.value - self.half > _TOLERANCE:
             return "grows"
         if self.value + self.half < -_TOLERANCE:
@@ -53,14 +55,15 @@ class LayerWidths:
     """One layer at several widths.
 
     Attributes:
-        path: the layer.
-        step: after which step.
-        size: of RMS(W z), the layer's output.
-        move: of the RMS of its change since the reference point: −r of the theory.
-        exponents: of RMS(W z)/(RMS W · RMS z) for alpha, omega, u and A(W, z), against the fan-in:
-            the alignment that is left when the width grows.
-        kappas: n^(A − 1), the geometric mean over widths: what is constant of less than full
+        path: path of the layer.
+        step: the training step after which the readings were taken.
+        size: slope of RMS(W z), the layer's output.
+        move: slope of the RMS of the output's change since the reference point: −r of the theory.
+        exponents: slopes of RMS(W z)/(RMS W · RMS z) for alpha, omega, u and A(W, z), against the
+            fan-in: the alignment in the limit of large width.
+        kappas: n^(A − 1), the geometric mean over widths: the width-independent share of full
             alignment.
+        note: of an attention's logits, how they are scaled.
     """
 
     path: str
@@ -69,15 +72,16 @@ class LayerWidths:
     move: Slope | None
     exponents: Mapping[str, Slope]
     kappas: Mapping[str, float]
+    note: str = ""
 
     @property
     def verdict(self) -> Verdict:
-        """What becomes of the layer's move: "stays" is what muP is for."""
+        """The trend of the layer's move with width; muP aims at "stays"."""
         return "unclear" if self.move is None else self.move.verdict
 
 
 def slope(points: Iterable[tuple[float, float]]) -> Slope | None:
-    """Of log(value) against log(width); None with fewer than two widths.
+    """Return the slope of log(value) against log(width); None with fewer than two widths.
 
     Raises:
         ImportError: without scipy (pip install "adiv-monitor[lr]").
@@ -99,7 +103,7 @@ def slope(points: Iterable[tuple[float, float]]) -> Slope | None:
 
 
 def layer_widths(runs: Sequence[Run], step: int | None = None) -> list[LayerWidths]:
-    """Slopes of every layer after a step, the last that all runs have if None is given.
+    """Return slopes of every layer after a step; by default the last that all runs have.
 
     Raises:
         ValueError: fewer than two widths, or runs without a step in common.
@@ -132,4 +136,7 @@ def _of_layer(runs: Sequence[Run], path: str, step: int) -> LayerWidths:
         shares = [math.log(r[f"kappa_{name}"]) for _, r in records if name in r]
         if shares:
             kappas[name] = math.exp(math.fsum(shares) / len(shares))
-    return LayerWidths(path, step, of("output_rms"), of("output_change_rms"), exponents, kappas)
+    sizes = {width: int(r["head_size"]) for width, r in records if "head_size" in r}
+    note = scale_named(sizes, {width: r["scale"] for width, r in records}) if sizes else ""
+    moves = of("output_rms"), of("output_change_rms")
+    return LayerWidths(path, step, *moves, exponents, kappas, note)

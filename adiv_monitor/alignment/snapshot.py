@@ -1,4 +1,4 @@
-"""What is remembered of a model at one point: its weights, and rows of the inputs of its layers."""
+"""The reference point of a model: its weights, and sampled rows of its layers' inputs."""
 
 import inspect
 from collections import Counter, defaultdict
@@ -27,13 +27,13 @@ class Seen:
     """A layer in one forward pass of the probe.
 
     Attributes:
-        kind: what is done with its weight.
-        weight: the weight in which its matrices are.
-        matrices: where in it.
-        features: of its rows, over all calls.
-        shapes: rows that there were in each call.
-        predecessors: layers that came before and whose outputs make up the input of any call.
-        entrywise: parameters that are added to what is made of its output, or scale that.
+        kind: how its weight is used, as in `AlignedLayer`.
+        weight: the weight that holds its matrices.
+        matrices: position of the matrices in the weight.
+        features: features of its sampled rows, over all calls.
+        shapes: shape of all rows in each call.
+        predecessors: earlier layers whose outputs make up the input of any call.
+        entrywise: parameters that are added to, or scale, values computed from its output.
     """
 
     kind: str
@@ -46,24 +46,24 @@ class Seen:
 
     @property
     def is_table(self) -> bool:
-        """Whether rows of its matrix are looked up, and none multiplied."""
+        """Whether rows of its matrix are looked up instead of multiplied."""
         return not isinstance(self.features, DenseFeatures | BlockFeatures)
 
     @property
     def fan_in(self) -> int:
-        """How many inputs an output has; of a table, how many rows."""
+        """Number of inputs of an output; of a table, number of rows."""
         return self.matrices.lines if self.is_table else self.matrices.fan_in
 
     @property
     def fan_out(self) -> int:
-        """How many outputs there are, of blocks those of each; of a table, how wide it is."""
+        """Number of outputs, of each block if there are blocks; of a table, its width."""
         if self.is_table:
             return self.matrices.fan_in
         count = self.matrices.count if isinstance(self.features, BlockFeatures) else 1
         return self.matrices.outputs // count
 
     def aligned(self, path: str) -> AlignedLayer:
-        """The layer, of this path."""
+        """Return the `AlignedLayer` with this path."""
         weight = self.weight
         return AlignedLayer(
             *(path, self.kind, self.fan_in, self.fan_out, weight.module, weight.name),
@@ -86,17 +86,17 @@ class Seen:
 
     @property
     def block(self) -> Tensor | None:
-        """Which block of the weight every row uses."""
+        """Index of the block of the weight that every row uses; None without blocks."""
         return self.features.block if isinstance(self.features, BlockFeatures) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A copy of a weight on the host; of a sharded one, of the part that this rank holds.
+    """A copy on the host of a weight, or of this rank's part of a sharded weight.
 
     Attributes:
         values: the copy.
-        like: what tells how the parts make up the whole; None where there are no parts.
+        like: the sharded parameter with the placement of the parts; None if it is not sharded.
     """
 
     values: Tensor
@@ -111,7 +111,7 @@ class Kept:
         return cls(weight.value.detach().to("cpu", copy=True))
 
     def whole(self, device: torch.device) -> Tensor:
-        """All of it, on a device; a sharded one takes all ranks to call this."""
+        """Return the unsharded weight on a device; for a sharded one, all ranks have to call."""
         values = self.values.to(device, non_blocking=True)
         if self.like is None:
             return values
@@ -120,7 +120,7 @@ class Kept:
 
 
 def present(weight: Weight) -> Tensor:
-    """The present value of a weight; a sharded one is gathered again."""
+    """Return the present value of a weight; a sharded weight is all-gathered."""
     sharded = _sharded(weight)
     if sharded is not None:
         gathered: Tensor = sharded.detach().full_tensor()  # type: ignore[attr-defined]
@@ -138,8 +138,8 @@ class Snapshot:
     """The reference point.
 
     Attributes:
-        rows: layer → its inputs then.
-        weights: name of a weight → a copy.
+        rows: sampled inputs at that point, by path of the layer.
+        weights: copies of the weights by name.
     """
 
     rows: Mapping[str, Tensor]
@@ -147,7 +147,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, seen: Mapping[str, Seen]) -> "Snapshot":
-        """Remember what a forward pass has shown."""
+        """Copy weights and inputs of the layers in a forward pass."""
         held = {layer.weight.key: layer.weight for layer in seen.values()}
         return cls(
             {path: layer.rows for path, layer in seen.items()},
@@ -169,13 +169,13 @@ class _Calls:
 
 
 def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str]]:
-    """Run the probe: the chosen layers in the order in which they are first called.
+    """Run the probe; return the chosen layers in the order of their first calls.
 
-    Also, by name, why weights that the pass uses are not measured.
+    The second result has, by name of a weight that the pass uses, why it is not measured.
 
     Raises:
-        AdivError: none of the layers is called, or ranks compute some together.
-        TypeError: the model takes other arguments than the batch has.
+        AdivError: none of the layers is called, or the model uses tensor parallelism.
+        TypeError: the model can't be called with the batch.
     """
     _check_arguments(model, probe)
     if peers(model) is not None:
@@ -191,12 +191,12 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
     def see(found: Found) -> None:
         path, use, weight = found.path, found.use, found.weight
         if not is_chosen(path, weight.module, probe.layers):
-            # What feeds it feeds what it feeds.
+            # Its predecessors become those of its successors.
             passed.setdefault(path, set()).update(found.sources)
             return
         known = layers.get(path)
         number = count[found.is_late] if known is None else known.number
-        # A layer's rows depend on nothing but its place among layers and calls.
+        # The choice of rows depends only on the layer's number and the number of the call.
         key = [number, 0 if known is None else len(known.shapes)]
         rows = Rows(found.shape, choose(found.shape, probe, key), weight.value.device)
         features = use.features(rows)
@@ -224,7 +224,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             *(layer.kind, layer.weight, layer.matrices),
             layer.features[0].joined(layer.features[1:]),
             tuple(layer.shapes),
-            # A loop is cut where a layer would come before itself.
+            # Only earlier layers count, so that there are no cycles.
             tuple(p for p in order[:place] if p in _reached(layer.sources, passed)),
             tuple(acting[path]),
         )
@@ -234,7 +234,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
 
 
 def _check_arguments(model: nn.Module, probe: Probe) -> None:
-    """Before the forward pass, whose own errors are the model's affair."""
+    """Check the batch against forward's signature; errors inside forward are left to the model."""
     try:
         signature = inspect.signature(inside_wrappers(model).forward)
     except ValueError:  # compiled code has none
@@ -251,7 +251,7 @@ def _check_arguments(model: nn.Module, probe: Probe) -> None:
 def choose(
     shape: tuple[int, ...], probe: Probe, key: list[int]
 ) -> "np.ndarray[tuple[int], np.dtype[np.int64]] | None":
-    """Which rows of a call are looked at; None: all."""
+    """Return the sampled rows of a call; None: all."""
     total = int(np.prod(shape))
     if probe.max_rows is None or total <= probe.max_rows:
         return None
@@ -260,7 +260,7 @@ def choose(
 
 
 def _reached(sources: set[str], passed: Mapping[str, set[str]]) -> set[str]:
-    """The sources, through layers that are left out."""
+    """Return the sources with layers that are left out replaced by their own sources."""
     found: set[str] = set()
     waiting = list(sources)
     while waiting:

@@ -1,4 +1,4 @@
-"""The sums of squares that all measures of a layer are made of: they add up over ranks."""
+"""The sums of squares from which all measures of a layer are computed; they add up over ranks."""
 
 from dataclasses import dataclass, fields
 
@@ -17,10 +17,10 @@ ROUTED = "experts"  # a layer of this kind has its rows in another order in each
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one layer, over rows of a probe, with z₀, W₀ the reference, dz = z − z₀, dW = W − W₀.
+    """Sums of one layer over a probe's rows; z₀, W₀ the reference, dz = z − z₀, dW = W − W₀.
 
-    A numerator sums the mean square of outputs, a denominator the mean square of the weight times
-    that of the inputs: each group of a weight with its own, so that no ratio exceeds 1.
+    A numerator sums the mean square of the outputs, a denominator the mean square of the weight
+    times that of the inputs. Both are by group of the weight, so that no ratio exceeds 1.
     """
 
     rows: float
@@ -36,9 +36,10 @@ class Sums:
     change: float  # W z − W₀ z₀
 
     def reading(self, layer: AlignedLayer) -> AlignmentReading:
-        """What they say of a layer. Of tables, of which rows are looked up, there is no alignment.
+        """Return the reading of a layer.
 
-        Nor is there a change of what experts give whose rows are routed anew in each pass.
+        Tables, whose rows are looked up, have no alignment. Experts have no change of the output,
+        since their rows are routed anew in each pass.
         """
         fan_in = layer.fan_in
         base = 0 if layer.is_table else fan_in
@@ -71,14 +72,14 @@ def layer_sums(
     z: Float[Tensor, "rows groups n"],
     block: Int[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " sums"]:
-    """`Sums` of a layer that multiplies its rows, in float64 where the device has it.
+    """Return `Sums` of a layer that multiplies its rows, in float64 if the device supports it.
 
     Args:
-        W0: the matrices at the reference point, of groups or of blocks.
-        W: the matrices.
-        z0: the rows at the reference point; of blocks, (rows, 1, n).
-        z: the rows.
-        block: which block every row uses; None: each uses all groups.
+        W0: the matrices of groups or blocks at the reference point.
+        W: the present matrices.
+        z0: the rows at the reference point; (rows, 1, n) with blocks.
+        z: the present rows.
+        block: index of the block that every row uses; None: every row uses all groups.
     """
     W0, W = (weight.to(z.dtype) for weight in (W0, W))
     dW, dz = W - W0, z - z0
@@ -95,7 +96,7 @@ def layer_sums(
 def table_sums(
     W0: Float[Tensor, "entries n"], W: Float[Tensor, "entries n"], features: Features
 ) -> Float[Tensor, " sums"]:
-    """`Sums` of a table: its outputs alone."""
+    """Return `Sums` of a table, with the sums of its outputs only."""
     before, now = features.by_weight(W0), features.by_weight(W)
     assert before is not None
     assert now is not None
@@ -107,7 +108,7 @@ def table_sums(
 
 
 def _product(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
-    """(rows, groups, outputs)."""
+    """Return the product of weight and rows, (rows, groups, outputs)."""
     if block is not None:
         return BlockFeatures(rows[:, 0], block, len(weight)).by_weight(weight)[:, None]
     if len(weight) == 1:
@@ -116,13 +117,13 @@ def _product(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
 
 
 def _of_rows(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
-    """Σ over rows, mean over groups, of the weight's mean square times the row's."""
+    """Return the sum over rows, mean over groups, of the weight's mean square times the row's."""
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
     norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=wide)
     of_groups = norms.square() / weight[0].numel()
     of_rows = _wide(torch.linalg.vector_norm(rows, dim=2)).square() / rows.shape[2]
     if block is not None:
-        of_none = of_groups.new_zeros(1)  # some rows use no block, and are zero
+        of_none = of_groups.new_zeros(1)  # for rows that use no block, which are zero
         of_blocks: Tensor = torch.cat([of_groups, of_none])[block] @ of_rows[:, 0]
         return of_blocks
     total: Tensor = (of_rows @ of_groups).sum() / len(weight)
@@ -130,7 +131,7 @@ def _of_rows(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
 
 
 def _mean_square(product: Tensor) -> Tensor:
-    """Of every row."""
+    """Return the mean square of every row."""
     flat = product.flatten(1)
     return _wide(torch.linalg.vector_norm(flat, dim=1)).square() / flat.shape[1]
 

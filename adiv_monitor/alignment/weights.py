@@ -1,4 +1,4 @@
-"""The weights of a model in one forward pass, and where in them the matrices of a layer lie."""
+"""The weights of a model in one forward pass, and the positions of layers' matrices in them."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,17 @@ from adiv_monitor.features.uses import Use
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter, or what a parametrization or a forward pass makes of parameters.
+    """A parameter, or a tensor that a parametrization or a forward pass computes from parameters.
 
     Attributes:
-        path: of the module that holds it.
-        module: that module.
-        name: of its attribute there; of one that the forward pass makes, of its largest parameter.
-        value: what it is now.
-        parameters: that it is, or is made of.
-        number: of those that a forward pass makes of one name, its place, from 1; 0 of all others.
+        path: path of the module that holds it.
+        module: the module.
+        name: name of its attribute in the module; if the forward pass computes the weight, that of
+            its largest parameter.
+        value: the present value.
+        parameters: the parameter that is the weight, or those from which it is computed.
+        number: number, from 1, among the weights of one name that a forward pass computes; 0 for
+            all other weights.
     """
 
     path: str
@@ -42,52 +44,54 @@ class Weight:
 
     @property
     def full_name(self) -> str:
-        """Its name in the model."""
+        """The weight's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
     @property
     def key(self) -> str:
-        """Tells weights apart, in saved states too."""
+        """Unique name of the weight, also in saved states."""
         return f"{self.full_name}~{self.number}" if self.number else self.full_name
 
     @cached_property
     def stand_in(self) -> Tensor:
-        """The weight as rules know one: a gradient flows back to it, whatever the pass records."""
+        """The weight for use in rules: it requires a gradient, even if the pass runs without."""
         return self.value.detach().requires_grad_()
 
     def view(self, tensor: Tensor) -> Tensor:
-        """A view of the weight, as one of its stand-in."""
+        """Return the view of the stand-in that corresponds to a view of the weight."""
         if tensor is self.value:
             return self.stand_in
-        with torch.enable_grad():  # else it would not be known as a view of what is trained
+        with torch.enable_grad():  # so that autograd knows it as a view of a trained tensor
             return self.stand_in.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 class Weights:
-    """Finds the weights of a model by the memory in which they lie.
+    """Look-up of a model's weights by the memory in which they lie.
 
     Args:
-        model: the model; buffers and parametrizations are as they will be in the pass.
+        model: the model, with buffers and parametrizations already set up for the pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._by_memory: dict[int, list[Weight]] = defaultdict(list)
         self._sharded: dict[int, Weight] = {}  # by id of the parameter
         self._standing = Standing(model)
-        self._made: dict[str, list[Tensor]] = defaultdict(list)  # those that differ, by name
+        self._made: dict[str, list[Tensor]] = defaultdict(list)  # distinct values by name
         for path, module in named_modules(model):
             for weight in _own_weights(path, module):
                 if type(weight.value.data) is Tensor:
                     self._by_memory[memory_of(weight.value)].append(weight)
-                else:  # a module's forward will bring the whole
+                else:  # the module's forward will unshard it
                     self._sharded[id(weight.value)] = weight
 
     def of(self, tensor: Tensor, running: str = "") -> Weight | None:
-        """The weight in whose memory a tensor lies; of tied ones that of the running module.
+        """Return the weight in whose memory a tensor lies; None if there is none.
+
+        Among tied weights, that of the running module is preferred.
 
         Args:
             tensor: the tensor.
-            running: path of the module that runs.
+            running: path of the running module.
         """
         if not tensor.is_floating_point():
             return None
@@ -102,14 +106,14 @@ class Weights:
         return next((weight for weight in found if weight.path == running), found[0])
 
     def is_made(self, value: Tensor, of: Sequence[Weight]) -> None:
-        """The forward pass has made a tensor of weights and constants alone."""
+        """Record a tensor that the forward pass computed from weights and constants alone."""
         if not value.is_floating_point() or self.of(value) is not None:
             return
         lead = max(of, key=lambda weight: weight.value.numel())
         parameters = dict.fromkeys(p for weight in of for p in weight.parameters)
         made = self._made[lead.full_name]
         alike = (i for i, other in enumerate(made, 1) if torch.equal(other, value))
-        number = next(alike, len(made) + 1)  # a module that is called again makes it again
+        number = next(alike, len(made) + 1)  # a module called again computes the same value
         if number > len(made):
             made.append(value)
         self._by_memory[memory_of(value)].append(
@@ -119,7 +123,7 @@ class Weights:
 
 def _own_weights(path: str, module: nn.Module) -> Iterator[Weight]:
     if isinstance(module, parametrize.ParametrizationList):
-        return  # what it holds is used through what it makes
+        return  # its parameters are used only through the weight that it computes
     for name, parameter in module._parameters.items():
         if parameter is not None and not is_lazy(parameter) and parameter.is_floating_point():
             yield Weight(path, module, name, parameter, (parameter,))
@@ -130,7 +134,7 @@ def _own_weights(path: str, module: nn.Module) -> Iterator[Weight]:
 
 
 def _holds(weight: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor begins within a weight in the same memory."""
+    """Whether a tensor begins within a weight, given that they share storage."""
     within = int(tensor.storage_offset()) - int(weight.storage_offset())
     return tensor.dtype == weight.dtype and 0 <= within < max(1, weight.numel())
 
@@ -140,11 +144,11 @@ class Matrices:
     """The matrices of a layer in a weight: all of it, a part, or its entries in another order.
 
     Attributes:
-        strides: the view of the weight in which they lie.
-        count: how many there are: groups, or blocks of which each row uses one.
-        fan_in: n, how many features a row has.
+        strides: the view of the weight that holds the matrices.
+        count: number of matrices: groups, or blocks of which each row uses one.
+        fan_in: n, number of features of a row.
         transposed: the view is (fan-in, outputs).
-        entries: places of their entries in that view; None: in its order.
+        entries: positions of the matrices' entries in the view; None: in its order.
     """
 
     strides: Strides
@@ -155,18 +159,19 @@ class Matrices:
 
     @classmethod
     def of(cls, use: Use, features: Features, weight: Tensor) -> "Matrices":
-        """Those that a use multiplies its features by.
+        """Return the matrices by which a use multiplies its features.
 
         Args:
             use: the use.
-            features: some of its features.
+            features: the features of some of its rows.
             weight: the weight in whose memory `use.weight` lies.
         """
         assert use.weight is not None
         shaped, entries = use.shaped(use.weight.detach()), None
         strides = Strides.between(shaped, weight)
         if memory_of(shaped) != memory_of(weight):
-            places = torch.arange(1, use.weight.numel() + 1, dtype=torch.float64)  # with a sign
+            # Numbered from 1, since `shaped` may change the sign.
+            places = torch.arange(1, use.weight.numel() + 1, dtype=torch.float64)
             entries = use.shaped(places.view(use.weight.shape)).abs().long().reshape(-1) - 1
             strides = Strides.between(use.weight, weight)
         transposed = isinstance(features, DenseFeatures) and features.transposed
@@ -181,17 +186,17 @@ class Matrices:
 
     @property
     def outputs(self) -> int:
-        """How many outputs there are, of all groups and blocks together."""
+        """Number of outputs of all groups and blocks together."""
         return prod(self.strides.size) // self.fan_in
 
     @property
     def lines(self) -> int:
-        """How many lines of `fan_in` numbers there are, those that are repeated counted once."""
+        """Number of rows of `fan_in` numbers; broadcast ones count once."""
         sizes = zip(self.strides.size, self.strides.stride, strict=True)
         return prod(size for size, stride in sizes if stride or size == 1) // self.fan_in
 
     def matrices(self, weight: Tensor) -> Tensor:
-        """(count, outputs, fan-in), of a tensor that lies in memory as the weight does."""
+        """Return (count, outputs, fan-in) from a tensor with the weight's memory layout."""
         size, stride, offset = self.strides.size, self.strides.stride, self.strides.offset
         view = weight.as_strided(size, stride, weight.storage_offset() + offset)
         if self.entries is not None:

@@ -1,9 +1,9 @@
-"""The coordinate check: what becomes of a model's activations, and of their moves, with width.
+"""The coordinate check: how a model's activations and their moves scale with width.
 
     python -m adiv_monitor.alignment.width my_module:build --widths 64 256 1024 --plot widths.png
     python -m adiv_monitor.alignment.width --runs 64=small.jsonl 256=large.jsonl
 
-`build(width, seed)` gives an `Experiment`. Runs are files of a `JsonlSink`, of a monitor with
+`build(width, seed)` returns an `Experiment`. Runs are `JsonlSink` files of a monitor with
 `alignment=Probe(...)`.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from adiv_monitor.alignment.instrument import Alignment
+from adiv_monitor.alignment.logits import read_logits
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.slopes import RATIOS, LayerWidths, Run, Slope, layer_widths
 from adiv_monitor.alignment.width_plot import plot_widths
@@ -26,12 +27,12 @@ from adiv_monitor.printable import printable
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """A model with a way to train it, in whatever parametrization and by whatever optimizer.
+    """A model and its training step, with any parametrization and any optimizer.
 
     Attributes:
         model: the model.
         step: takes one training step.
-        probe: on which it is measured; the same samples at each width.
+        probe: the probe; use the same samples at each width.
     """
 
     model: nn.Module
@@ -45,16 +46,16 @@ Build = Callable[[int, int], Experiment]
 def measure_widths(
     build: Build, widths: Sequence[int], *, steps: int = 10, seeds: int = 3
 ) -> list[Run]:
-    """Train at each width and seed for some steps, and read all layers after each.
+    """Train at each width and seed for some steps, and read all layers and logits after each.
 
     Args:
         build: (width, seed) → an experiment.
-        widths: two at least.
-        steps: how many, at least one.
-        seeds: runs per width, from seed 0 on; at least one.
+        widths: at least two different widths.
+        steps: number of steps, at least one.
+        seeds: runs per width, with seeds from 0 on; at least one.
 
     Raises:
-        ValueError: fewer than that.
+        ValueError: there are fewer widths, steps or seeds.
     """
     if wrong := _wrong(widths, steps, seeds):
         raise ValueError(f"measure_widths: {wrong}")
@@ -62,17 +63,20 @@ def measure_widths(
     for width in widths:
         for seed in range(seeds):
             experiment = build(width, seed)
-            alignment = Alignment(experiment.model, experiment.probe)
+            model, probe = experiment.model, experiment.probe
+            alignment, before = Alignment(model, probe), read_logits(model, probe)
             readings = {}
             for step in range(1, steps + 1):
                 experiment.step()
                 readings[step] = {p: r.to_dict() for p, r in alignment.read().items()}
+                logits = read_logits(model, probe)
+                readings[step] |= {p: x.record(before[p]) for p, x in logits.items()}
             runs.append(Run(width, readings))
     return runs
 
 
 def _wrong(widths: Sequence[int], steps: int, seeds: int) -> str:
-    """Why there would be nothing to compare; "" if there is."""
+    """Return why there would be nothing to compare, or ""."""
     if len(set(widths)) < 2:
         return f"got widths {list(widths)}, expected two different ones at least"
     few = [f"{name} {n}" for name, n in (("steps", steps), ("seeds", seeds)) if n < 1]
@@ -80,10 +84,10 @@ def _wrong(widths: Sequence[int], steps: int, seeds: int) -> str:
 
 
 def runs_of(files: Iterable[tuple[int, Path]]) -> list[Run]:
-    """Runs from files of a `JsonlSink`, one line per report.
+    """Load runs from files of a `JsonlSink`, one line per report.
 
     Raises:
-        ValueError: a file has no reading of alignments.
+        ValueError: a file has no alignment readings.
     """
     runs = []
     for width, file in files:
@@ -98,7 +102,7 @@ def runs_of(files: Iterable[tuple[int, Path]]) -> list[Run]:
 
 
 def described(layers: Sequence[LayerWidths]) -> str:
-    """The report as text: slopes with 95 % intervals, κ, and a verdict per layer."""
+    """Format the report as text: slopes with 95 % intervals, κ, and a verdict per layer."""
     paths = [printable(layer.path) for layer in layers]
     name = max(len("layer"), *map(len, paths))
     lines = [
@@ -111,6 +115,7 @@ def described(layers: Sequence[LayerWidths]) -> str:
             for ratio in RATIOS
             if ratio in layer.exponents
         ]
+        known += [layer.note] if layer.note else []
         lines.append(
             f"{path:{name}}  {layer.verdict:8}  {_slope(layer.move):>13}  "
             f"{_slope(layer.size):>13}  {', '.join(known)}".rstrip()
@@ -137,7 +142,7 @@ def _file(given: str) -> tuple[int, Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m adiv_monitor.alignment.width")
     parser.add_argument("build", nargs="?", help="module:function of (width, seed)")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])

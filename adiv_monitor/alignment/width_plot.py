@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from colorsys import hsv_to_rgb
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ from adiv_monitor.files import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Colour = tuple[float, float, float]
 _MARKERS = {"alpha": "o", "omega": "s", "u": "^", "cumulative": "x"}
 
 
 def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title: str = "") -> None:
-    """Sizes and moves against width, and slopes of alignments; the format is the ending's, or PNG.
+    """Plot sizes and moves against width, and alignment slopes; the suffix is the format, or PNG.
 
     Raises:
         ImportError: without matplotlib (pip install "adiv-monitor[audit]").
@@ -28,8 +30,9 @@ def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title:
     height = max(4.2, 1.2 + 0.45 * len(layers))
     figure = Figure(figsize=(14, height), layout="constrained")
     size, move, exponents = figure.subplots(1, 3, width_ratios=[1, 1, 1.25])
+    colours = distinct(len(layers))
     for place, layer in enumerate(layers):
-        colour = f"C{place % 10}"
+        colour = colours[place]
         _line(size, layer.path, layer.size, colour, "")
         _line(move, layer.path, layer.move, colour, f" ({layer.verdict})")
     step = layers[0].step
@@ -43,7 +46,13 @@ def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title:
     write_whole({path: picture.getvalue()})
 
 
-def _line(axes: "Axes", path: str, slope: Slope | None, colour: str, verdict: str) -> None:
+def distinct(count: int) -> list[Colour]:
+    """So many colours, of which no two are alike: hues of equal distance, in three shades."""
+    shades = ((0.85, 0.9), (1.0, 0.55), (0.45, 0.8))  # saturation and brightness
+    return [hsv_to_rgb(place / count, *shades[place % 3]) for place in range(count)]
+
+
+def _line(axes: "Axes", path: str, slope: Slope | None, colour: Colour, verdict: str) -> None:
     if slope is None:
         return
     by_width: dict[float, list[float]] = {}
@@ -60,7 +69,7 @@ def _line(axes: "Axes", path: str, slope: Slope | None, colour: str, verdict: st
 
 
 def _exponents(axes: "Axes", layers: Sequence[LayerWidths]) -> None:
-    """A row per layer, its slopes with intervals, and κ as text."""
+    """Plot one line per layer: its slopes with intervals, and κ as text."""
     for name in RATIOS:
         shown = [(i, x.exponents[name]) for i, x in enumerate(layers) if name in x.exponents]
         if not shown:

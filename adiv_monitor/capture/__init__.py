@@ -1,1 +1,1 @@
-"""What is seen of a step: the rows of its layers, with their gradients, and its parameters."""
+"""Captures a step: the rows of each layer with their gradients, and the parameters."""

@@ -1,9 +1,9 @@
-"""What happens to a parameter's `.grad`: accumulated by which pass, multiplied by what since.
+"""Tracks a parameter's `.grad`: the passes that accumulate it and the factors applied since.
 
-The rows of a step are in the units of the gradient that a backward pass left; the optimizer may
-see that gradient clipped, unscaled, or zeroed and made anew. Only what really is accumulated
-counts: `torch.autograd.grad` runs a parameter's tensor hooks too, but not its post-accumulate
-hooks.
+The rows of a step are in the units of the gradient that a backward pass left. The optimizer may get
+that gradient clipped, unscaled, or zeroed and computed anew. Only gradients that are really
+accumulated count: `torch.autograd.grad` runs a parameter's tensor hooks too, but not its
+post-accumulate hooks.
 """
 
 import math
@@ -27,45 +27,45 @@ from adiv_monitor.rerun.thread import surely
 
 
 class Accumulated(Protocol):
-    """What is to follow the parameter's gradient: rows of a layer, or what its calls hand on."""
+    """Follows a parameter's gradient: the rows of a layer, or the shares of its calls."""
 
     def settle(self) -> None:
-        """A gradient has come."""
+        """Complete late data, now that a gradient has arrived."""
 
     def reset(self) -> None:
-        """What had been accumulated is gone."""
+        """Drop the accumulated data, because the gradient was reset."""
 
     def rescale(self, factor: Tensor) -> None:
-        """What had been accumulated was multiplied by a factor."""
+        """Scale the accumulated data by a factor."""
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """What is about to be accumulated was multiplied by a factor."""
+        """Scale the data that is about to be accumulated by a factor."""
 
     def fold(self) -> None:
-        """A gradient is accumulated."""
+        """Add the gradient that is being accumulated."""
 
 
 class Owner(Protocol):
-    """Whose accumulations these are: it knows the layers."""
+    """Owns the accumulations and knows the layers."""
 
     def users(self, parameter: nn.Parameter) -> Sequence[Accumulated]:
-        """What follows a parameter's gradient."""
+        """Return all objects that follow a parameter's gradient."""
 
     def was_zeroed(self, now: Tensor, left: Tensor) -> bool:
-        """Whether it was, since the last pass left it: by ‖.grad‖ now, and as that left it."""
+        """Return whether `.grad` was zeroed, from ‖.grad‖ now and as the last pass left it."""
 
     def shards_were_zeroed(self) -> bool:
-        """Whether those of all sharded parameters were."""
+        """Return whether the gradients of all sharded parameters were zeroed."""
 
     def accumulates(self) -> None:
-        """A pass accumulates a gradient."""
+        """Note that a pass accumulates a gradient."""
 
     def hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Callable[..., None]:
-        """A hook on a parameter of which this is the body."""
+        """Return a hook on a parameter with this body."""
 
 
 def _goes_first(handle: RemovableHandle) -> None:
-    """Torch runs hooks in the order in which they came into the dictionary."""
+    """Move a hook before the others: torch runs hooks in the order of their dictionary."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and len(hooks) > 1:
         others = {key: hook for key, hook in hooks.items() if key != handle.id}
@@ -79,7 +79,7 @@ def _put_behind(hooks: dict[int, Any], others: dict[int, Any]) -> None:
 
 
 def _ratio(now: Tensor, before: Tensor) -> Tensor:
-    """By what a gradient was multiplied; 1 where nothing was there to be multiplied."""
+    """Return the factor by which a gradient was multiplied, or 1 where it was zero before."""
     return torch.where(before == 0, 1.0, now / before)
 
 
@@ -88,8 +88,8 @@ class Accumulation:
 
     Args:
         parameter: the parameter.
-        owner: knows the layers, and whose parameter it is.
-        of: the parameter that it is known as; None: as itself.
+        owner: the owner, which knows the layers that use the parameter.
+        of: the parameter under which the owner knows it; None: the same.
     """
 
     def __init__(
@@ -99,23 +99,23 @@ class Accumulation:
         self._owner = owner
         self._known_as = parameter if of is None else of
         self._left: Tensor | None = None  # .grad as the last pass left it, or norms of its parts
-        self._left_norm: Tensor | None = None  # and its norm
-        self._entries: Tensor | None = None  # some of its entries
-        # Before a pass: graph task, ‖.grad‖, whether something wrote to it since the last one.
+        self._left_norm: Tensor | None = None  # the norm of `_left`
+        self._entries: Tensor | None = None  # sampled entries of `.grad`
+        # Before a pass: graph task, ‖.grad‖, whether something wrote to it since the last pass.
         self._held: tuple[int, Tensor | None, bool] = (-1, None, False)
         self._tensor: tuple[weakref.ref[Tensor], int] | None = None  # as the last pass left it
         self._arriving: tuple[weakref.ref[Tensor], int] | None = None
-        self._raw: Tensor | None = None  # ‖gradient‖ before hooks of the user's
-        self.is_partial_sum = False  # ranks have terms of what passes leave
-        self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
-        self._ended: Tensor | None = None  # some entries of `.grad` when the last pass was over
+        self._raw: Tensor | None = None  # ‖gradient‖ before the user's hooks
+        self.is_partial_sum = False  # whether ranks hold partial sums after a pass
+        self.foreign: Tensor | None = None  # ‖.grad‖ from before any row was seen
+        self._ended: Tensor | None = None  # sampled entries of `.grad` at the end of the last pass
         self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []
 
     def attach(self) -> None:
-        """Put the hooks on; whatever comes of that, `remove` takes them off."""
+        """Register the hooks. `remove` removes them, even if this method raises."""
         parameter = self._parameter
         on_gradient, after = parameter.register_hook, parameter.register_post_accumulate_grad_hook
-        if parameter._backward_hooks:  # they may change the gradient: look at it before the first
+        if parameter._backward_hooks:  # the user's hooks may change the gradient
             _goes_first(self._put_on(on_gradient, ON_GRADIENT, self._before_hooks))
         self._put_on(on_gradient, ON_GRADIENT, self._before)
         _goes_first(self._put_on(after, ON_ACCUMULATION, self._after))
@@ -124,18 +124,19 @@ class Accumulation:
         self, register: Callable[..., Any], where: Sequence[str], body: Callable[..., None]
     ) -> RemovableHandle:
         hook = self._owner.hook(self._known_as, body)
-        self._hooks.append((hook, where))  # known before it is on, which may be interrupted
+        self._hooks.append((hook, where))  # before registering, which may be interrupted
         handle: RemovableHandle = register(hook)
         return handle
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         call_all(*(partial(take_off, self._parameter, *hook) for hook in self._hooks))
 
     def left(self) -> Tensor | None:
-        """As long as the gradient that backward left: itself, or norms of its parts; None: unknown.
+        """Return a tensor with the norm of the gradient that backward left; None: unknown.
 
-        Of the gradient that was put there by hand, and came from `autograd.grad`, the same.
+        It is the gradient itself or the norms of its parts. A gradient from `autograd.grad` that
+        the user assigned to `.grad` counts too.
         """
         if self._left is not None:
             return self._left
@@ -150,16 +151,16 @@ class Accumulation:
 
     @property
     def entries(self) -> Tensor | None:
-        """Some entries of the gradient that backward left; None: not kept."""
+        """Sampled entries of the gradient that backward left; None: not kept."""
         return self._entries
 
     @property
     def held(self) -> Tensor | None:
-        """The gradient as far as the optimizer is to see it here."""
+        """The gradient that the optimizer gets on this rank."""
         return self._parameter.grad
 
     def pass_ended(self, held: Tensor) -> None:
-        """A backward pass is over, and so is what ranks do to gradients in it.
+        """Sample the gradient after a backward pass, when ranks have reduced gradients in it.
 
         Args:
             held: the gradient now.
@@ -167,7 +168,7 @@ class Accumulation:
         self._ended = sampled_entries(part_of(held)).flatten().clone()
 
     def since_ended(self) -> Tensor | None:
-        """Some entries of the gradient, now and when the last pass was over; None: unknown."""
+        """Return sampled entries of the gradient now and after the last pass; None: unknown."""
         if self._ended is None or self.held is None:
             return None
         now = sampled_entries(part_of(self.held)).flatten()
@@ -177,7 +178,7 @@ class Accumulation:
         self._raw = dots.norm(self._part(gradient))
 
     def _before(self, gradient: Tensor) -> None:
-        """Just before a gradient is accumulated, or returned by `autograd.grad`."""
+        """Inspect a gradient before it is accumulated, or returned by `autograd.grad`."""
         for rows in self._owner.users(self._known_as):
             rows.settle()
         self.is_partial_sum = is_sum(gradient)
@@ -186,15 +187,15 @@ class Accumulation:
         touched = held is not None and not self._untouched(held)
         self._held = torch._C._current_graph_task_id(), norm, touched
         self._arriving = weakref.ref(gradient), gradient._version
-        if self._raw is not None:  # the rows have what came before the user's hooks
+        if self._raw is not None:  # the rows hold the gradient before the user's hooks
             factor = _ratio(dots.norm(self._part(gradient)), self._raw)
             for rows in self._owner.users(self._known_as):
                 rows.rescale_arrived(factor)
             self._raw = None
 
     def _after(self, parameter: nn.Parameter) -> None:
-        """A gradient was accumulated."""
-        if parameter.grad is None:  # another hook came first, and took it away
+        """Update the rows after a gradient was accumulated."""
+        if parameter.grad is None:  # another hook ran first and removed it
             return
         self._owner.accumulates()
         task, held, touched = self._held
@@ -202,13 +203,12 @@ class Accumulation:
         if task != torch._C._current_graph_task_id():
             held = None
         if held is not None and self._left_norm is not None:
-            # Only where something wrote to it, as far as torch notes that, is it worth waiting for
-            # the device.
+            # Waiting for the device pays off only where torch's version counter shows a write.
             left = self._left_norm
             if (touched or held.is_cpu) and self._owner.was_zeroed(held, left):
                 held = None
             elif world_size() == 1 and not (held.is_cpu and held == left):
-                factor = _ratio(held, left)  # of several ranks it is what all of them left
+                factor = _ratio(held, left)  # with several ranks, `held` is their average
         elif held is not None:
             self.foreign = held
         for rows in self._owner.users(self._known_as):
@@ -233,23 +233,23 @@ class Accumulation:
 
     @property
     def _is_followed(self) -> bool:
-        """Whether what calls hand on will tell all that some entries could."""
+        """Whether the shares of calls make sampled entries unnecessary."""
         users = self._owner.users(self._known_as)
         followed = (user for user in users if isinstance(user, GradientShare))
         known = (user.is_known and user.parameter is self._parameter for user in followed)
         return world_size() == 1 and any(known)
 
     def _part(self, gradient: Tensor) -> Tensor:
-        """As far as this rank has it."""
+        """Return this rank's part of a gradient."""
         return gradient_part(gradient, self._parameter)
 
     def _if_alike(self, entries: Tensor, gradient: Tensor) -> Tensor:
-        """Some entries of a gradient; NaN where others of it are here than of the parameter."""
+        """Return the entries, or NaN if gradient and parameter are partitioned differently."""
         is_other = lies_apart(gradient, self._parameter) and not is_sum(gradient)
         return entries * math.nan if is_other else entries
 
     def _untouched(self, held: Tensor) -> bool:
-        """Whether this is the tensor that the last pass left, and nothing has written to it."""
+        """Return whether this is the tensor that the last pass left, without writes since."""
         if self._tensor is None:
             return False
         left, version = self._tensor

@@ -1,8 +1,8 @@
-"""All that is seen of one measured step: which functions use which parameters, and their rows.
+"""Captures one measured step: which functions use which parameters, and the rows of each use.
 
-`forwards` puts hooks on modules and hands on what functions are called within, `watching` finds the
-uses of parameters in these, `gathering` takes rows of them and waits for their gradients, `layers`
-knows which layer each belongs to.
+`forwards` puts hooks on modules and intercepts the functions that run inside them. `watching` finds
+the uses of parameters among these functions. `gathering` samples rows of each use and waits for
+their gradients. `layers` maps each use to its layer.
 """
 
 from collections import defaultdict
@@ -30,26 +30,27 @@ from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRul
 
 
 class Capture:
-    """Watches one step, once it is attached.
+    """Watches one step once it is attached.
 
     Args:
         model: the model.
         selection: the parameters to watch.
-        max_rows: rows to look at per layer; None: all.
-        generator: the monitor's own source of chance.
+        max_rows: the number of rows to sample per layer; None: all rows.
+        generator: the monitor's own random number generator.
         step: the number of the last step.
-        attainable: gather all rows too, for the ceiling.
+        attainable: whether to gather all rows as well, for the ceiling.
         checked: paths of the layers whose module's rule was already checked against the output.
         switched_off: paths of the layers that must not be watched.
-        fail: called with a layer's path and the exception that its hook met; from then on the layer
-            is not watched any more.
-        guard: is told of what fails besides; from then on nothing is watched any more.
+        fail: called with a layer's path and the exception that its hook raised; the layer is not
+            watched from then on.
+        guard: receives all other failures; nothing is watched after the first one.
         begins: called when the first layer's forward pass with gradients begins.
-        renew: called before a forward pass is followed; what it gives follows in place of this.
-        plan: where uses are known, so that plain hooks do; None: nowhere.
-        pieces: of the parameters, that are known from earlier steps.
-        calls: notes the forward passes, so that they can be run again.
-        attention: gathers samples of attentions, if that is asked for.
+        renew: called before a forward pass is followed; the `Forwards` that it returns replaces
+            this one.
+        plan: the modules with known uses, for which plain hooks suffice; None: there are none.
+        pieces: the pieces of parameters that are known from earlier steps.
+        calls: records the forward passes, so that they can be rerun.
+        attention: samples attention calls, if requested.
     """
 
     def __init__(
@@ -102,17 +103,17 @@ class Capture:
         )
 
     def attach(self) -> None:
-        """Put hooks on the modules; whatever comes of that, `detach` takes them off."""
+        """Put hooks on the modules. `detach` removes them, even if this method raises."""
         self.forwards.watch(self._watching)
 
     @property
     def layers(self) -> dict[str, Layer]:
-        """By path, the layers that were seen so far."""
+        """The layers found so far, by path."""
         return self._layers.found
 
     @property
     def rows(self) -> dict[str, LayerRows]:
-        """By path, the rows of those that are watched."""
+        """The rows of the watched layers, by path."""
         return self._layers.rows
 
     @property
@@ -121,8 +122,8 @@ class Capture:
         return self._provenance.pieces
 
     def detach(self) -> None:
-        """Remove every hook; those in graphs that are already built fall silent."""
-        if self._without_gradient is None:  # afterwards they may be zeroed
+        """Remove every hook; hooks in graphs that are already built become inactive."""
+        if self._without_gradient is None:  # `.grad` may be reset to None later
             parameters = self._selection.parameters
             self._without_gradient = {id(p) for p in parameters if p.grad is None}
         call_all(
@@ -132,31 +133,31 @@ class Capture:
         )
 
     def saw_calls(self) -> bool:
-        """Whether any layer was called with gradients enabled."""
+        """Return whether any layer was called with gradients enabled."""
         return any(rows.calls for rows in self.rows.values())
 
     def dropped(self) -> bool:
-        """Whether rows were thrown away because their gradient never made a step."""
+        """Return whether rows were discarded because their gradient never led to a step."""
         return any(rows.dropped for rows in self.rows.values())
 
     def accumulation_of(self, layer: Layer) -> Accumulation:
-        """What happened to the gradient of the layer's first parameter."""
+        """Return the gradient accumulation of the layer's first parameter."""
         return self._layers.accumulation_of(layer)
 
     def contributions_of(self, layer: Layer) -> list[GradientShare]:
-        """What the layer's calls have handed on to the gradients of its parameters."""
+        """Return the shares that the layer's calls contributed to its parameters' gradients."""
         return self._layers.contributions_of(layer)
 
     def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
-        """What a layer contributed to parameters that others use too; see `Layers`."""
+        """Return the layer's own share of a shared gradient; see `Layers.own_gradient`."""
         return self._layers.own_gradient(layer)
 
     def in_order(self) -> list[Layer]:
-        """The layers that were seen, in the model's order."""
+        """Return the layers that were seen, in the model's order."""
         return self._layers.in_order()
 
     def shared(self, reached: Container[Layer]) -> set[str]:
-        """Paths of the layers whose parameters are used by others too, entry by entry.
+        """Return the paths of the layers that share at least one parameter entry with another use.
 
         Args:
             reached: the layers that a gradient reached.
@@ -164,18 +165,18 @@ class Capture:
         return self._layers.shared(reached, self._without_rule.has)
 
     def trains(self, parameter: nn.Parameter) -> bool:
-        """Whether a use of it that is not measured had a gradient."""
+        """Return whether an unmeasured use of the parameter received a gradient."""
         return self._without_rule.has(id(parameter))
 
     def tell(self, trace: Trace) -> None:
-        """What uses were seen, for later steps; once hooks are off."""
+        """Pass the recorded uses to the trace for later steps. Call this after `detach`."""
         held = {id(p) for layer in self.layers.values() for p in layer.parameters}
         without = self._without_gradient or set()
         unseen = {id(p) for p in self._selection.due_parameters} - held - without
         trace.learn(self._selection, self.plan, self._watching.record, unseen)
 
     def notes(self) -> list[str]:
-        """What a reader must know about which uses of parameters are measured."""
+        """Return notes for the report about uses of parameters that are measured only partly."""
         notes = []
         replacements = self._layers.replacements
         if replacements:
@@ -194,7 +195,7 @@ class Capture:
         return notes
 
     def why_unmeasured(self, parameter: nn.Parameter) -> str:
-        """Why there is no layer for a parameter."""
+        """Return the reason why a parameter belongs to no layer."""
         key = id(parameter)
         place = self._selection.places[key][0]
         kind = type(place.module)

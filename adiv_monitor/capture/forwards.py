@@ -1,4 +1,4 @@
-"""Sees every function that is called inside the forwards of a model's modules."""
+"""Intercepts every torch function that is called inside the forward calls of a model's modules."""
 
 import sys
 import threading
@@ -33,13 +33,13 @@ Function = Callable[..., Any]
 
 
 class FunctionToCall:
-    """A torch function that is called once, whatever goes wrong around it.
+    """A call of a torch function that runs exactly once, even if code around it fails.
 
     Attributes:
         function: the function.
-        args: what it gets.
-        kwargs: see args.
-        error: what it raised.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        error: the exception that it raised.
     """
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class FunctionToCall:
         self._results: list[Any] = []
 
     def __call__(self, twin: Function | None = None) -> Any:
-        """What it gives; it, or a twin that gives the same, is called the first time."""
+        """Return the result; the first call runs the function, or an equivalent `twin`."""
         if not self._results:
             try:
                 self._results.append((twin or self.function)(*self.args, **self.kwargs))
@@ -61,7 +61,7 @@ class FunctionToCall:
 
 
 class _Mode(TorchFunctionMode):
-    """Hands every call of a torch function to a watcher, which makes it."""
+    """Passes every call of a torch function to a watcher, which executes it."""
 
     def __init__(self, watcher: "Watcher", guard: Guard) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """A call."""
+        """Handle one call of a torch function."""
         call = FunctionToCall(func, args, kwargs or {})
         if self._guard.broken:
             return call()
@@ -84,8 +84,8 @@ class _Mode(TorchFunctionMode):
             gradients = torch.is_grad_enabled()
             state.put_back()
             if func is torch._C._set_grad_enabled and (gradients or isinstance(error, Exception)):
-                torch._C._set_grad_enabled(gradients)  # no `with` of the user's was begun in vain
-            if not isinstance(error, Exception):  # the keyboard's, which is not ours to keep
+                torch._C._set_grad_enabled(gradients)  # the user's `with` relies on it
+            if not isinstance(error, Exception):  # KeyboardInterrupt and the like must propagate
                 self._guard.broken = True
                 raise
             self._guard.failed(error)
@@ -94,16 +94,16 @@ class _Mode(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward that runs, and what it found when it began, as far as that is gone since.
+    """A running forward call, with the state at its beginning that may since have changed.
 
     Attributes:
-        module: whose it is.
-        args: what it got.
-        kwargs: see args.
-        random: the random numbers.
-        written: by id, what tensors were that were written to since.
-        number: of the forwards that began, the last one has the highest.
-        called: the calls in it that take trained parameters, but for those in forwards inside.
+        module: the module.
+        args: the arguments.
+        kwargs: the keyword arguments.
+        random: the state of the random numbers.
+        written: the earlier values, by id, of tensors that were written to since.
+        number: increases with every forward call that begins.
+        called: the calls in it that take trained parameters, without those in nested forwards.
     """
 
     module: nn.Module
@@ -116,62 +116,63 @@ class Forward:
 
 
 class _Running(threading.local):
-    """The forwards that run in a thread, the outermost first, and the mode that is on around."""
+    """The forward calls that run in one thread, outermost first, and the active mode."""
 
     def __init__(self) -> None:
         self.forwards: list[Forward] = []
         self.mode: _Mode | None = None
-        self.inside = ""  # which function was opened
-        # In which module no function is looked at, and what was taken off for that, if it could be.
+        self.inside = ""  # the name of the opened function
+        # The module in which functions are not watched, and the mode if it could be removed.
         self.closed: tuple[nn.Module, _Mode | None] | None = None
-        self.plain: nn.Module | None = None  # what a plain hook is on that runs
+        self.plain: nn.Module | None = None  # the module whose plain hook is running
 
 
 class Watcher(Protocol):
-    """What is told of the forwards that run."""
+    """Receives the events of the running forward calls."""
 
     def called(self, call: FunctionToCall) -> Any:
-        """Make a call of a torch function, and give what it gives."""
+        """Execute a call of a torch function and return its result."""
         ...
 
     def begins(self, forward: Forward) -> None:
-        """A module's forward begins."""
+        """Handle the beginning of a module's forward."""
         ...
 
     def plain(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A forward has run whose use of parameters is known."""
+        """Handle the end of a forward whose use of parameters is known."""
         ...
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward ends; `output` is None if it raised."""
+        """Handle the end of a module's forward. `output` is None if the forward raised."""
         ...
 
 
 class Forwards:
-    """Hooks on modules that let a watcher make all calls of torch functions inside them.
+    """Hooks on modules that let a watcher execute all calls of torch functions inside them.
 
-    The mode is on from the beginning of the outermost module's forward to its end, in each thread,
-    so that it nests as forwards do, and re-entrant checkpointing is seen too. It is off where no
-    gradients are recorded (but for repetitions), and inside modules that are not trained: some of
-    torch's modules choose another way, with other roundings, while a mode is on and nothing asks
-    for gradients.
+    In each thread, the mode is on from the beginning of the outermost module's forward to its end,
+    so that modes nest as forward calls do and re-entrant checkpointing is covered. It is off where
+    gradients are disabled (except in reruns) and inside modules without trained parameters: some of
+    torch's modules choose another path, with other rounding, while a mode is on and nothing
+    requires gradients.
 
     Args:
-        modules: the modules that hold what is trained, be it further below.
+        modules: the modules that hold trained parameters at any depth.
         closed: modules among or below them that hold parameters, none of which is trained.
-        devices: on which forwards may draw random numbers.
-        guard: is told of what fails.
-        renew: called before a forward pass is followed; what it gives follows in place of this.
-        plan: where uses are known, so that plain hooks do; None: nowhere.
-        levels: how deep the modules are inside each other.
-        repeated: watch repetitions of forward passes, and nothing but these.
+        devices: the devices on which forward calls may draw random numbers.
+        guard: receives failures.
+        renew: called before a forward pass is followed; the `Forwards` that it returns replaces
+            this one.
+        plan: the modules with known uses, for which plain hooks suffice; None: there are none.
+        levels: the nesting depth of the modules.
+        repeated: whether to watch reruns of forward passes, and nothing else.
 
     Attributes:
-        strangers: a module ran in the place of one of these: its copy, with its hooks.
+        strangers: whether a module with copied hooks ran in the place of one of these modules.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Forwards:
         self._levels = levels
         self._watcher: Watcher
         self._hooks: list[ModuleHook] = []
-        self._inside: set[int | None] = set()  # threads in which forwards run
+        self._inside: set[int | None] = set()  # threads in which forward calls run
 
     @classmethod
     def of(
@@ -213,7 +214,7 @@ class Forwards:
         *,
         repeated: bool = False,
     ) -> "Forwards":
-        """Those of the modules that hold what is to be measured."""
+        """Return the hooks for the modules that hold the parameters of a selection."""
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         levels = 2 + max((path.count(".") for path in selection.modules.values()), default=0)
         return cls(
@@ -223,7 +224,7 @@ class Forwards:
         )
 
     def watch(self, watcher: Watcher) -> None:
-        """Put the hooks on, for this watcher; whatever comes of that, `remove` takes them off."""
+        """Put on the hooks for this watcher. `remove` removes them, even if this method raises."""
         self._watcher = watcher
         plan = self._plan
         watched, plain = (self._modules, ()) if plan is None else (plan.watched, plan.known)
@@ -232,7 +233,7 @@ class Forwards:
             outermost = [m for m in plan.outermost if m not in plan.watched]
             self._hooks += [ModuleHook(m, begin, before=True) for m in outermost]
             take = Hook(self._guarded, self._take)
-            # While the output is what the function gave.
+            # The hook goes first, so that the output still is the function's result.
             self._hooks += [ModuleHook(m, take, before=False, first=True) for m in plain]
         for modules, enter, leave in (
             (watched, self._enter, self._leave),
@@ -241,7 +242,7 @@ class Forwards:
             before, after = Hook(self._guarded, enter), Hook(self._guarded, leave)
             for module in modules:
                 self._hooks.append(ModuleHook(module, before, before=True))
-                first = gives_back(module)  # while its parameters are there
+                first = gives_back(module)  # FSDP frees the parameters afterwards
                 self._hooks.append(
                     ModuleHook(module, after, before=False, always=True, first=first)
                 )
@@ -251,48 +252,48 @@ class Forwards:
 
     @property
     def innermost(self) -> nn.Module:
-        """The module whose forward runs, or has just run where a plain hook is on it."""
+        """The module whose forward runs, or the module whose plain hook is running."""
         plain = self._running.plain
         return self.forward.module if plain is None else plain
 
     @property
     def is_closed(self) -> bool:
-        """Whether a module runs whose functions are not to be looked at."""
+        """Whether a module runs whose functions must not be watched."""
         return self._running.closed is not None
 
     @property
     def number(self) -> int:
-        """Of its forward; of none that is watched, the first number."""
+        """The number of the innermost forward call; 0 outside of watched forward calls."""
         forwards = self._running.forwards
         return forwards[-1].number if forwards else 0
 
     @property
     def forward(self) -> Forward:
-        """Its forward."""
+        """The innermost forward call."""
         return self._running.forwards[-1]
 
     @property
     def running(self) -> Sequence[Forward]:
-        """All forwards that run, the outermost first."""
+        """All running forward calls, outermost first."""
         return self._running.forwards
 
     @property
     def is_outermost(self) -> bool:
-        """Whether no other module's forward runs around it."""
+        """Whether the innermost forward call is not nested in another one."""
         return len(self._running.forwards) == 1
 
     @property
     def around(self) -> list[nn.Module]:
-        """The modules whose forwards the innermost one runs in, outermost first."""
+        """The modules whose forward calls contain the innermost one, outermost first."""
         return [forward.module for forward in self._running.forwards[:-1]]
 
     @property
     def inside(self) -> str:
-        """The opened function that runs; "" if none."""
+        """The name of the opened function that runs; "" if there is none."""
         return self._running.inside
 
     def opened(self, call: FunctionToCall) -> Any:
-        """What a Python function of torch's gives, with the calls inside it watched as well."""
+        """Call a Python function of torch with the calls inside it watched."""
         mode = self._running.mode
         assert mode is not None
         twin = without_overrides(call.function)
@@ -304,16 +305,16 @@ class Forwards:
             self._running.inside = outside
 
     def is_written(self, tensor: Tensor) -> None:
-        """A tensor is about to be written to: the forwards that run have found it as it is now."""
+        """Save a tensor's value for the running forward calls before the tensor is written to."""
         copy = tensor.detach().clone()
         for forward in self._running.forwards:
             forward.written.setdefault(id(tensor), copy)
 
     def remove(self) -> None:
-        """Take the hooks off, and the mode of this thread.
+        """Remove the hooks and this thread's mode.
 
-        Where forwards run in other threads, the last of them to end takes the hooks off: by those
-        it takes off the mode of its thread.
+        If forward calls run in other threads, the last one to end removes the hooks, because the
+        hooks remove their thread's mode.
         """
         self._active = False
         call_all(self._unwind, self._take_off, self._room.leave)
@@ -328,7 +329,7 @@ class Forwards:
         return self._active and not self._guard.broken
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
-        """The body of a hook; the forwards that run are followed even if nothing else works."""
+        """Run the body of a hook, and track the running forward calls even after failures."""
         if torch.compiler.is_compiling():
             return
         try:
@@ -342,13 +343,13 @@ class Forwards:
             self._guard.failed(error)
 
     def _unwind(self) -> None:
-        """No forward runs in this thread, or none is to be followed any more."""
+        """Forget the forward calls of this thread and remove its mode."""
         running = self._running
         running.forwards.clear()
         self._inside.discard(threading.get_ident())
         running.closed, running.inside = None, ""
         mode, modes = running.mode, function_modes()
-        if mode not in modes:  # it makes a call just now, and is put back after that
+        if mode not in modes:  # the mode is suspended during a call that it handles
             return
         surely(set_function_modes, [other for other in modes if other is not mode])
         running.mode = None
@@ -369,13 +370,13 @@ class Forwards:
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
         )
         if begins:
-            if running.mode is not None:  # of a forward pass that was interrupted
+            if running.mode is not None:  # left by a forward pass that was interrupted
                 self._unwind()
             self._inside.add(threading.get_ident())
             running.mode = _Mode(self._watcher, self._guard)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         running.forwards.append(forward)
-        if len(running.forwards) > self._levels:  # a module calls itself
+        if len(running.forwards) > self._levels:  # recursion: a module calls itself
             self._levels *= 2
             self._room.make(self._levels + FRAMES)
         if self._is_watching:
@@ -383,7 +384,7 @@ class Forwards:
                 self._watcher.begins(forward)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plain hooks are on modules inside: no function is watched here."""
+        """Let a successor take over, where plain hooks are on the modules inside."""
         if not (is_rerun() or self._running.forwards) and self._may_begin(args):
             self._hands_over(module, args, kwargs)
 
@@ -408,11 +409,11 @@ class Forwards:
         return self._active and (self._repeated or torch.is_grad_enabled()) and trains(args)
 
     def _hands_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Let a successor follow the forward pass that begins, if this one is not to; is it so?"""
+        """Let a successor follow the pass if there is one; return whether this one must not."""
         successor = self._renew()
         if successor is None:
             return not self._active
-        # Torch has listed the hooks of this call before the successor put its own on.
+        # Torch listed the hooks of this call before the successor added its own.
         if module in successor._modules:
             successor._guarded(successor._enter, module, args, kwargs)
         return True
@@ -429,7 +430,7 @@ class Forwards:
         if _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
             running.closed, running.mode = (module, running.mode), None
-        else:  # another mode is on within, which must stay so
+        else:  # another mode is on inside and must stay on top
             running.closed = module, None
 
     def _reopen(self, module: nn.Module, *others: object) -> None:
@@ -467,7 +468,7 @@ class Forwards:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """The functions called within are no part of a forward pass: what watches one is off."""
+    """Run functions outside of any forward pass: the watching modes are off inside this context."""
     modes = function_modes()
     try:
         while isinstance(_get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
@@ -478,9 +479,9 @@ def unwatched() -> Iterator[None]:
 
 
 def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:
-    """Whether a forward of this module, among those that seem to run, was left by an interrupt.
+    """Return whether an interrupt ended a forward of this module that still counts as running.
 
-    Torch calls no hooks then. Read from the call stack, where the new one is already.
+    Torch calls no hooks in that case, so the call stack is read, which includes the new call.
     """
     seeming = sum(forward.module is module for forward in forwards)
     if not seeming:
@@ -498,7 +499,7 @@ _CALL = nn.Module._call_impl.__code__
 
 @cache
 def without_overrides(function: FunctionType) -> Function:
-    """A twin of a Python function of torch's that doesn't hand itself to a mode as a whole."""
+    """Return a copy of a Python function of torch that no function mode intercepts as a whole."""
     never = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
     twin = FunctionType(
         function.__code__,

@@ -1,14 +1,14 @@
-"""Gathers some rows of every use that is seen: features, outputs, and in the end gradients.
+"""Gathers sampled rows of each use: features, outputs and, in the backward pass, gradients.
 
-The gradient of a layer's output is caught by a hook on the output tensor, so that in-place
-activations, modules that are called several times and checkpointing all work:
+A hook on a layer's output tensor receives its gradient. In-place activations, modules that are
+called several times and checkpointing therefore all work:
 
 - several calls and micro-batches: every call is kept with its own gradient;
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
-- other checkpointing: the recomputation's output never receives a gradient and is dropped;
-- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
-- recurrent functions, which hide their rows: a replay tells them in the backward pass;
-- parameters that no rule accounts for: through the output of the module that holds them.
+- other checkpointing: the recomputed output never receives a gradient and is dropped;
+- gradients that are zeroed before a step (a skipped AMP step): their rows are dropped too;
+- recurrent functions, which hide their rows: a replay in the backward pass computes the rows;
+- parameters without a rule: measured through the output of the module that holds them.
 """
 
 import weakref
@@ -49,7 +49,7 @@ from adiv_monitor.rerun.twin import Arguments
 
 
 class Takes(Protocol):
-    """What is to be done with the uses that are seen in a forward pass."""
+    """Receives the uses that are seen in a forward pass."""
 
     def use(
         self,
@@ -61,15 +61,15 @@ class Takes(Protocol):
         split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
-        """A use, and what the function gave; the call that it became, if it is watched.
+        """Take a use and the function's result; return the call if the layer is watched.
 
         Args:
             use: the use.
-            output: what the function gave.
-            known: the layer, or its path, if that is known.
-            checked: the use describes the output for sure.
-            split: how this rank's part of the call, which the use is of, and others make it.
-            inputs: nodes of autograd's graph that made what it was given, but for weights; None:
+            output: the result of the function.
+            known: the layer or its path, if already known.
+            checked: whether the use is certain to describe the output.
+            split: how the ranks share the call, if `use` is this rank's part of it.
+            inputs: the autograd nodes that produced the function's inputs other than weights; None:
                 not known.
         """
         ...
@@ -81,7 +81,7 @@ class Takes(Protocol):
         random: Randomness | None,
         inputs: Collection[Any],
     ) -> list[Tensor]:
-        """A recurrent call; the weights that its uses account for. See `use`."""
+        """Take a recurrent call and return the weights that its uses account for; see `use`."""
         ...
 
     def whole(
@@ -93,29 +93,29 @@ class Takes(Protocol):
         tensors: list[Tensor],
         inputs: Collection[Any],
     ) -> None:
-        """A module that ran, and is to be measured as a whole.
+        """Take a module that has run and is to be measured as a whole.
 
         Args:
             module: the module.
-            names: of the parameters that it is measured for.
-            arguments: what its forward got.
-            outputs: which tensors of its output are z.
-            tensors: those.
+            names: the names of the parameters to measure.
+            arguments: the arguments of its forward.
+            outputs: determines which tensors of the output are z.
+            tensors: these tensors.
             inputs: see `use`.
         """
         ...
 
 
 class Gathering:
-    """Chooses rows of uses, and puts hooks on their outputs. See `Takes`.
+    """Chooses rows of uses and puts hooks on their outputs. See `Takes`.
 
     Args:
         layers: the layers.
-        forwards: the forwards that run.
-        without_rule: how modules are measured as a whole.
+        forwards: the running forward calls.
+        without_rule: measures modules as a whole.
         checked: paths of the layers whose module's rule was already checked against the output.
-        attainable: gather all rows too, for the ceiling.
-        attention: is told which parameter was used last.
+        attainable: whether to gather all rows as well, for the ceiling.
+        attention: receives the parameter that was used last.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Gathering:
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         call_all(
             *(hook.remove for hook in self._hooks),
             *(followed.remove for followed in self._followed),
@@ -158,7 +158,7 @@ class Gathering:
         split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
-        """Gather rows of a use, and put a hook on its output."""
+        """Gather rows of a use and put a hook on its output."""
         layer = self._layers.of(use, known)
         if layer is None:
             return None
@@ -178,7 +178,7 @@ class Gathering:
         if self._attention is not None:
             self._attention.last_used = layer.pieces[0].parameter
         arrive = self._arrival(layer.path, use.layout, call)
-        # Taken off in the end: some tensors outlive their graph, and would keep all of this.
+        # `detach` removes the hook: a tensor that outlives its graph would keep the call alive.
         self._hooks.append(TensorHook(output, arrive))
         self._hooks[-1].put_on()
         return call
@@ -190,7 +190,7 @@ class Gathering:
         random: Randomness | None,
         inputs: Collection[Any],
     ) -> list[Tensor]:
-        """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
+        """Choose rows of the maps in a recurrent call and put hooks on its outputs."""
         if made.refusal is not None:
             raise Refused(made.refusal)
         calls: dict[str, Call] = {}
@@ -227,9 +227,9 @@ class Gathering:
         tensors: list[Tensor],
         inputs: Collection[Any],
     ) -> None:
-        """Gather rows of a module that is measured as a whole, and hook its output."""
+        """Gather rows of a module that is measured as a whole and hook its output."""
         left = [module.get_parameter(name) for name in names]
-        if any(map(is_shard, tensors)):  # to take rows of them might be a collective
+        if any(map(is_shard, tensors)):  # taking rows of a shard could need a collective
             self._without_rule.refuse(left, NO_RULE)
             return
         if any(map(is_nested, (*tensors, *tensors_in(*arguments[0], *arguments[1].values())))):
@@ -253,7 +253,7 @@ class Gathering:
             features = self._without_rule.features(
                 module, names, arguments, outputs, taken, self._forwards.forward, call.rows
             )
-            other = next(iter(rows_of_layer.calls), None)  # all of them are alike
+            other = next(iter(rows_of_layer.calls), None)  # all calls have rows of one length
             if other is not None and other.z.shape[1] != taken.shape[1]:
                 raise Refused("its output has rows of another length at every call")
         except Refused as refusal:
@@ -269,13 +269,13 @@ class Gathering:
     def _others(
         self, module: nn.Module, parameters: list[nn.Parameter]
     ) -> tuple[list[Call | Passing], list[str]]:
-        """The calls that a module's reading replaces, and the names of all that it reads.
+        """Return the calls that measuring a module as a whole replaces, and all parameter names.
 
-        When the module runs again, a parameter moves wherever it is used there: what rules say of
-        these uses would count them twice. What else those calls use goes with them.
+        When the module is rerun, a changed parameter acts in all of its uses there, so the uses
+        that rules measure would count twice. The other parameters of these uses are added.
 
         Raises:
-            Refused: one of these calls uses what the module does not hold.
+            Refused: one of these calls uses a parameter outside of the module.
         """
         inside = self._layers.calls_since(self._forwards.number)
         moving, others = set(parameters), list[Call | Passing]()
@@ -298,13 +298,13 @@ class Gathering:
         inputs: Collection[Any] | None,
         call: Call | None = None,
     ) -> None:
-        """Let autograd tell what a call hands on to the gradients of its parameters.
+        """Record a call's contributions to its parameters' gradients through autograd hooks.
 
         Args:
-            layer: of the call.
-            outputs: what it gave.
+            layer: the layer of the call.
+            outputs: the result of the call.
             inputs: see `Takes.use`.
-            call: the call, if its rows come before what it hands on.
+            call: the call, if its rows arrive before its contribution.
         """
         contributions = self._layers.contributions_of(layer)
         if inputs is None or layer.path not in self._layers.rows:
@@ -322,7 +322,7 @@ class Gathering:
         gradients: Sequence[Tensor | None],
         of_outputs: object,
     ) -> None:
-        """A node hands on gradients to parameters."""
+        """Add the gradients that a node passes to parameters to the shares of their layers."""
         has_rows = call is not None and call.arrives_now
         for contribution, edge, moves in handed:
             contribution.has_rows &= has_rows
@@ -339,7 +339,7 @@ class Gathering:
         return self._layers.new_call(layer, shape, device, self._forwards.number)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
-        """Gather the rows of a call; their features, trained or not."""
+        """Gather the rows of a call and return their features, untrained ones included."""
         layer, features = call.layer, use.features(call.rows)
         whole = use.whole() if layer.weight is not None else None
         if whole is not None:
@@ -352,18 +352,18 @@ class Gathering:
             late = None
         call.look(_trained(layer, features), taken, whole, late)
         if call.split is not None and not call.split.own:
-            return features  # for the ceiling all rows had to be put together
+            return features  # the ceiling would need the rows of all ranks merged
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = _trained(layer, use.features(every))
         return features
 
-    # --- what is seen of a backward pass ---------------------------------------------------------
+    # --- the backward pass -----------------------------------------------------------------------
 
     def _arrival(
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call
     ) -> Callable[[Tensor], None]:
-        """The hook that takes the gradient of a call's output."""
+        """Return the hook that receives the gradient of a call's output."""
         hook = partial(self._on_gradient, layout, call)
         arrive = partial(self._layers.guarded, [path], hook)
         call.hook = weakref.ref(arrive)
@@ -379,23 +379,23 @@ class Gathering:
         rows, size = _seen(call, gradient)
         is_partial_sum = (
             call.split is not None and call.split.gradient == PARTIAL_SUM
-        )  # which tells nothing
+        )  # the norms of partial sums are useless
         precision = torch.finfo(gradient.dtype).eps
         of_layer = self._layers.rows[call.layer.path]
         of_layer.arrive(call, rows, None if is_partial_sum else size, precision)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
-        else:  # a second pass through one graph, whose rows will be summed up already
+        else:  # a second pass through one graph, whose rows are already summed up
             call.tells_sums = self._attainable and call.rows.total > 0
 
     def _expect(self, call: Call) -> None:
-        """A backward pass has come to a recurrent call, of which this one is a part."""
+        """Register that a backward pass reached the recurrent call that contains this call."""
         rows = self._layers.rows.get(call.layer.path)
         if rows is not None:
             rows.expect(call)
 
     def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
-        """A replay has told the rows of one of the layers in a recurrent call."""
+        """Take the rows that a replay computed for one layer of a recurrent call."""
         path = call.layer.path
         if path not in self._layers.rows:
             return
@@ -409,7 +409,7 @@ class Gathering:
 
 
 def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The call's rows of a gradient in the layout of rows, and what all rows say; `Call.size`."""
+    """Return the chosen rows of a gradient in row layout, and `Call.size` of all rows."""
     rows = call.rows
     if call.late is not None:
         own = call.late.of_gradient(gradient, bias=call.layer.bias is not None)
@@ -423,7 +423,7 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
-    """‖Θφ − z‖ / ‖z‖ on the rows: 0 up to rounding if the rule describes this layer."""
+    """Return ‖Θφ − z‖ / ‖z‖ on the rows, which is 0 up to rounding if the rule is right."""
     rest = z
     if use.weight is not None and (part := features.by_weight(use.shaped(use.weight))) is not None:
         rest = rest - part

@@ -1,8 +1,8 @@
-"""What the calls of layers hand on to the gradients of their parameters, as autograd tells it.
+"""The shares that the calls of layers contribute to their parameters' gradients, from autograd.
 
-Next to what `.grad` holds in the end it tells, however few rows are looked at, whether that is the
-gradient of these calls times one factor: not where the loss has a penalty or uses a parameter
-elsewhere, where something edits a gradient, or where each parameter's is clipped by itself.
+Compared with the final `.grad`, they show for any number of sampled rows whether the gradient is
+that of these calls times one factor. This fails if the loss has a penalty or uses a parameter
+elsewhere, if something edits a gradient, or if each parameter is clipped by itself.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,19 +18,19 @@ from adiv_monitor.capture.whole_modules.graph import edges_to_leaves
 
 
 class GradientShare:
-    """To one parameter's gradient, of all calls of one step. See `Accumulated`.
+    """The share of all calls of one step in one parameter's gradient. See `Accumulated`.
 
-    As for rows, only what is accumulated counts, in the units of the gradient that is held.
+    As for rows, only accumulated gradients count, in the units of the present gradient.
 
     Args:
         parameter: the parameter.
-        whole: all entries are kept; else some.
+        whole: whether to keep all entries, not only sampled ones.
 
     Attributes:
         parameter: the parameter.
-        is_known: all calls were followed.
-        has_rows: and the rows of each came in the same pass as what it handed on.
-        is_joint: a node hands on what several layers' calls contribute together.
+        is_known: whether all calls were followed.
+        has_rows: whether the rows of each call arrived in the same pass as its contribution.
+        is_joint: whether a node passes on the sum of several layers' contributions.
     """
 
     def __init__(self, parameter: nn.Parameter, *, whole: bool = False) -> None:
@@ -38,15 +38,15 @@ class GradientShare:
         self.is_known = self.has_rows = True
         self.is_joint = False
         self._kept = _all if whole else sampled_entries
-        self._held: Tensor | None = None  # some entries of what earlier passes have left
-        self._arrived: Tensor | None = None  # of the last pass
-        self._backward = -1  # which that was
-        self._accumulated = -1  # in which pass the layer's gradients last were
-        self._scaled: tuple[int, Tensor] | None = None  # in which pass by hooks, and by what factor
-        self._version: int | None = None  # of the parameter, when it was handed its gradient
+        self._held: Tensor | None = None  # sampled entries from earlier passes
+        self._arrived: Tensor | None = None  # from the last pass
+        self._backward = -1  # the graph task of the last pass
+        self._accumulated = -1  # the last pass in which the layer accumulated
+        self._scaled: tuple[int, Tensor] | None = None  # pass and factor of user hooks
+        self._version: int | None = None  # of the parameter, when its gradient arrived
 
     def arrive(self, gradient: Tensor) -> None:
-        """A call hands this on, maybe after other parameters of the layer have got theirs."""
+        """Add a call's contribution, possibly after other parameters of the layer have theirs."""
         self._version = self.parameter._version
         if gradient.layout is not torch.strided:
             self.is_known = False
@@ -57,44 +57,44 @@ class GradientShare:
         if not self._is_now:
             self._close()
             self._backward = torch._C._current_graph_task_id()
-        # As autograd does it, in the precision of the gradient.
+        # Sums are in the precision of the gradient, as in autograd.
         self._arrived = entries.clone() if self._arrived is None else self._arrived + entries
 
     def settle(self) -> None:
-        """Nothing of it is late."""
+        """Do nothing: no contribution is late."""
 
     def reset(self) -> None:
-        """What had been accumulated is gone."""
+        """Drop the accumulated entries, because the gradient was reset."""
         self._held = None
         if not self._is_now:
             self._arrived = None
 
     def rescale(self, factor: Tensor) -> None:
-        """What had been accumulated was multiplied by a factor."""
+        """Scale the accumulated entries by a factor."""
         if not self._is_now:
             self._close()
         if self._held is not None:
             self._held = _times(self._held, factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """What is about to be accumulated is multiplied by a factor."""
+        """Scale the entries that are about to be accumulated by a factor."""
         self._scaled = torch._C._current_graph_task_id(), factor
 
     def fold(self) -> None:
-        """A gradient is accumulated: that of this pass."""
+        """Add the gradient of this pass, which is being accumulated."""
         if not self._is_now:
             self._close()
         self._accumulated = torch._C._current_graph_task_id()
 
     def entries(self) -> Tensor | None:
-        """Some entries of what all calls have contributed, as they lie in the gradient.
+        """Return sampled entries of the calls' total contribution in memory order.
 
-        None if that is not known.
+        None if it is not known.
         """
         held = self.parameter.grad
         if not self.is_known or held is None or not lies_as(held, self.parameter):
             return None
-        if self._accumulated < 0:  # set by hand, from the last pass
+        if self._accumulated < 0:  # assigned by hand, from the last pass
             return None if self._arrived is None else self._arrived.flatten()
         self._close()
         return (
@@ -105,7 +105,7 @@ class GradientShare:
 
     @property
     def is_moved(self) -> bool:
-        """Whether something wrote to the parameter since it was last handed its gradient."""
+        """Whether something wrote to the parameter since its gradient last arrived."""
         return self._version is not None and self._version != self.parameter._version
 
     @property
@@ -113,13 +113,13 @@ class GradientShare:
         return self._backward == torch._C._current_graph_task_id()
 
     def _close(self) -> None:
-        """The last pass is over."""
+        """Add the contributions of the last pass, which is over."""
         arrived, self._arrived = self._arrived, None
         if arrived is None or self._backward != self._accumulated:
             return
         if self._scaled is not None and self._scaled[0] == self._backward:
             arrived = _times(arrived, self._scaled[1])
-        arrived = arrived.to(self.parameter.dtype)  # a cast may be behind it
+        arrived = arrived.to(self.parameter.dtype)  # a cast may follow
         self._held = arrived if self._held is None else self._held + arrived
 
 
@@ -131,8 +131,8 @@ def _times(entries: Tensor, factor: Tensor) -> Tensor:
     return entries * factor.to(entries.dtype)
 
 
-# What a node hands on: to the gradient of which parameter, by which of its edges, and the nodes
-# that move it on the way (see `Edge`).
+# The contributions of one node: the share, the index of the edge to the parameter, and the nodes
+# on the way that reshape it (see `Edge`).
 Handed = list[tuple[GradientShare, int, Sequence[Any]]]
 Arrive = Callable[[Handed, Sequence[Tensor | None], object], None]
 
@@ -143,13 +143,14 @@ def follow(
     contributions: Sequence[GradientShare],
     arrive: Arrive,
 ) -> list[RemovableHandle]:
-    """Look at what a call hands on to parameters, at each node once: several layers may share it.
+    """Observe a call's contributions, at each node once, since several layers may share a node.
 
     Args:
-        outputs: what the call gave.
-        inputs: the nodes that made what it was given, but for weights.
-        contributions: to the gradients of its parameters; they become unknown if it hands on none.
-        arrive: gets what a node hands on, and to where; of its arguments the first is the layer.
+        outputs: the result of the call.
+        inputs: the nodes that produced the call's inputs other than weights.
+        contributions: the shares in its parameters' gradients; they become unknown where the
+            call contributes nothing.
+        arrive: receives a node's contributions and gradients; its first argument is the layer.
     """
     wanted = {id(found.parameter): found for found in contributions}
     nodes: dict[Any, Handed] = {}
@@ -176,10 +177,10 @@ def follow(
 
 
 class _Following(partial[None]):
-    """The hook of a call on a node: what to call, and what the node hands on."""
+    """The hook of a call on a node, with the contributions that it observes."""
 
     def leave_to(self, other: "_Following") -> None:
-        """What another call's hook on the same node looks at is looked at once."""
+        """Remove contributions that another call's hook on the same node observes already."""
         mine: Handed = self.args[-1]
         theirs = [(contribution, number) for contribution, number, _ in other.args[-1]]
         for entry in [entry for entry in mine if entry[:2] in theirs]:

@@ -1,4 +1,4 @@
-"""What stands between the bodies of hooks and the training that they are called by."""
+"""Keeps failures in the bodies of hooks away from the training that calls the hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,16 +7,16 @@ from adiv_monitor.rerun.thread import ThreadState
 
 
 class Guard:
-    """Around everything that a training step calls while it is watched.
+    """Runs everything that a training step calls while it is watched.
 
-    What fails in there, outside of what belongs to one layer alone, leaves nothing of the step that
-    could be trusted: nothing more is watched, and the step is given up.
+    A failure in there that does not belong to one layer alone makes the whole step unreliable:
+    nothing more is watched and the step is discarded.
 
     Args:
-        fail: called with the exception, and may raise it.
+        fail: called with the exception; may raise it.
 
     Attributes:
-        broken: something has failed.
+        broken: whether something has failed.
     """
 
     def __init__(self, fail: Callable[[Exception], None]) -> None:
@@ -39,13 +39,13 @@ class Guard:
             raise
 
     def failed(self, error: Exception) -> None:
-        """Something has failed."""
+        """Record a failure and report it."""
         self.broken = True
         self._fail(error)
 
 
 def call_all(*actions: Callable[[], object]) -> None:
-    """Call all of them, in this order, whatever any of them raises; the last of that is raised."""
+    """Call all actions in order, even if some raise, and raise the last exception."""
     failed: BaseException | None = None
     for action in actions:
         try:

@@ -1,4 +1,4 @@
-"""Hooks that only the training run sees: not its copies, and no function over the model."""
+"""Hooks that run in training only: copies of the model and function transforms skip them."""
 
 import threading
 import weakref
@@ -23,18 +23,18 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 class Hook(partial[Any]):
-    """A hook of ours, on a module, a tensor or an optimizer: calls what it was made of.
+    """A hook of the monitor on a module, a tensor or an optimizer; calls the partial function.
 
-    Torch drops those on parameters and optimizers when it copies or pickles them; modules keep
-    theirs, so on them goes a `ModuleHook`. One can be on many modules: every object that lives for
-    a step is paid for again when Python collects garbage.
+    When torch copies or pickles parameters and optimizers, it drops their hooks. It keeps those of
+    modules, which therefore get a `ModuleHook`. One hook can be on many modules: each object that
+    lives for a whole step costs time in Python's garbage collection.
     """
 
-    __torch_unserializable__ = True  # a parameter sent to another process goes without a warning
+    __torch_unserializable__ = True  # no warning when a parameter is sent to another process
 
 
-# Where torch keeps hooks by their numbers, and after each what else it keeps by the same numbers.
-# Left in a copy of a module, an entry of those would change how a later hook of that number is
+# The tables in which torch keeps hooks by number, each followed by the other tables with the same
+# numbers. An entry left in a copy of a module would change how a later hook of that number is
 # called.
 _BEFORE_MODULE = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
 _AFTER_MODULE = "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
@@ -48,15 +48,15 @@ _TABLES = (
 
 
 def take_off(owner: object, hook: object, *where: Sequence[str]) -> None:
-    """Take a hook off a module, tensor or optimizer, be it on it or not, or only half.
+    """Remove a hook from a module, tensor or optimizer, even if it was only partly registered.
 
-    It is found by itself, where torch keeps it, not by what putting it on gave: an exception may
-    come before that is known. If this is interrupted, it can be done again.
+    The hook is found by its identity in torch's tables, not by its handle, because an exception may
+    occur before the handle is known. If this call is interrupted, it can be repeated.
 
     Args:
-        owner: what it is on.
+        owner: the object with the hook.
         hook: the hook.
-        where: the tables in which it may be; none: any.
+        where: the tables that may contain it; none: all tables.
     """
     for names in where or _TABLES:
         hooks = getattr(owner, names[0], None)
@@ -66,18 +66,18 @@ def take_off(owner: object, hook: object, *where: Sequence[str]) -> None:
         if not numbers:
             continue
         tables = [getattr(owner, name) for name in names]
-        for table in reversed(tables):  # the hook itself last: by it all is found
+        for table in reversed(tables):  # the hook itself last, since a repeated call looks for it
             for number in numbers:
                 table.pop(number, None)
         _show(tables)
 
 
 class TensorHook:
-    """A hook on a tensor; neither is held.
+    """A hook on a tensor; it holds neither the tensor nor the function.
 
     Args:
-        tensor: what it is to be put on.
-        hook: called with its gradient.
+        tensor: the tensor.
+        hook: called with the tensor's gradient.
     """
 
     __slots__ = ("_handle", "_hook", "_tensor")
@@ -88,29 +88,29 @@ class TensorHook:
         self._handle: RemovableHandle | None = None
 
     def put_on(self) -> None:
-        """Put it on; whatever comes of that, `remove` takes it off."""
+        """Register the hook. `remove` removes it, even if this method raises."""
         tensor = self._tensor()
         if tensor is not None:
             self._handle = tensor.register_hook(self._hook())  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Take it off."""
-        if self._handle is not None:  # the graph keeps hooks of a tensor that is gone
+        """Remove the hook."""
+        if self._handle is not None:  # the graph keeps the hooks of a deleted tensor
             self._handle.remove()
         else:
             take_off(self._tensor(), self._hook(), ON_GRADIENT)
 
 
 class ModuleHook:
-    """A forward hook that copies, pickles and `torch.jit.script` of the module don't see.
+    """A forward hook that is invisible to copies, pickles and `torch.jit.script` of the module.
 
     Args:
-        module: what it is to be put on.
+        module: the module.
         hook: called before the forward pass with (module, args, kwargs), or after it with
             (module, args, kwargs, output).
-        before: which of the two; before all other hooks then.
-        always: after a forward pass that raised too, with None as its output.
-        first: after the forward pass, but before all other hooks.
+        before: whether it runs before the forward pass, and then before all other hooks.
+        always: whether it also runs after a forward pass that raised, with None as the output.
+        first: whether it runs before all other hooks after the forward pass.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ModuleHook:
         self._handle: RemovableHandle | None = None
 
     def put_on(self) -> None:
-        """Put it on; whatever comes of that, `remove` takes it off."""
+        """Register the hook. `remove` removes it, even if this method raises."""
         module, hook = self._module, self._hook
         if self._before:
             self._handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -144,12 +144,12 @@ class ModuleHook:
             _hide(table, hooks)
 
     def remove(self) -> None:
-        """Take it off; the module is then as it was."""
+        """Remove the hook and restore the module."""
         names = _BEFORE_MODULE if self._before else _AFTER_MODULE
         if self._handle is None:
             take_off(self._module, self._hook, names)
         else:
-            self._handle.remove()  # from all tables: somebody may have cleared the hooks alone
+            self._handle.remove()  # from all tables: other code may have cleared only the hooks
             _show([getattr(self._module, name) for name in names])
 
 
@@ -157,11 +157,11 @@ class NextForward:
     """Calls a function once, when a forward pass through any of the modules begins or ends.
 
     Args:
-        modules: any of which may be called first.
-        function: what is then called.
+        modules: the modules, any of which may be called first.
+        function: the function to call.
         guard: runs the body of a hook: (body, *arguments).
-        with_gradients: wait for a pass that records gradients; an evaluation is none.
-        ends: wait until the module has run.
+        with_gradients: whether to wait for a pass with gradients enabled, unlike an evaluation.
+        ends: whether to wait until the module has run.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class NextForward:
         self._hooks = [ModuleHook(module, hook, before=not ends) for module in modules]
 
     def put_on(self) -> None:
-        """Wait from now on; whatever comes of that, `remove` takes the hooks off."""
+        """Register the hooks. `remove` removes them, even if this method raises."""
         for hook in self._hooks:
             hook.put_on()
 
     def remove(self) -> None:
-        """Wait no longer."""
+        """Remove the hooks."""
         call_all(*(hook.remove for hook in self._hooks))
 
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
@@ -195,14 +195,14 @@ class NextForward:
             outside = _aside.on
             try:
                 _aside.on = True
-                self._function()  # which may watch a repetition, by a mode of torch functions
+                self._function()  # it may watch a rerun with a torch function mode
                 _aside.on = outside
             finally:
                 _aside.on = outside
 
 
 class _Aside(threading.local):
-    """Whether this thread does something of ours in the middle of a forward pass."""
+    """Whether this thread runs the monitor's own code in the middle of a forward pass."""
 
     on = False
 
@@ -211,16 +211,16 @@ _aside = _Aside()
 
 
 def is_aside() -> bool:
-    """Whether what is called now is no part of the forward pass around it."""
+    """Return whether functions called now do not belong to the surrounding forward pass."""
     return _aside.on and not is_rerun()
 
 
 class _Others:
-    """A module's table of hooks without ours: stands in the table for two of its methods.
+    """A module's table of hooks without the monitor's; replaces two methods of the table.
 
     Args:
         table: the table.
-        hooks: by the same numbers, the hooks themselves.
+        hooks: the hooks, by the same numbers.
     """
 
     __slots__ = ("_hooks", "_table")
@@ -230,7 +230,7 @@ class _Others:
         self._hooks = hooks
 
     def __call__(self, *protocol: Any) -> Any:
-        """The others: their values; given a protocol, how they are copied and pickled."""
+        """Return the other hooks' values or, given a pickle protocol, their reduced form."""
         hooks = self._hooks
         others = OrderedDict(
             (i, entry) for i, entry in self._table.items() if type(hooks.get(i)) is not Hook
@@ -239,9 +239,9 @@ class _Others:
 
 
 def _show(tables: Sequence[dict[int, Any]]) -> None:
-    """Let tables be as they were, if none of ours is among the hooks, which the first one holds."""
+    """Restore the tables' methods if none of the hooks in the first table is the monitor's."""
     hooks = tables[0]
-    if hooks and Hook in map(type, dict.values(hooks)):  # dict's own: ours hide in the table's
+    if hooks and Hook in map(type, dict.values(hooks)):  # the table hides ours
         return
     for table in tables:
         if attributes := table.__dict__:
@@ -250,21 +250,21 @@ def _show(tables: Sequence[dict[int, Any]]) -> None:
 
 
 def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
-    """Let those who copy, pickle or list a module's table of hooks find it without ours.
+    """Hide the monitor's hooks in a table from code that copies, pickles or lists the table.
 
-    Torch itself, when it runs hooks, goes through the table's items.
+    Torch itself runs hooks through the table's items.
     """
-    # An OrderedDict, which the tables are, takes attributes; `copy` and `pickle` look there first.
+    # The tables are OrderedDicts, which take attributes; `copy` and `pickle` look there first.
     attributes = vars(table)
-    if "values" not in attributes:  # there may be others of ours
+    if "values" not in attributes:  # another hook of the monitor may have set them
         attributes["__reduce_ex__"] = attributes["values"] = _Others(table, hooks)
 
 
 def trains(value: object) -> bool:
-    """Whether what a hook is given belongs to a training step.
+    """Return whether a hook's argument belongs to a training step.
 
-    If not, it is a function over the model that runs, which the hook has to look past: a transform
-    of `torch.func` or a batched gradient, a trace, an export, or a run without data (fake and meta
+    Otherwise a function over the model runs, which the hook must ignore: a transform of
+    `torch.func`, a batched gradient, a trace, an export, or a run without data (fake and meta
     tensors).
     """
     if torch.compiler.is_compiling() or torch._C._is_tracing():
@@ -275,7 +275,7 @@ def trains(value: object) -> bool:
 
 
 def has_data(value: object) -> bool:
-    """Whether a value is no stand-in for a tensor."""
+    """Return whether a value is not a stand-in for a tensor."""
     if not isinstance(value, Tensor):
         return not isinstance(value, Proxy)
     if type(value) not in _PLAIN:
@@ -288,7 +288,7 @@ def has_data(value: object) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether a mode is on under which tensors are stand-ins, or what is done is written down."""
+    """Return whether a dispatch mode is on that traces or replaces tensors by stand-ins."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING
     )

@@ -1,7 +1,7 @@
-"""Jagged nested tensors: samples of different lengths, whose rows lie one after the other.
+"""Jagged nested tensors: samples of different lengths whose rows are stored one after the other.
 
-What a rule says of a function that computes each row by itself holds for the rows that are packed
-in their `values()`, which are all that there are: nothing is padded.
+A rule for a function that computes each row by itself also holds for the rows packed in
+`values()`. These are all rows, since nothing is padded.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ _BY_ROW = ("linear", "layer_norm", "rms_norm", "embedding")
 
 
 def is_nested(tensor: object) -> bool:
-    """Whether it is a nested tensor, of either layout."""
+    """Return whether an object is a nested tensor of either layout."""
     return isinstance(tensor, Tensor) and tensor.is_nested
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """The rows of a nested tensor, one after the other; any other tensor itself.
+    """Return the packed rows of a nested tensor; return any other tensor unchanged.
 
     Raises:
-        Refused: they don't lie so.
+        Refused: the rows are not stored one after the other.
     """
     if not is_nested(tensor):
         return tensor
@@ -44,11 +44,11 @@ def packed(tensor: Tensor) -> Tensor:
 def uses_of_packed(
     name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Use]:
-    """The uses in a call that gave a nested tensor, as those of the rows that it packs.
+    """Return the uses in a call with a nested result, as uses of the packed rows.
 
     Args:
-        name: of the function.
-        call: with its result.
+        name: the name of the function.
+        call: the call with its result.
         args: its arguments.
         kwargs: see args.
 
@@ -67,7 +67,7 @@ def uses_of_packed(
 
 
 def _of_nested(use: Use) -> Use:
-    """The use with a layout that takes the nested result, and its gradient."""
+    """Return the use with a layout that accepts the nested result and its gradient."""
     return replace(use, layout=lambda tensor: use.layout(packed(tensor)))
 
 

@@ -1,4 +1,4 @@
-"""Rows of a recurrent call's layers, which unrolling it tells once its gradients have come."""
+"""Rows of a recurrent call's layers, computed by unrolling it when its gradients arrive."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,22 +13,22 @@ from adiv_monitor.features.recurrent import Map, Returned, unroll
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.rerun.randomness import Randomness
 
-# (call of one of the layers, its map, the error of that)
+# (call of one of the layers, its map, the error of the map)
 Receive = Callable[[Call, Map, Tensor], None]
 
 
 class LateRows:
-    """A recurrent call from its forward pass to the end of the step, or of its graph.
+    """A recurrent call, kept from its forward pass to the end of the step or of its graph.
 
-    Hooks on its outputs hold it and nothing else does, so that it goes with the graph.
+    Only hooks on its outputs hold it, so that it is freed with the graph.
 
     Args:
         call: the call.
-        returned: what it returned.
-        random: if the call draws: where the random numbers stood just before it.
-        calls: by name of the map, the calls of the layers that are watched.
-        expect: called with each of them when a backward pass comes to the outputs.
-        receive: gets what unrolling the call says of each of them.
+        returned: its outputs.
+        random: the state of the random numbers before the call, if it draws any.
+        calls: the calls of the watched layers, by name of the map.
+        expect: called with each of them when a backward pass reaches the outputs.
+        receive: receives the unrolled map of each of them.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class LateRows:
         self._expect = expect
         self._receive = receive
         self._gradients: list[Tensor | None] = []
-        self._backward = -1  # in which backward pass they came
+        self._backward = -1  # the backward pass of the gradients
         self._hooks: list[TensorHook] = []
 
     def watch(self, outputs: tuple[Tensor, ...], guard: Callable[..., Callable[..., None]]) -> None:
-        """Put hooks on the outputs."""
+        """Register hooks on the outputs."""
         for i, output in enumerate(outputs):
             hook = guard(partial(self._arrive, i))
             self._hooks.append(TensorHook(output, hook))
             self._hooks[-1].put_on()
 
     def remove(self) -> None:
-        """Take the hooks off, and go with them."""
+        """Remove the hooks, which frees this object."""
         call_all(*(hook.remove for hook in self._hooks))
 
     def settle(self) -> None:
-        """A weight's gradient has come: so has all that this pass lets reach the outputs."""
+        """Unroll the call: a weight's gradient arrives after all gradients of the outputs."""
         if self._backward != torch._C._current_graph_task_id():
             return
         found = unroll(self._call, self._returned, self._gradients, self._random)

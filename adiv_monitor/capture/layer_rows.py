@@ -1,4 +1,4 @@
-"""The rows of one layer in one step: gathered call by call, matched with gradients."""
+"""The rows of one layer in one step, gathered call by call and matched with gradients."""
 
 import weakref
 import zlib
@@ -20,40 +20,41 @@ from adiv_monitor.features.rows import Rows, to_device
 from adiv_monitor.features.whole import LateScales, Whole
 from adiv_monitor.maths.ceiling import Ceiling
 
-# Rows that wait for their gradient may be more than are wanted in the end, since some of them may
-# never get one; this many times `max_rows`.
+# Calls whose gradient never arrives still hold rows. The waiting calls may therefore hold up to
+# this many times `max_rows`.
 _WAITING = 8
 
 
 class Late(Protocol):
-    """Tells features, outputs and gradients together, where only a backward pass lets it."""
+    """Computes features, outputs and gradients together in the backward pass."""
 
     def settle(self) -> None:
-        """Tell them if they are complete."""
+        """Compute them if all gradients have arrived."""
         ...
 
 
 class Call:
-    """What is kept of one call of a layer: the chosen rows, and what all rows say together.
+    """The record of one call of a layer: the chosen rows and sums over all rows.
 
     Attributes:
-        layer: with the weights that this call used; None of what is no layer.
-        features: φ of the chosen rows; `look` gives them.
-        z: of the chosen rows, likewise.
-        whole: what one pass said of all rows, likewise.
-        late: what one pass can say of all rows once the gradient comes; None: nothing.
+        layer: the layer with the weights that this call used; None if it is no layer.
+        features: φ of the chosen rows; `look` sets it.
+        z: the outputs of the chosen rows; `look` sets it.
+        whole: the statistics of all rows from the forward pass; `look` sets it.
+        late: the statistics of all rows that need the gradient; None: there are none.
         known: whether `look` was called.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
-        rescaled: how often the parameters' gradient had been multiplied when this became a part.
-        size: ‖g_r‖² of all rows, (1, rows), or what `LateScales.of_gradient` found; None once two
-            backward passes have gone through one graph, or where ranks have terms of it: the
-            sum of these is known of the chosen rows alone.
-        precision: rounding of the gradients that came.
-        place: where in the step the call was made, if the forward passes are noted.
-        forward: the number of the module's forward in which it was made.
-        replay_error: how far off the replay was that told the rows; None: they were seen.
-        split: how this call and those of other ranks make one; None: it is no part of one.
-        total: how many rows of the call this rank stands for; `rows` may be chosen of more.
+        rescaled: how many factors the parameters' gradient had when this call became part of it.
+        size: ‖g_r‖² of all rows, (1, rows), or the result of `LateScales.of_gradient`; None once
+            two backward passes have gone through one graph, or where ranks hold partial sums:
+            then the sum is known for the chosen rows alone.
+        precision: the rounding of the gradients that arrived.
+        place: where in the step the call was made, if the forward passes are recorded.
+        forward: the number of the module's forward call in which it was made.
+        replay_error: the error of the replay that computed the rows; None: there was no replay.
+        split: how the ranks share the call; None: they do not share it.
+        total: the number of rows of the call that this rank represents; `rows` may be sampled from
+            more.
     """
 
     features: Features
@@ -70,15 +71,15 @@ class Call:
         self.rescaled = 0
         self.size: Tensor | None = None
         self.precision = 0.0
-        # Since the parameters last accumulated.
+        # The gradient that arrived since the parameters last accumulated, and ‖g_r‖² of all rows.
         self._arrived: tuple[Tensor, Tensor | None] | None = None
-        self._backward = -1  # in which backward pass
+        self._backward = -1  # the backward pass in which it arrived
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
-        self.replay: weakref.ref[Late] | None = None  # so does this
+        self.replay: weakref.ref[Late] | None = None  # dies with the graph too
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
-        self.tells_sums = False  # of a further pass through the graph, or of rows put together
+        self.tells_sums = False  # a second pass through the graph, or merged rows
         self.place: CallPlace | None = None
         self.forward = -1
         self.split: Split | None = None
@@ -86,40 +87,40 @@ class Call:
 
     @property
     def layer(self) -> Layer:
-        """What was called, with the weights that this call used; attention has none."""
+        """The layer that was called, with the weights that this call used; unset for attention."""
         assert self._layer is not None
         return self._layer
 
     def look(
         self, features: Features, z: Tensor, whole: Whole | None, late: LateScales | None = None
     ) -> None:
-        """Keep what the rows are."""
+        """Set features, outputs and statistics of the rows."""
         self.features, self.z, self.whole, self.late = features, z, whole, late
         self.known = True
 
     def settle(self) -> None:
-        """A gradient has come to the parameters: all that is late can be told."""
+        """Compute late rows, now that a gradient has arrived at the parameters."""
         replay = None if self.replay is None else self.replay()
         if replay is not None:
             replay.settle()
 
     def arrive(self, gradient: Tensor, size: Tensor | None, precision: float) -> None:
-        """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
+        """Keep ∂L/∂z of the chosen rows and the sizes of all rows until the parameters accumulate.
 
-        A backward pass that reaches no parameter (of an attack on the input, say, or with this
-        layer frozen) is replaced by the next one.
+        If the backward pass reaches no parameter (an attack on the input, for example, or a frozen
+        layer), the next pass replaces this gradient.
         """
         self._arrived = gradient, size
         self.precision = max(self.precision, precision)
         self._backward = torch._C._current_graph_task_id()
 
     def fold(self) -> None:
-        """The parameters accumulate: this pass's gradient adds to what was there."""
+        """Add the gradient of the running backward pass when the parameters accumulate."""
         if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
             self.take_arrived()
 
     def take_arrived(self) -> None:
-        """What arrived is part of the parameters' gradient."""
+        """Add the gradient that arrived to the gradient of this call."""
         if self._arrived is None:
             return
         gradient, size = self._arrived
@@ -130,13 +131,13 @@ class Call:
             self.gradient, self.size = self.gradient + gradient, None
 
     def rescale(self, factor: Tensor) -> None:
-        """The parameters' gradient was multiplied since this call became a part of it."""
+        """Scale the gradient by a factor that was applied to the parameters' gradient."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
         self.size = self._times(self.size, factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """The gradient that is about to accumulate was multiplied by a hook of the user's."""
+        """Scale the gradient that is about to accumulate by a factor of the user's hooks."""
         if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
             gradient, size = self._arrived
             self._arrived = gradient * factor.to(gradient.dtype), self._times(size, factor)
@@ -150,22 +151,22 @@ class Call:
 
     @property
     def arrived(self) -> bool:
-        """Whether a gradient came since the parameters last accumulated."""
+        """Whether a gradient arrived since the parameters last accumulated."""
         return self._arrived is not None
 
     @property
     def arrives_now(self) -> bool:
-        """Whether the backward pass that runs brought its gradient."""
+        """Whether the gradient arrived in the backward pass that is running."""
         return self._backward == torch._C._current_graph_task_id()
 
     @property
     def dead(self) -> bool:
-        """Whether no gradient came and none can come, because the graph is gone."""
+        """Whether no gradient arrived and none can arrive because the graph is gone."""
         waiting = self.gradient is None and self._arrived is None
         return waiting and self.hook is not None and self.hook() is None
 
     def keep(self, kept: np.ndarray | None) -> None:
-        """Give up all chosen rows but these."""
+        """Drop all chosen rows except these; None: keep all."""
         if kept is None:
             return
         index = to_device(kept, self.rows.device)
@@ -176,22 +177,22 @@ class Call:
         self.rows = Rows(self.rows.shape, chosen, self.rows.device)
 
     def pick(self, index: Tensor) -> None:
-        """Keep of what the rows are no more than of these."""
+        """Keep the features and outputs of these rows only."""
         self.features = self.features.pick(index)
         self.z = self.z.index_select(0, index)
 
 
 class Chooser:
-    """Chooses the rows of calls, for all layers of one step.
+    """Chooses the rows of calls for all layers of one step.
 
-    Layers whose outputs are alike look at the same rows of their first call, so that those are
-    drawn and travel to the device once: what matters is that each layer's rows are even.
+    Layers with outputs of the same shape use the same rows in their first call, so that these are
+    drawn and copied to the device once. Only the uniformity within each layer matters.
 
     Args:
-        max_rows: rows to look at per layer; None: all.
-        generator: the monitor's own source of chance.
-        shared: numbers for a source of chance that other ranks have too, which are given the
-            same data: what they draw for a call must not depend on what they drew before.
+        max_rows: the number of rows to sample per layer; None: all rows.
+        generator: the monitor's own random number generator.
+        shared: the seed of a generator common to the ranks that get the same data: their draws for
+            a call must not depend on earlier draws.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class Chooser:
         self._first: dict[tuple[tuple[int, ...], torch.device], tuple[Rows, Draw]] = {}
 
     def first(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
-        """Rows of a layer's first call."""
+        """Return the rows of a layer's first call."""
         alike = shape, device
         if alike not in self._first:
             self._first[alike] = self.further(shape, device, np.inf, shape)
@@ -215,7 +216,7 @@ class Chooser:
     def further(
         self, shape: tuple[int, ...], device: torch.device, bound: float, call: object
     ) -> tuple[Rows, Draw]:
-        """Rows of another one, with keys below a bound; `call`: which it is."""
+        """Return the rows of a later call with keys below a bound; `call` identifies the call."""
         generator = self._generator
         if self._shared is not None:
             generator = np.random.default_rng([*self._shared, zlib.crc32(repr(call).encode())])
@@ -224,15 +225,15 @@ class Chooser:
 
 
 class LayerRows:
-    """The rows of one layer in one step: at most `max_rows`, each row as likely as any other.
+    """The rows of one layer in one step: at most `max_rows`, each row with equal probability.
 
-    A backward pass looks only at the calls that it reaches, however many there were before.
+    A backward pass visits only the calls that it reaches, however many calls there were before.
 
     Attributes:
-        calls: of which rows are kept, in their order.
-        dropped: rows were, because their gradient was zeroed before a step was taken.
-        ceiling: sums over all rows, if they are asked for.
-        linear: how well the rule reproduced the output; None: that was not looked at.
+        calls: the calls of which rows are kept, in order.
+        dropped: whether rows were dropped because their gradient was zeroed before a step.
+        ceiling: sums over all rows, if requested.
+        linear: how well the rule reproduced the output; None: not checked.
     """
 
     def __init__(self, chooser: Chooser, path: str) -> None:
@@ -244,18 +245,18 @@ class LayerRows:
         self._chooser = chooser
         self._max_rows = chooser.max_rows
         self._waiting: dict[Call, None] = {}  # calls without gradient
-        self._reached: dict[Call, None] = {}  # those whose gradient is part of the parameters'
-        self._most_waiting = 0  # so many are not looked through for dead ones
+        self._reached: dict[Call, None] = {}  # calls that are part of the parameters' gradient
+        self._most_waiting = 0  # up to this many are not checked for dead ones
         self._rows_waiting = 0
-        self._reached_bound = Threshold(self._max_rows)  # of those that are reached
-        self._bound: Threshold | None = None  # of all; None: not known
-        # By backward pass, the calls whose gradient it brought to no parameter yet.
+        self._reached_bound = Threshold(self._max_rows)  # of the reached calls
+        self._bound: Threshold | None = None  # of all calls; None: not known
+        # By backward pass, the calls whose gradient has not yet reached a parameter.
         self._arriving: dict[int, dict[Call, None]] = {}
-        self._factors: list[Tensor] = []  # by which the parameters' gradient was multiplied
+        self._factors: list[Tensor] = []  # factors that scaled the parameters' gradient
 
     def choose(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
-        """Choose rows of a further call."""
-        if torch._C._current_graph_task_id() == -1:  # no pass runs that could bring more
+        """Choose rows of the next call."""
+        if torch._C._current_graph_task_id() == -1:  # no running pass can deliver more
             self._arriving.clear()
         if len(self._waiting) >= self._most_waiting:
             self._remove([call for call in self._waiting if call.dead])
@@ -267,11 +268,11 @@ class LayerRows:
         return self._chooser.further(shape, device, self._below(prod(shape)), call)
 
     def _below(self, total: int) -> float:
-        """Below which a row's key must be to have a chance."""
+        """Return the bound below which a row's key must be for the row to have a chance."""
         if self._max_rows is None:
             return np.inf
-        # Rows that have their gradient compete with all that come; so do those that wait for it
-        # when they get too many.
+        # New rows compete with the rows that have their gradient. They compete with the waiting
+        # rows too if these become too many.
         if self._rows_waiting + min(total, self._max_rows) <= _WAITING * self._max_rows:
             return self._reached_bound.bound
         if self._bound is None:
@@ -279,14 +280,14 @@ class LayerRows:
         return self._bound.bound
 
     def add(self, call: Call) -> None:
-        """A further call, whose rows were chosen."""
+        """Add a call whose rows were chosen."""
         self.calls[call] = self._waiting[call] = None
         self._rows_waiting += len(call.draw.keys)
         if self._bound is not None:
             self._bound.add(call.draw)
 
     def withdraw(self, calls: Iterable[Call]) -> None:
-        """Some calls are no uses after all."""
+        """Remove calls that turned out not to be uses."""
         self._remove([call for call in calls if call in self.calls])
 
     def _remove(self, calls: Sequence[Call]) -> None:
@@ -305,32 +306,32 @@ class LayerRows:
         self._rows_waiting -= len(call.draw.keys)
 
     def release(self) -> None:
-        """Let go of all calls."""
+        """Release all calls."""
         for calls in (self.calls, self._waiting, self._reached, self._arriving):
             calls.clear()
         self._rows_waiting = 0
         self._reached_bound, self._bound = Threshold(self._max_rows), None
 
     def expect(self, call: Call) -> None:
-        """The backward pass that runs has come to a call."""
+        """Register that the running backward pass reached a call."""
         self._arriving.setdefault(torch._C._current_graph_task_id(), {})[call] = None
 
     def arrive(self, call: Call, gradient: Tensor, size: Tensor | None, precision: float) -> None:
-        """∂L/∂z of a call has come; see `Call.arrive`."""
+        """Take ∂L/∂z of a call; see `Call.arrive`."""
         self.expect(call)
         call.arrive(gradient, size, precision)
 
     def _expected(self) -> list[Call]:
-        """The calls to which the backward pass that runs has come."""
+        """Return the calls that the running backward pass reached."""
         return list(self._arriving.get(torch._C._current_graph_task_id(), ()))
 
     def settle(self) -> None:
-        """A gradient has come to the layer's parameters."""
+        """Compute late rows, now that a gradient has arrived at the layer's parameters."""
         for call in self._expected():
             call.settle()
 
     def reset(self) -> None:
-        """What the parameters had accumulated is gone, and its rows with it."""
+        """Drop the rows of the accumulated gradient, which was zeroed."""
         if not self._reached:
             return
         self.dropped = True
@@ -346,19 +347,19 @@ class LayerRows:
         self.ceiling = None
 
     def rescale(self, factor: Tensor) -> None:
-        """What the parameters had accumulated was multiplied by a factor since."""
+        """Scale the accumulated rows by a factor."""
         if self._reached:
             self._factors.append(factor)
         if self.ceiling is not None:
             self.ceiling.rescale(factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """What is about to be accumulated was multiplied by a factor."""
+        """Scale the rows that are about to be accumulated by a factor."""
         for call in self._expected():
             call.rescale_arrived(factor)
 
     def fold(self) -> None:
-        """The layer's parameters accumulate a gradient."""
+        """Add the gradients of this pass when the layer's parameters accumulate."""
         for call in self._arriving.pop(torch._C._current_graph_task_id(), ()):
             if call in self.calls:
                 self._fold(call)
@@ -384,26 +385,26 @@ class LayerRows:
 
     @property
     def ceiling_is_whole(self) -> bool:
-        """Whether no gradient is part of the parameters' of which the ceiling knows nothing."""
+        """Whether the ceiling accounts for every call in the parameters' gradient."""
         return not any(call.tells_sums and call.gradient is not None for call in self.calls)
 
     def finish(self) -> list[Call]:
-        """The gradients are final: the calls that are part of them, with the sampled rows only."""
+        """Return the calls that are part of the final gradient, reduced to the sampled rows."""
         self._rescale_reached()
         if not self._reached:
-            # No parameter accumulated: the gradients were set by hand, from this pass.
+            # No parameter accumulated: the user assigned the gradients of this pass.
             for call in self.calls:
                 call.take_arrived()
                 self._add_to_ceiling(call)
         reached = [call for call in self.calls if call.gradient is not None]
-        if len(self.calls) > 1:  # the rows of one were drawn such that all of them are kept
+        if len(self.calls) > 1:  # the rows of a single call are all kept
             kept = winners([call.draw for call in reached], self._max_rows)
             for call, rows in zip(reached, kept, strict=True):
                 call.keep(rows)
         return reached
 
     def _rescale_reached(self) -> None:
-        """Multiply the gradient of each call by what the parameters' was multiplied by since."""
+        """Multiply the gradient of each call by the factors applied since it became part."""
         if not self._factors:
             return
         since = list(accumulate(reversed(self._factors), torch.mul))[::-1]

@@ -1,4 +1,4 @@
-"""The layers of one step, as they are seen: what they train, their rows, and their gradients."""
+"""The layers found in one step, with their parameters, rows and gradients."""
 
 import weakref
 from collections import defaultdict
@@ -31,11 +31,11 @@ from adiv_monitor.features.uses import Use, shape_alike
 
 @dataclass(frozen=True, eq=False)
 class Passing:
-    """A call of a layer whose turn it is not, of which nothing is looked at.
+    """A call of a layer that is not due in this step and is not watched.
 
     Attributes:
         layer: the layer.
-        forward: the number of the module's forward in which it was made.
+        forward: the number of the module's forward call in which it was made.
     """
 
     layer: Layer
@@ -43,25 +43,25 @@ class Passing:
 
 
 class Layers:
-    """Finds the layer that a use belongs to, or makes it.
+    """Finds the layer that a use belongs to, or creates it.
 
     Args:
-        names: what layers are called.
-        provenance: what tensors are made of.
+        names: the names of layers.
+        provenance: the provenance of tensors.
         chooser: chooses rows.
         switched_off: paths of the layers that must not be watched.
-        fail: called with a layer's path and the exception that its hook met; from then on the layer
-            is not watched any more.
-        guard: is told of what else fails.
-        calls: notes the forward passes, so that they can be run again.
-        attention: gathers samples of attentions, if that is asked for.
-        is_due: whether it is a layer's turn; the others are found, but not watched.
+        fail: called with a layer's path and the exception that its hook raised; the layer is not
+            watched from then on.
+        guard: receives all other failures.
+        calls: records the forward passes, so that they can be rerun.
+        attention: samples attention calls, if requested.
+        is_due: whether a layer is due in this step; the others are found, but not watched.
 
     Attributes:
-        found: by path, the layers that were seen so far.
-        rows: by path, the rows of those that are watched.
-        replacements: path of a layer → path of the one whose reading stands for it.
-        guard: is told of what fails, but for what belongs to one layer.
+        found: the layers found so far, by path.
+        rows: the rows of the watched layers, by path.
+        replacements: path of a layer → path of the layer whose measurement replaces its own.
+        guard: receives the failures that do not belong to one layer.
     """
 
     def __init__(
@@ -89,36 +89,36 @@ class Layers:
         self._attention = attention
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
-        self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # likewise
-        # What each of several layers that use one parameter contributes to it, by path and by id.
+        self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
+        # The share that each of several layers contributes to one parameter, by path and by id.
         self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
         self._not_kept: set[str] = set()  # paths of layers that contributed before others were seen
-        self._sharing: set[str] | None = None  # paths of those that share parameters, among `found`
+        self._sharing: set[str] | None = None  # paths of layers that share parameters
         self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
-        # By number of a forward; rows are let go of elsewhere.
+        # By number of a forward call; the references are weak because `rows` owns the calls.
         self._made_in: dict[int, list[weakref.ref[Call | Passing]]] = defaultdict(list)
         self._last_forward = -1
-        self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
+        self._led: dict[int, list[str]] = defaultdict(list)  # by id of the first parameter, paths
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
         self._of_pass = -1, False  # a backward pass, and whether it belongs to a training step
-        self._awaited = -1  # the backward pass whose end is waited for
+        self._awaited = -1  # the backward pass for whose end a callback is queued
         self._active = True  # hooks in graphs that are already built outlive their removal
 
     def detach(self) -> None:
-        """Remove every hook; those in graphs that are already built fall silent."""
+        """Remove every hook; hooks in graphs that are already built become inactive."""
         self._active = False
         call_all(*(accumulated.remove for accumulated in self._accumulated.values()))
-        self._accumulated.clear()  # they refer to this: a cycle that would hold gradients back
+        self._accumulated.clear()  # breaks a cycle that would keep gradients alive
 
     # --- finding ---------------------------------------------------------------------------------
 
     def of(self, use: Use, known: Layer | str | None = None) -> Layer | None:
-        """The layer that a use belongs to; None if none of its parameters is measured.
+        """Return the layer that a use belongs to; None if none of its parameters is measured.
 
         Args:
             use: the use.
-            known: the layer, or its path, if that is known.
+            known: the layer or its path, if already known.
         """
         if isinstance(known, Layer):
             found = self.found.get(known.path)
@@ -135,7 +135,7 @@ class Layers:
         return self._find(names, use, weight, bias)
 
     def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
-        """The layer that a module as a whole is, as far as these parameters are concerned."""
+        """Return the layer that stands for a module as a whole with respect to these parameters."""
         source = ConcatenatedParameters([self._provenance.pieces.of(p) for p in parameters], module)
         use = Use("module", None, None, _no_features)
         return self._find(self.names.of_whole(module, parameters), use, source, None)
@@ -143,7 +143,7 @@ class Layers:
     def _find(
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
     ) -> Layer | None:
-        """The layer of one of these names that is made alike, or a new one."""
+        """Return the first named layer with the same form and sources, or create a new one."""
         path = ""
         for path in names:
             known = self.found.get(path)
@@ -168,7 +168,7 @@ class Layers:
         )
 
     def _follow(self, layer: Layer) -> Layer:
-        """From now on, watch a layer that was found."""
+        """Register a layer that was found, and watch it if it is due."""
         path, parameter = layer.path, layer.pieces[0].parameter
         self.found[path] = layer
         self._sharing = None
@@ -192,13 +192,13 @@ class Layers:
     def new_call(
         self, layer: Layer, shape: tuple[int, ...], device: torch.device, forward: int
     ) -> Call:
-        """A further call of a layer that is watched, in which rows are chosen.
+        """Create the next call of a watched layer and choose its rows.
 
         Args:
             layer: the layer.
-            shape: of z without its channels.
-            device: of z.
-            forward: the number of the module's forward in which it is made.
+            shape: the shape of z without its channels.
+            device: the device of z.
+            forward: the number of the module's forward call in which it is made.
         """
         call = Call(layer, *self.rows[layer.path].choose(shape, device))
         call.place = None if self._calls is None else self._calls.place(layer.path)
@@ -211,37 +211,37 @@ class Layers:
         self._last_forward = max(self._last_forward, call.forward)
 
     def pass_by(self, layer: Layer, forward: int) -> None:
-        """A call of a layer that is not watched, in a forward of this number."""
+        """Record a call of a layer that is not due, in the forward call with this number."""
         if self.waits(layer):
             passing = Passing(layer, forward)
             self._passing[layer.path][passing] = None
             self._was_made(passing)
 
     def waits(self, layer: Layer) -> bool:
-        """Whether a layer is not watched because it is not its turn."""
+        """Return whether a layer is unwatched because it is not due in this step."""
         return not self._is_due(layer)
 
     def calls_since(self, forward: int) -> list[Call | Passing]:
-        """Those made in a forward of this number, and in the later ones."""
+        """Return the calls made in the forward call with this number and in later ones."""
         made = (self._made_in.get(number, ()) for number in range(forward, self._last_forward + 1))
         calls = (reference() for references in made for reference in references)
         return [call for call in calls if call is not None and self._stands(call)]
 
     def _stands(self, call: Call | Passing) -> bool:
-        """Whether a call was not withdrawn since."""
+        """Return whether a call has not been withdrawn."""
         path = call.layer.path
         if isinstance(call, Passing):
             return call in self._passing.get(path, ())
         return path in self.rows and call in self.rows[path].calls
 
     def replace(self, calls: Sequence[Call | Passing], path: str) -> None:
-        """Another layer's reading stands for these calls."""
+        """Replace the calls by the measurement of another layer."""
         for replaced in self.withdraw(calls):
             later = {p: path for p, by in self.replacements.items() if by == replaced}
             self.replacements |= {**later, replaced: path}
 
     def withdraw(self, calls: Sequence[Call | Passing]) -> list[str]:
-        """These calls are no uses after all; the paths of their layers."""
+        """Remove calls that turned out not to be uses, and return the paths of their layers."""
         by_path: dict[str, list[Call | Passing]] = defaultdict(list)
         for call in calls:
             by_path[call.layer.path].append(call)
@@ -261,7 +261,7 @@ class Layers:
         return list(by_path)
 
     def forget(self, path: str) -> None:
-        """There is no such layer after all."""
+        """Remove a layer that turned out not to exist."""
         lead = self.found.pop(path).pieces[0].parameter
         self._sharing = None
         self._led[id(lead)].remove(path)
@@ -270,16 +270,16 @@ class Layers:
     # --- gradients -------------------------------------------------------------------------------
 
     def accumulation_of(self, layer: Layer) -> Accumulation:
-        """What happened to the gradient of the layer's first parameter."""
+        """Return the gradient accumulation of the layer's first parameter."""
         return self._accumulated[id(layer.parameters[0])]
 
     def contributions_of(self, layer: Layer) -> list[GradientShare]:
-        """To the gradients of the layer's parameters; none where ranks have parts of them."""
+        """Return the shares in the layer's parameter gradients, or none for sharded parameters."""
         if self._provenance.any_apart and any(
             is_shard(p) or self._provenance.stand_in(p) is not None for p in layer.parameters
         ):
             return []
-        # They are accumulated, and zeroed, as that of the first one is.
+        # A layer's gradients are accumulated and zeroed together with that of its first parameter.
         known = self._contributed[id(layer.parameters[0])]
         for parameter in layer.parameters:
             if id(parameter) not in known:
@@ -287,9 +287,10 @@ class Layers:
         return [known[id(parameter)] for parameter in layer.parameters]
 
     def own_contribution(self, path: str, parameter: nn.Parameter) -> GradientShare | None:
-        """Of one of several layers that use a parameter; None where no other does, as far as seen.
+        """Return the share of one of several layers that use a parameter, or None.
 
-        It has all entries: as much memory as a gradient.
+        None means that no other layer was seen to use the parameter. The share has all entries, so
+        it takes as much memory as a gradient.
         """
         if self._sharing is None:
             self._sharing = self.shared(set(self.found.values()), lambda key: False)
@@ -302,7 +303,7 @@ class Layers:
         return own[id(parameter)]
 
     def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
-        """By a piece's key, what the layer's own calls have contributed; None: not known."""
+        """Return the layer's own contributions to its pieces by key, or None if unknown."""
         every, own = self.contributions_of(layer), self._own.get(layer.path, {})
         is_known = all(
             contribution.is_known and not contribution.is_joint for contribution in every
@@ -319,7 +320,7 @@ class Layers:
         return found
 
     def users(self, parameter: nn.Parameter) -> list[Accumulated]:
-        """What follows a parameter's gradient: rows of layers, and what their calls hand on."""
+        """Return the rows, shares and attention rows that depend on a parameter's gradient."""
         found: list[Accumulated] = [
             self.rows[path] for path in self._led[id(parameter)] if path in self.rows
         ]
@@ -331,13 +332,13 @@ class Layers:
         return found
 
     def hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
-        """See `Owner`."""
+        """Return a hook on a parameter; see `Owner.hook`."""
         return Hook(self.guarded, self._led[id(parameter)], function)
 
     def guarded(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
-        """Run a hook's body for some layers, which are not watched any more if it fails.
+        """Run a hook's body for some layers. If it fails, they are not watched any more.
 
-        It is given no gradient where the loss leaves this output of a function out.
+        The last argument is None where the loss does not depend on this output of a function.
         """
         self.guard(self._run, paths, function, *args)
 
@@ -365,20 +366,20 @@ class Layers:
                 torch._C._set_grad_enabled(True)
 
     def _trains(self, value: object) -> bool:
-        """As `trains`; what is so of a backward pass is asked once."""
+        """Return `trains(value)`; the part that holds for a whole backward pass is cached."""
         task = torch._C._current_graph_task_id()
         if task < 0 or task != self._of_pass[0]:
             self._of_pass = task, trains(None)
         return self._of_pass[1] and has_data(value)
 
     def accumulates(self) -> None:
-        """A pass accumulates gradients: look at them once ranks have averaged them in it."""
+        """Queue sampling of gradients for the end of this pass, after ranks have averaged them."""
         task = torch._C._current_graph_task_id()
         if world_size() == 1 or self._awaited == task:
             return
         self._awaited = task
         engine = torch.autograd.Variable._execution_engine
-        # Those who average wait for the pass to end, too: come after whoever does so later.
+        # Averaging hooks queue such callbacks too; a callback that queues another one runs last.
         engine.queue_callback(lambda: engine.queue_callback(self._pass_ended))
 
     def _pass_ended(self) -> None:
@@ -386,9 +387,9 @@ class Layers:
             self.guarded(self._led[key], accumulation.pass_ended, accumulation.held)
 
     def was_zeroed(self, now: Tensor, left: Tensor) -> bool:
-        """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells.
+        """Return whether `.grad` was zeroed in place since the last pass.
 
-        At the first whose gradient was not zero anyway.
+        The device is read at one parameter per pass: the first whose last gradient was not zero.
         """
         task = torch._C._current_graph_task_id()
         if self._verdict[0] != task:
@@ -399,46 +400,46 @@ class Layers:
         return self._verdict[1]
 
     def shards_were_zeroed(self) -> bool:
-        """Whether `.grad` of all sharded parameters was zeroed in place, before this pass."""
+        """Return whether `.grad` of all sharded parameters was zeroed in place before this pass."""
         task = torch._C._current_graph_task_id()
         if self._verdict_of_shards[0] != task:
             parts = list(self._provenance.sharded)
             self._verdict_of_shards = task, is_zero(parts)
         return self._verdict_of_shards[1]
 
-    # --- what is not watched ---------------------------------------------------------------------
+    # --- layers that are not watched -------------------------------------------------------------
 
     @property
     def any_off(self) -> bool:
-        """Whether there are any that are not to be watched."""
+        """Whether any layer must not be watched."""
         return bool(self._off)
 
     def is_off(self, path: str) -> bool:
-        """Whether this layer, or parameter, is not to be watched."""
+        """Return whether the layer or parameter at this path must not be watched."""
         return path in self._off
 
     def failed(self, path: str, error: Exception) -> None:
-        """Watching a layer met an exception: it is not watched any more."""
+        """Stop watching a layer whose hook raised an exception."""
         self._off.add(path)
         self.rows.pop(path, None)
         self._fail(path, error)
 
-    # --- what there is in the end ----------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def in_order(self) -> list[Layer]:
-        """The layers that were seen, in the model's order."""
+        """Return the layers that were seen, in the model's order."""
         return sorted(self.found.values(), key=lambda layer: layer.place)
 
     def have(self, parameter: Tensor) -> bool:
-        """Whether any of a parameter is part of a layer."""
+        """Return whether any piece of a parameter belongs to a layer."""
         return any(piece.parameter is parameter for x in self.found.values() for piece in x.pieces)
 
     def shared(self, reached: Container[Layer], elsewhere: Callable[[int], bool]) -> set[str]:
-        """Paths of the layers whose parameters are used by others too, entry by entry.
+        """Return the paths of the layers that share at least one parameter entry with another use.
 
         Args:
-            reached: the layers that a gradient reached: no other use counts.
-            elsewhere: whether the parameter of this id has a use that no layer is.
+            reached: the layers that a gradient reached; other uses do not count.
+            elsewhere: whether the parameter with this id has a use outside of all layers.
         """
         uses: dict[int, list[tuple[Layer, Piece]]] = defaultdict(list)
         for layer in (layer for layer in self.found.values() if layer in reached):

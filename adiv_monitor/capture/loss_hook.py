@@ -1,4 +1,4 @@
-"""Sees the loss of training passes: what a module gives, or what a function makes of the output."""
+"""Reads the loss of training passes from a module, or from the model's output by a function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +14,16 @@ from adiv_monitor.rerun.thread import ThreadState
 
 
 class LossHook:
-    """A hook that hands on the loss of the training's forward passes, which are with gradients.
+    """A hook that passes on the loss of forward passes with gradients enabled.
 
     Args:
-        loss: the module that computes it, or a function: what a call of the model gave → loss.
-        model: whose calls the function is given.
-        note: gets every loss.
-        fail: called with the exception, if there is one.
+        loss: the module that computes it, or a function: output of a model call → loss.
+        model: the model whose outputs the function gets.
+        note: receives every loss.
+        fail: called with the exception if reading the loss fails.
 
     Attributes:
-        stays: it may stay on between measured steps: it is a hook on the loss alone.
+        stays: whether it may stay on between measured steps, since it is on the loss alone.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class LossHook:
         self._hook = ModuleHook(module, Hook(self._guarded), before=False)
 
     def put_on(self) -> None:
-        """Put it on; whatever comes of that, `remove` takes it off."""
+        """Register the hook. `remove` removes it, even if this method raises."""
         self._hook.put_on()
 
     def remove(self) -> None:
-        """Take it off."""
+        """Remove the hook."""
         self._hook.remove()
 
     def _guarded(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
@@ -58,7 +58,7 @@ class LossHook:
 
     def _ended(self, output: Any) -> None:
         loss = output if self._of is None else self._made_of(output)
-        # What is no tensor is for `note` to refuse.
+        # `note` refuses values that are not tensors.
         if not isinstance(loss, Tensor) or _counts(loss):
             self._note(loss)
 
@@ -69,5 +69,5 @@ class LossHook:
 
 
 def _counts(loss: Tensor) -> bool:
-    """By attributes alone: what watches a forward pass takes a function for a use of the loss."""
+    """Return whether the loss counts; only attributes are read, since functions are watched."""
     return loss.requires_grad and 0 not in loss.shape and trains(loss)

@@ -1,4 +1,4 @@
-"""What layers are called in reports: as the modules that hold what they train."""
+"""Names of layers in reports, based on the modules that hold their parameters."""
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
@@ -12,13 +12,13 @@ from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.functions.attention import part_of
 from adiv_monitor.features.uses import Use
 
-_MOST_PARAMETERS = 4  # in the name of a layer
-# What torch puts before the name of a class that it makes of a module's own.
+_MOST_PARAMETERS = 4  # in one layer name
+# The prefixes that torch puts before a module's class name when it creates a class from it.
 _MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
 
 
 def class_name(module: nn.Module) -> str:
-    """Name of a module's class, without what torch makes of it: "Linear" of an `FSDPLinear`."""
+    """Return the name of a module's class without torch's prefix: "Linear" for an `FSDPLinear`."""
     kind: type = type(module)
     return _name_of(kind)
 
@@ -35,15 +35,15 @@ def _made_of(kind: type) -> list[str]:
 
 
 class Names:
-    """Names for layers, the best one first; the next ones are for when that is taken.
+    """Names for layers, best first; the later ones serve if the earlier ones are in use.
 
     Args:
         model: the model.
         selection: the parameters to measure.
-        forwards: the forwards that run.
+        forwards: the running forward calls.
 
     Attributes:
-        order: id of a parameter → its place in the model.
+        order: id of a parameter → its position in the model.
     """
 
     def __init__(self, model: nn.Module, selection: Selection, forwards: Forwards) -> None:
@@ -53,17 +53,17 @@ class Names:
         self._forwards = forwards
 
     def first(self, parameters: Collection[int]) -> Place:
-        """Where the first one in the model of these parameters is."""
+        """Return the place of the parameter that comes first in the model."""
         return self.place(min(parameters, key=self.order.__getitem__))
 
     def place(self, parameter: int) -> Place:
-        """Where a parameter is: in the module that runs, if that holds it too."""
+        """Return the place of a parameter, preferably in the running module."""
         places = self._selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
 
     def owner(self, place: Place) -> nn.Module:
-        """The module that held the parameter before torch moved it; see `Place.home`."""
+        """Return the module that held the parameter before torch moved it; see `Place.home`."""
         path, _ = place.home
         if path == place.path:
             return place.module
@@ -71,10 +71,11 @@ class Names:
         return next((m for m, its in modules.items() if its == path), place.module)
 
     def of(self, use: Use, lead: Source) -> Iterator[str]:
-        """What a layer may be called: as its module, as its parameter, with who uses it.
+        """Yield names for a layer: of its module, of its parameter, and with its user.
 
-        Of parameters of several modules: as the module that these are in. If that is the model
-        itself, then by their own names (`query+key`), or as the model's class if they are many.
+        Parameters of several modules are named after the module that contains these. If only the
+        model does, their own names are joined (`query+key`); if they are many, the model's class is
+        used.
         """
         pieces = sorted(lead.pieces, key=lambda piece: self.order[id(piece.parameter)])
         places = [self.place(id(piece.parameter)) for piece in pieces]
@@ -89,9 +90,9 @@ class Names:
         yield from self._with_user(full, use.kind)
 
     def of_whole(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[str]:
-        """What a module measured as a whole may be called: as it is, or as its one parameter.
+        """Yield names for a module measured as a whole: its path, or that of its one parameter.
 
-        The model itself is called by its class.
+        The model itself is named after its class.
         """
         name = self._selection.modules[module] or self._model_class
         if len(parameters) == 1:
@@ -102,7 +103,7 @@ class Names:
         yield from self._with_user(name, "module")
 
     def _common(self, homes: Sequence[tuple[str, str]]) -> str:
-        """What parameters of these modules and names are called together."""
+        """Return a common name for parameters of these modules and names."""
         steps = zip(*(path.split(".") for path, _ in homes), strict=False)
         shared = takewhile(lambda several: len(set(several)) == 1, steps)
         if holder := ".".join(several[0] for several in shared):

@@ -1,7 +1,7 @@
-"""Weights that are shown to every sample: `weight.expand(batch, -1, -1)` and the like.
+"""Weights that are repeated for every sample, as by `weight.expand(batch, -1, -1)`.
 
-What becomes of one tells what it is. Where products take it and nothing else does, it is the weight
-of a linear map. Else it is data from there on, with the parameter as an offset.
+The functions that take a repetition determine its role. If only products take it, it is the weight
+of a linear map. Otherwise it counts as data from then on, with the parameter as an offset.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,14 +27,14 @@ from adiv_monitor.rerun.nested import tensors_in
 
 @dataclass(eq=False)
 class Repetition:
-    """A weight that was repeated.
+    """A repeated weight.
 
     Attributes:
-        use: of the weight, as an offset.
-        result: the repetitions.
-        forward: the number of the forward in which they were made.
-        known: whether it was seen what becomes of them.
-        calls: of linear layers, whose weight it is so far.
+        use: the use of the weight as an offset.
+        result: the repeated tensor.
+        forward: the number of the forward call in which it was made.
+        known: whether its role is known.
+        calls: the calls of linear layers of which it is the weight so far.
     """
 
     use: Use
@@ -44,9 +44,10 @@ class Repetition:
     calls: list[Call] = field(default_factory=list)
 
     def once(self, tensor: Tensor) -> Tensor:
-        """The weight in place of the repetitions, or of a view of them: of size 1 where it is one.
+        """Return the weight with size 1 in every dimension that the tensor repeats.
 
-        The tensor itself where that can't be had.
+        The tensor is a repetition or a view of one. If it has no repeated dimension, return it
+        unchanged.
         """
         with torch.enable_grad(), torch._C.DisableTorchFunction():
             if tensor is self.result and tensor._base is None:
@@ -60,17 +61,18 @@ class Repetition:
 
 
 class Repetitions:
-    """Those of the forward pass that runs whose parameter is not an offset so far.
+    """The repetitions in the running forward pass that are not known to be offsets.
 
     Args:
-        forwards: the forwards that run.
+        forwards: the running forward calls.
         layers: the layers.
-        provenance: what tensors are made of.
-        takes: gets the uses.
-        noting: what handing on uses of these tensors is done within.
+        provenance: the provenance of tensors.
+        takes: receives the uses.
+        noting: (tensors) → the context in which uses of these tensors are passed on.
 
     Attributes:
-        shown: id → a tensor that is one, or shows one, and that.
+        shown: id of a tensor → the tensor, which is a repetition or a view of one, and that
+            repetition.
     """
 
     def __init__(
@@ -89,27 +91,27 @@ class Repetitions:
         self.shown: dict[int, tuple[Tensor, Repetition]] = {}
 
     def add(self, repetition: Repetition) -> None:
-        """A weight was repeated."""
+        """Add a repetition that was just made."""
         self.shown[id(repetition.result)] = repetition.result, repetition
 
     def of(self, tensor: Tensor) -> Repetition | None:
-        """What the tensor shows; None if it shows no repetition."""
+        """Return the repetition that a tensor is or views, or None."""
         return self.shown[id(tensor)][1] if id(tensor) in self.shown else None
 
     def among(self, tensors: Iterable[Tensor]) -> list[Repetition]:
-        """Those that are, or are shown by, any of these."""
+        """Return the repetitions that any of the tensors is or views."""
         found = (self.of(tensor) for tensor in tensors)
         return list(dict.fromkeys(repetition for repetition in found if repetition is not None))
 
     def is_view(self, result: object, of: Repetition) -> bool:
-        """Whether a function did no more than to show it otherwise; keeps that in mind."""
+        """Return whether a result is only a view of a repetition, and remember it if so."""
         if result is of.result:
             return True
         if not isinstance(result, Tensor) or whole_of(result) is not whole_of(of.result):
             return False
         if of.result._base is None or 0 in result.stride():
             self.shown[id(result)] = result, of
-        else:  # one of the repetitions is the weight itself
+        else:  # the view selects one repetition, which is the weight itself
             of.known = True
         return True
 
@@ -121,7 +123,7 @@ class Repetitions:
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        """A function was called with it: what is it?"""
+        """Determine a repetition's role from a function that was called with it."""
         if self.is_view(result, repetition):
             return
         if not self._is_linear(repetition, function, args, kwargs, result):
@@ -135,7 +137,7 @@ class Repetitions:
         kwargs: dict[str, Any],
         result: Any,
     ) -> bool:
-        """Hand on the use of a repeated weight in a product; False if this is none."""
+        """Pass on the use of a repeated weight in a product. Return False if it is no product."""
         shown = [t for t in tensors_in(args, kwargs) if self.of(t) is repetition]
         if len(shown) != 1 or not isinstance(result, Tensor) or not trains(result):
             return False
@@ -155,7 +157,7 @@ class Repetitions:
         return True
 
     def is_offset(self, repetition: Repetition) -> None:
-        """It is not in products alone, and is read where it was repeated."""
+        """Take the repetition as an offset, and withdraw the calls that took it as a weight."""
         self.shown = {k: found for k, found in self.shown.items() if found[1] is not repetition}
         self._layers.withdraw(repetition.calls)
         use, result = repetition.use, repetition.result
@@ -165,7 +167,7 @@ class Repetitions:
             self._takes.use(use, result)
 
     def forward_ends(self, *, raised: bool) -> None:
-        """A module's forward ends: what was made in it, and that nothing took, is an offset."""
+        """Take unused repetitions as offsets when the module's forward that made them ends."""
         number = self._forwards.number
         every = dict.fromkeys(repetition for _, repetition in self.shown.values())
         for repetition in every:
@@ -176,11 +178,11 @@ class Repetitions:
 
 
 def _replaced(value: Any, tensor: Tensor, by: Tensor) -> Any:
-    """Arguments with one tensor in place of another."""
+    """Return the arguments with one tensor replaced by another."""
     return tree_map_only(Tensor, lambda given: by if given is tensor else given, value)
 
 
 def _fits(use: Use, result: Tensor) -> bool:
-    """Whether the rows of a use have an entry for each of its weight's outputs."""
+    """Return whether a use's rows have one entry per output of its weight."""
     assert use.weight is not None
     return use.shaped(use.weight).shape[-2] == use.layout(result).shape[-1]

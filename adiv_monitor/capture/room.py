@@ -1,31 +1,31 @@
-"""Room on Python's stack for what hooks need of it: training has as much as without them."""
+"""Adds room on Python's stack for hooks, so that training has as much room as without them."""
 
 import sys
 import weakref
 
-# Those that the deepest of our hooks needs, sinks included. A module with hooks takes one more than
-# one without: torch calls its forward by a further function.
+# The frames that the monitor's deepest hook needs, sinks included. A module with hooks takes one
+# frame more than one without, because torch calls its forward through a further function.
 FRAMES = 200
 
 _held: dict[weakref.ref["Room"], int] = {}
-# The limit that is not ours, and what may be set in its place by now; None: it was not changed.
+# The limit set by others, and our values that may be in force; None: the limit was not changed.
 _limits: tuple[int, set[int]] | None = None
 
 
 class Room:
-    """Frames added to Python's limit, which is one for all threads.
+    """Frames added to Python's recursion limit, which all threads share.
 
-    Of several the largest counts: hooks on one module run one after another. One that is gone has
-    left.
+    The largest of several rooms counts, because hooks on one module run one after another. A
+    deleted room no longer counts.
     """
 
     def make(self, frames: int) -> None:
-        """From now on, have so many."""
+        """Add this many frames from now on."""
         _held[weakref.ref(self, _leave)] = frames
         _settle()
 
     def leave(self) -> None:
-        """Have none; if that is interrupted, it can be done again."""
+        """Add no frames any more; if this call is interrupted, it can be repeated."""
         _leave(weakref.ref(self))
 
 
@@ -37,14 +37,14 @@ def _leave(room: weakref.ref[Room]) -> None:
 def _settle() -> None:
     global _limits
     limit = sys.getrecursionlimit()
-    # Another value is somebody else's.
+    # Other code has set any other value.
     own = _limits[0] if _limits is not None and limit in _limits[1] else limit
     wanted = own + max(_held.values(), default=0)
     if limit != wanted:
-        _limits = own, {limit, wanted}  # known before it is done, which may be interrupted
+        _limits = own, {limit, wanted}  # stored first, since the change may be interrupted
         try:
             sys.setrecursionlimit(wanted)
-        except RecursionError:  # too deep in the stack to lower it: the next one will
+        except RecursionError:  # the stack is too deep now; the next call lowers it
             return
     if not _held:
         _limits = None

@@ -1,8 +1,8 @@
-"""Which rows of a layer are looked at, however many calls they come from.
+"""Samples rows of a layer from any number of calls.
 
-Every row of every call has a key, drawn evenly between 0 and 1; the sample are the `max_rows` rows
-with the smallest keys. So each row is as likely as any other, whatever the number and order of
-calls. Only the keys that may win are ever drawn: the smallest of T even numbers follow from their
+Every row of every call has a key, uniform between 0 and 1. The sample consists of the `max_rows`
+rows with the smallest keys, so each row is equally likely, whatever the number and order of calls.
+Only the keys that may win are ever drawn: the smallest of T uniform numbers follow from their
 spacings (A. Rényi 1953), whatever T is.
 """
 
@@ -22,9 +22,9 @@ class Draw:
     """The rows of one call that were gathered.
 
     Attributes:
-        chosen: their sorted positions; None: all.
-        keys: a key each.
-        bound: every row of the call whose key is smaller was gathered.
+        chosen: their sorted positions; None: all rows.
+        keys: the key of each row.
+        bound: every row of the call with a smaller key was gathered.
     """
 
     chosen: Index | None
@@ -33,18 +33,18 @@ class Draw:
 
 
 def draw(total: int, most: int | None, bound: float, generator: np.random.Generator) -> Draw:
-    """Choose, of `total` rows, those with the smallest keys.
+    """Choose the rows with the smallest keys among `total` rows.
 
     Args:
-        total: how many rows there are.
-        most: how many to take at most; None: all.
-        bound: take only keys below it.
-        generator: the source of chance.
+        total: the number of rows.
+        most: the number of rows to take at most; None: all.
+        bound: take only rows with keys below it.
+        generator: the random number generator.
     """
     if most is None:
         return Draw(None, np.zeros(total), np.inf)
     count = min(total, most)
-    # One more than is taken: it says how small a key that was left out may be.
+    # One more key than rows taken: it bounds the keys that are left out.
     steps = generator.exponential(size=min(count + 1, total))
     keys = -np.expm1(-np.cumsum(steps / (total - np.arange(len(steps)))))
     if count < total:
@@ -57,25 +57,25 @@ def draw(total: int, most: int | None, bound: float, generator: np.random.Genera
 
 
 class Threshold:
-    """What the key of a row must be below to be in the sample of some calls, told one by one.
+    """The bound on the key of a row in the sample of several calls, which are added one by one.
 
     Args:
-        most: how many rows the sample has at most; None: all.
+        most: the number of rows in the sample at most; None: all.
         draws: the rows of the first calls.
 
     Attributes:
-        bound: what the key must be below.
+        bound: the keys of sampled rows are smaller.
     """
 
     def __init__(self, most: int | None, draws: Iterable[Draw] = ()) -> None:
         self.bound = np.inf
         self._most = most
-        self._keys: Keys = np.empty(0)  # those below
+        self._keys: Keys = np.empty(0)  # the keys below the bound
         for drawn in draws:
             self.add(drawn)
 
     def add(self, drawn: Draw) -> None:
-        """A further call."""
+        """Add a call."""
         self.bound = min(self.bound, drawn.bound)
         if self._most is None:
             return
@@ -86,7 +86,7 @@ class Threshold:
 
 
 def winners(draws: list[Draw], most: int | None) -> list[Index | None]:
-    """Which of the gathered rows of every call belong to the sample; None: all of them."""
+    """Return which gathered rows of each call belong to the sample; None: all of them."""
     bound = Threshold(most, draws).bound
     kept = [np.flatnonzero(d.keys < bound) for d in draws]
     return [None if len(k) == len(d.keys) else k for k, d in zip(kept, draws, strict=True)]

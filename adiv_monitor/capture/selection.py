@@ -1,4 +1,4 @@
-"""Which layers of a model are measured, which parameters of theirs, and why the others are not."""
+"""Selects the layers and parameters to measure, with reasons for those that are not measured."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -48,16 +48,17 @@ class Layer:
     """One use of trained parameters, or of pieces of them.
 
     Attributes:
-        path: of the module that owns the weight, as reports name it; with the parameter's name if
-            that is not `weight` or `bias`, and with who uses it (`embed@head`) if another use has
-            that name already. Of several parameters: of the module that holds them all; if only
-            the model does, their names (`query+key`), or the model's class if they are many.
-        module: that module; of several parameters that are measured through a module, this one.
-        kind: what reports call it.
-        weight: what the weight is made of, if this optimizer trains any of it.
-        bias: the same of the bias.
+        path: the path of the module that owns the weight, as in reports; followed by the
+            parameter's name if that is not `weight` or `bias`, and by the user (`embed@head`) if
+            another use has that name already. For several parameters: the path of the module that
+            holds them all; if only the model does, their names (`query+key`), or the model's class
+            if they are many.
+        module: that module; for parameters that are measured through a module, the latter.
+        kind: the kind of layer, as in reports.
+        weight: the source of the weight, if this optimizer trains any of it.
+        bias: the source of the bias, if this optimizer trains any of it.
         shaped: brings the weight into the shape that the features expect.
-        place: of the parameter in the model, for the order of layers.
+        place: the parameter's position in the model, which orders the layers.
         form: see `Use`.
     """
 
@@ -72,21 +73,21 @@ class Layer:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """What is trained, weight first; never empty."""
+        """The trained pieces, those of the weight first; never empty."""
         sources = [source for source in (self.weight, self.bias) if source is not None]
         return list(dict.fromkeys(piece for source in sources for piece in source.pieces))
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether it uses pieces as they are, so that their gradient is that of its rows."""
+        """Whether it uses its pieces unchanged, so that their gradient is that of its rows."""
         return all(source is None or source.is_view for source in (self.weight, self.bias))
 
     def is_through(self, module: nn.Module) -> bool:
-        """Whether it is all that parameters do to the output of this module."""
+        """Return whether it covers all effects of parameters on the output of this module."""
         return isinstance(self.weight, ConcatenatedParameters) and self.weight.through is module
 
     def made_of(self, weight: Source | None, bias: Source | None) -> "Layer":
-        """The layer as another call uses it: itself, or with weights made of other constants."""
+        """Return the layer for another call: itself, or a copy if the constants differ."""
         same = all(
             mine is None or mine.is_as(other)
             for mine, other in ((self.weight, weight), (self.bias, bias))
@@ -94,24 +95,24 @@ class Layer:
         return self if same else replace(self, weight=weight, bias=bias)
 
     def change(self, parts: Parts, taken: Parts = NOTHING) -> tuple[Tensor | None, Tensor | None]:
-        """How weight and bias change when the pieces do; None for what is not trained.
+        """Return the change of weight and bias for a change of the pieces; None where not trained.
 
         Args:
             parts: a change of the pieces.
-            taken: what a step has taken away from the pieces since the layer used them.
+            taken: what a step has subtracted from the pieces since the layer used them.
         """
         weight = None if self.weight is None else self.shaped(self.weight.of(parts, taken))
         return weight, None if self.bias is None else self.bias.of(parts, taken)
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the pieces belong to, once each."""
+        """The parameters that the pieces belong to, without duplicates."""
         return list(dict.fromkeys(piece.parameter for piece in self.pieces))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is: in which module, under which name."""
+    """The module and the name under which a model holds a parameter."""
 
     path: str
     module: nn.Module
@@ -124,7 +125,7 @@ class Place:
 
     @property
     def home(self) -> tuple[str, str]:
-        """Path and name before torch moved it, to put what is made of it in its place."""
+        """The path and name of the parameter before torch's parametrization moved it."""
         owner, moved, rest = f".{self.full_name}".partition(".parametrizations.")
         if moved:
             return owner.removeprefix("."), rest.partition(".")[0]
@@ -133,20 +134,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Selection:
-    """The parameters to measure, and why others that were asked for can't be.
+    """The parameters to measure, and the reasons for those that can't be measured.
 
     Attributes:
-        places: id → where it is, of every parameter to be measured, in the model's order.
+        places: id → places of every parameter to be measured, in the model's order.
         held: id → the parameter, which may be replaced in the model before the report is made.
-        rules: modules that are measured as a whole by a rule of their class, or why they refuse.
-        modules: module → path, of all modules that hold these parameters, be it further below.
-        closed: the outermost modules that hold parameters, but none that is trained.
-        unsupported: module or parameter → why it can't be.
-        trained: the parameters that the step trains. What is trainable is read in time, because it
-            may be switched off when the report is made.
-        names: id → name, of the parameters that were asked for.
-        peers: the ranks that are given the same data as this one (tensor parallelism).
-        due: ids of the parameters whose turn it is; None: all layers are measured in every step.
+        rules: the modules that a rule of their class measures as a whole.
+        modules: module → path, for all modules that hold these parameters directly or below.
+        closed: the outermost modules that hold parameters, but no trained one.
+        unsupported: module or parameter → the reason why it can't be measured.
+        trained: the parameters that the step trains. `requires_grad` is read at selection, because
+            it may be switched off when the report is made.
+        names: id → name, for the requested parameters.
+        peers: the ranks that get the same data as this one (tensor parallelism).
+        due: ids of the parameters that are due in this step; None: all layers are measured in
+            every step.
     """
 
     places: dict[int, list[Place]]
@@ -167,39 +169,39 @@ class Selection:
 
     @property
     def due_parameters(self) -> list[nn.Parameter]:
-        """Of those, the ones whose turn it is."""
+        """The parameters to measure that are due in this step."""
         return [p for key, p in self.held.items() if self.due is None or key in self.due]
 
     @property
     def owners(self) -> list[nn.Module]:
-        """The modules that hold them themselves, and can have hooks."""
+        """The modules that hold the parameters directly and can have hooks."""
         places = (place for several in self.places.values() for place in several)
         modules = dict.fromkeys(place.module for place in places)
         return [module for module in modules if module in self.modules]
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the modules that hold them."""
+        """The paths of the modules that hold the parameters directly."""
         return list(
             dict.fromkeys(place.path for places in self.places.values() for place in places)
         )
 
     def is_due(self, layer: Layer) -> bool:
-        """Whether it is a layer's turn, which is that of its first parameter."""
+        """Return whether a layer is due in this step, as its first parameter is."""
         return self.due is None or id(layer.pieces[0].parameter) in self.due
 
     @cached_property
     def _trained_now(self) -> list[Tensor]:
-        """Those whose turn it is."""
+        """The trained parameters that are due in this step."""
         return [p for p in self.trained if self.due is None or id(p) in self.due]
 
     def accountable(self, layers: Iterable[Layer]) -> "Selection":
-        """With those due that the report is to account for.
+        """Return a selection whose due parameters are those that the report accounts for.
 
-        Where several parameters make one layer, all of them have the turn of the first.
+        If several parameters make up one layer, they are all due with the first one.
 
         Args:
-            layers: all that were seen.
+            layers: all layers that were seen.
         """
         if self.due is None:
             return self
@@ -209,7 +211,7 @@ class Selection:
         return replace(self, due=(set(self.due) - ids[False]) | ids[True])
 
     def knows(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether none of these is trained now but those that were when they were looked at."""
+        """Return whether every parameter trained now was also trained when it was selected."""
         return self._trained_ids.issuperset([id(p) for p in parameters if p.requires_grad])
 
     @cached_property
@@ -217,39 +219,41 @@ class Selection:
         return set(map(id, self.trained))
 
     def stepped(self, parameters: Iterable[Tensor]) -> "Selection":
-        """With those as trained that a step has moved: it leaves alone what was frozen since.
+        """Return a selection whose trained parameters are those that a step moves.
+
+        Parameters that were frozen since and have no gradient are left out.
 
         Args:
-            parameters: all that the optimizer holds.
+            parameters: all parameters that the optimizer holds.
         """
         trained = [p for p in parameters if p.requires_grad or p.grad is not None]
         same = [*map(id, trained)] == [*map(id, self.trained)]
         return self if same else replace(self, trained=trained)
 
     def unmeasured(self, missing: Mapping[int, int]) -> dict[str, int]:
-        """Elements of the trained parameters that were asked for and lie in no measured layer.
+        """Return the element counts of requested trained parameters outside of measured layers.
 
         Args:
-            missing: see `missing`, of the measured layers.
+            missing: the result of `missing` for the measured layers.
         """
         return {self.names[key]: n for key, n in missing.items() if key in self.names}
 
     @cached_property
     def elements(self) -> int:
-        """Of all parameters that are trained, those whose turn it is."""
+        """The number of elements of all trained parameters that are due in this step."""
         return sum(map(_elements, self._trained_now))
 
     def coverage(self, missing: Mapping[int, int]) -> float:
-        """Share of the trained elements that lie in the measured layers, 0 to 1.
+        """Return the share of the trained elements that lie in the measured layers, 0 to 1.
 
         Args:
-            missing: see `missing`, of the measured layers.
+            missing: the result of `missing` for the measured layers.
         """
         whole = self.elements
         return (whole - sum(missing.values())) / whole if whole else 0.0
 
     def missing(self, layers: Iterable[Layer]) -> dict[int, int]:
-        """By id of a trained parameter, how many of its elements lie in none of these layers."""
+        """Return by parameter id how many trained elements lie in none of these layers."""
         pieces: dict[int, list[Piece]] = defaultdict(list)
         for layer in layers:
             for piece in layer.pieces:
@@ -257,7 +261,7 @@ class Selection:
         found = {}
         for p in self._trained_now:
             of_parameter = pieces.get(id(p), ())
-            if of_parameter and of_parameter[0].view is None:  # all of it
+            if of_parameter and of_parameter[0].view is None:  # the whole parameter
                 continue
             count = _elements(p) - covered(p, of_parameter)
             if count or is_lazy(p):
@@ -270,12 +274,12 @@ class Selection:
         known: Collection[str],
         why: Callable[[nn.Parameter], str],
     ) -> dict[str, str]:
-        """Module, or parameter where the module is measured in part → why there is no reading.
+        """Return the reasons why modules, or parameters of partly measured modules, lack a result.
 
         Args:
-            missing: see `missing`, of layers with a reading, or whose reason is known already.
+            missing: the result of `missing` for layers with a result or a known reason.
             known: paths whose reason is known already.
-            why: a parameter's reason.
+            why: returns a parameter's reason.
         """
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
         for parameter in self.due_parameters:
@@ -296,7 +300,7 @@ class Selection:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules; paths without what DDP, compile, FSDP, checkpoint and Fabric wrappers add."""
+    """Yield all modules; paths omit the names that DDP, compile, FSDP and other wrappers add."""
     found: dict[str, tuple[str, nn.Module]] = {}
     for path, module in model.named_modules():  # parents first
         name = ""
@@ -310,49 +314,50 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module calls the one inside with what it got, and does no more to it."""
+    """Return whether a module only passes its arguments to the module inside."""
     return isinstance(module, _PARALLEL) or "_orig_mod" in module._modules
 
 
 def inside_wrappers(model: nn.Module) -> nn.Module:
-    """The module that such wrappers call in the end."""
+    """Return the innermost module inside such wrappers."""
     while is_wrapper(model):
         model = next(model.children())
     return model
 
 
 def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Every trainable parameter of the model, tied ones once."""
+    """Return an iterator over the model's trainable parameters, each once."""
     held = held_in_place_of(model)
     return (held.get(id(p), p) for p in model.parameters() if p.requires_grad)
 
 
 def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
-    """What `select` goes by: equal as long as nothing is added, replaced, frozen or unfrozen.
+    """Return a value that stays equal until modules or parameters are added, changed or frozen.
 
-    None, which is to be asked anew each time, where modules hold other parameters by turns.
+    `select` reads nothing else of the model. None means that the selection must be repeated
+    every time, because modules may hold different parameters at different times.
     """
     if world_size() > 1:
         return None
     modules, found = [model], list[object](known_rules())
-    for module in modules:  # which grows meanwhile
+    for module in modules:  # the list grows during the loop
         found += (id(module), type(module), *module._modules)
         for name, p in module._parameters.items():
             if p is not None:
                 found += (name, id(p), type(p), p.requires_grad, p.dtype, p.device)
         modules += [child for child in module._modules.values() if child is not None]
-        if len(modules) > _MOST_MODULES:  # one that holds itself has no end
+        if len(modules) > _MOST_MODULES:  # a module that contains itself would loop forever
             return None
     every = () if held is None else held.values()
     return found, [part for p in every for part in (id(p), p.requires_grad)]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:
-    """Sort the modules that have trainable parameters of their own.
+    """Select the parameters to measure among the modules that hold trainable parameters.
 
     Args:
         model: the model.
-        held: by id, the parameters that the optimizer holds; None: all are looked at.
+        held: the parameters that the optimizer holds, by id; None: consider all parameters.
         choice: glob patterns over module paths, a predicate, or None for every module.
     """
     places: dict[int, list[Place]] = {}
@@ -415,7 +420,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
 def _holders(
     modules: Mapping[nn.Module, str], places: Container[int], sharded: Mapping[int, nn.Parameter]
 ) -> tuple[dict[nn.Module, str], list[nn.Module]]:
-    """The modules that hold any of the parameters, be it below, and those closed to the watch."""
+    """Return the modules that hold these parameters at any depth, and the closed modules."""
     holders: dict[nn.Module, str] = {}
     closed: list[nn.Module] = []
     within: set[nn.Module] = set()
@@ -433,7 +438,7 @@ def _holders(
 
 
 class _Held(NamedTuple):
-    """Which parameters a module holds, be it below."""
+    """Which kinds of parameters a module holds at any depth."""
 
     any: bool
     trained: bool
@@ -448,7 +453,7 @@ def _held(
 ) -> _Held:
     found = known.get(module)
     if found is None:
-        known[module] = _Held(any=False, trained=False, measured=False)  # where it holds itself
+        known[module] = _Held(any=False, trained=False, measured=False)  # stops cycles
         own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
         below = [_held(child, places, sharded, known) for child in module.children()]
         found = known[module] = _Held(
@@ -460,7 +465,7 @@ def _held(
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
-    """Whether the patterns or the predicate take the module at this path."""
+    """Return whether the patterns or the predicate select the module at this path."""
     if choice is None:
         return True
     if callable(choice):
@@ -469,7 +474,7 @@ def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
 
 
 def listed(paths: Sequence[str]) -> str:
-    """Paths as a part of a sentence; not all if they are many."""
+    """Return a list of paths for use in a sentence, shortened if there are many."""
     shown = ", ".join(path or "the model itself" for path in paths[:3])
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 

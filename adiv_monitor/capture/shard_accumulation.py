@@ -1,8 +1,8 @@
-"""What happens to the gradient of a sharded parameter, which is whole only within a backward pass.
+"""Tracks the gradient of a sharded parameter, which is unsharded only within a backward pass.
 
-A pass leaves it on the parameter that stands in for the sharded one; then it is averaged over the
-ranks, and each adds its part to the `.grad` of the sharded parameter. So what all passes of a
-step have left is nowhere as a whole: it is added up here, entry by entry, of some entries.
+A pass leaves the gradient on the unsharded parameter. Then it is averaged over the ranks, and each
+rank adds its part to the `.grad` of the sharded parameter. The sum over all passes of a step
+therefore exists nowhere unsharded: this module adds it up for sampled entries.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ class ShardAccumulation(Accumulation):
     """Follows a sharded parameter's gradient through the backward passes of a step.
 
     Args:
-        parameter: the sharded one.
-        stand_in: what is used in its place.
-        owner: knows the layers.
-        waiting: whether earlier passes left some that has not come to the sharded one.
+        parameter: the sharded parameter.
+        stand_in: the unsharded parameter that is used in its place.
+        owner: the owner, which knows the layers.
+        waiting: whether a gradient of earlier passes has not reached the sharded parameter yet.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class ShardAccumulation(Accumulation):
         super().__init__(stand_in, owner, parameter)
         self._sharded = parameter
         self._is_waiting = waiting
-        self._arrived: tuple[int, Tensor] | None = None  # graph task, some entries
-        self._waits = False  # what earlier passes left was not averaged yet
+        self._arrived: tuple[int, Tensor] | None = None  # graph task, sampled entries
+        self._waits = False  # whether a gradient of earlier passes was not averaged yet
 
     def left(self) -> Tensor | None:
-        """Some of its entries; None: unknown."""
+        """Return sampled entries of the gradient that backward left; None: unknown."""
         return self._entries
 
     @property
     def held(self) -> Tensor | None:
-        """The gradient as far as the optimizer is to see it here."""
+        """The gradient that the optimizer gets on this rank."""
         return self._sharded.grad
 
     def _before(self, gradient: Tensor) -> None:
-        """Just before a gradient is accumulated, or returned by `autograd.grad`."""
+        """Inspect a gradient before it is accumulated, or returned by `autograd.grad`."""
         super()._before(gradient)
         entries = to_compute_dtype(sampled_entries(self._part(gradient))).reshape(-1).clone()
         entries = self._if_alike(entries, gradient)
@@ -59,7 +59,7 @@ class ShardAccumulation(Accumulation):
         self._waits = self._parameter.grad is not None or self._is_waiting()
 
     def _after(self, parameter: nn.Parameter) -> None:
-        """A gradient was accumulated."""
+        """Update the rows after a gradient was accumulated."""
         if self._arrived is None or self._arrived[0] != torch._C._current_graph_task_id():
             return
         self._owner.accumulates()
@@ -69,7 +69,7 @@ class ShardAccumulation(Accumulation):
         if not is_kept:
             self._entries = self.foreign = None
         elif self._entries is None and held is not None:
-            # As far as it is here: ranks' own add up, and are divided by their number.
+            # This rank's part. The ranks' gradients were summed and divided by their number.
             self.foreign = dots.norm(part_of(held)) * world_size()
         for rows in self._owner.users(self._known_as):
             if not is_kept:
@@ -79,9 +79,9 @@ class ShardAccumulation(Accumulation):
 
 
 def is_zero(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the gradients of all of these are zero, where there are any, as far as they are here.
+    """Return whether this rank's parts of all gradients that exist are zero.
 
-    That of one alone may well be: of an embedding's part none of whose rows was looked up.
+    The part of a single parameter may well be zero: an embedding's part without any used row.
     """
     parts = [part_of(p.grad) for p in parameters if p.grad is not None]
     if not parts:

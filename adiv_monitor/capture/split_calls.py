@@ -1,9 +1,9 @@
-"""Calls of functions that several ranks make together, each with a part of what they get.
+"""Calls of functions that several ranks make together, each with a part of the arguments.
 
-With tensor parallelism a function gets `DTensor`s: of its input a rank has all, some columns or
-some rows; of its result all, some columns, some rows, or a term of a sum. What rules say of such a
-call they say of this rank's part of it; how the parts make the whole is kept beside (`Split`),
-so that chosen rows can be put together when all ranks come to it.
+With tensor parallelism a function gets `DTensor`s. A rank has all of its input, some columns or
+some rows; it has all of its result, some columns, some rows, or a partial sum. The rules are
+applied to this rank's part of the call. `Split` records how the parts form the whole, so that
+chosen rows can be merged when all ranks participate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,22 +19,22 @@ from adiv_monitor.features.features import Features, OneHotFeatures
 from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
 
-COLUMNS, PARTIAL_SUM, SAME = "columns", "sum", "same"  # of rows, what a rank has
+COLUMNS, PARTIAL_SUM, SAME = "columns", "sum", "same"  # a rank's share of rows
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the rows of one call lie on the ranks that make it together.
+    """How the rows of one call are partitioned across the ranks that make it together.
 
     Attributes:
         peers: the ranks.
-        own: each has rows of its own, and all of those; the rest says nothing then.
-        features: what each has of the rows' features: `COLUMNS` or `SAME`.
-        output: of z: `COLUMNS`, `PARTIAL_SUM` or `SAME`.
-        widths: how many columns features and z have in all.
-        tokens: from where to where the rank's part of a table goes, where rows beyond it are
-            to count as zeros in its term of z.
-        gradient: what each has of ∂L/∂z; None: none came yet.
+        own: whether each rank has complete rows of its own; the rest has no meaning then.
+        features: each rank's share of the rows' features: `COLUMNS` or `SAME`.
+        output: each rank's share of z: `COLUMNS`, `PARTIAL_SUM` or `SAME`.
+        widths: the total numbers of columns of features and z.
+        tokens: the range of the rank's part of a table, if rows outside of it count as zeros in its
+            partial sum of z.
+        gradient: each rank's share of ∂L/∂z; None: no gradient has arrived.
     """
 
     peers: Peers
@@ -46,10 +46,10 @@ class Split:
     gradient: str | None = None
 
     def arrived(self, gradient: Any) -> "Split":
-        """With what has come as ∂L/∂z.
+        """Return the split with the placement of the gradient that arrived as ∂L/∂z.
 
         Raises:
-            ValueError: its rows lie on the ranks as those of z do not, or as before.
+            ValueError: its rows are placed unlike those of z or of an earlier gradient.
         """
         placement = gradient.placements[0]
         rows = placement.is_shard() and placement.dim < gradient.dim() - 1
@@ -61,7 +61,7 @@ class Split:
         return replace(self, gradient=lies)
 
     def term(self, z: Tensor, features: Features) -> Tensor:
-        """This rank's term of z of some rows, where it is a sum."""
+        """Return this rank's partial sum of z for some rows, or z itself if it is no sum."""
         if self.tokens is None:
             return z
         assert isinstance(features, OneHotFeatures)
@@ -73,25 +73,25 @@ class Split:
 def uses_of_parts(
     name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], peers: Peers
 ) -> tuple[Sequence[Use], Split]:
-    """The uses in this rank's part of a call, and how the parts make the whole.
+    """Return the uses in this rank's part of a call, and how the parts form the whole.
 
     Args:
-        name: of the function.
-        call: with its result, spread over the ranks.
-        args: its arguments, likewise.
+        name: the name of the function.
+        call: the call with its result, partitioned across the ranks.
+        args: its arguments, partitioned likewise.
         kwargs: see args.
         peers: the ranks.
 
     Raises:
-        Refused: they can't be put together.
+        Refused: the parts can't be merged.
     """
-    if name in REPEATING:  # what it shows is told by later calls
+    if name in REPEATING:  # later calls determine the role of a repetition
         raise Refused(NO_RULE)
     data: list[Any] = []
 
     def local(tensor: Any) -> Any:
         if not is_shard(tensor) or call.of_model(tensor):
-            return tensor  # of a weight a rule asks no more than its shape
+            return tensor  # rules read only the shape of a weight
         data.append(tensor)
         return part_of(tensor)
 
@@ -135,7 +135,7 @@ _CANT = (
 
 
 def _row_dimension(tensor: Any) -> int | None:
-    """The dimension of which each rank has a part, if that makes other rows of it."""
+    """Return the partitioned dimension if it splits the rows, else None."""
     placement = tensor.placements[0]
     is_last = placement.is_shard() and placement.dim == tensor.dim() - 1 and tensor.dim() > 1
     return placement.dim if placement.is_shard() and not is_last else None
@@ -149,7 +149,7 @@ def _lie(tensor: Any) -> str:
 
 
 def _own_rows(table: Any) -> tuple[int, int]:
-    """Which rows of a table this rank has."""
+    """Return the range of a table's rows that this rank has."""
     placement = table.placements[0]
     if not placement.is_shard() or placement.dim:
         return 0, len(table)

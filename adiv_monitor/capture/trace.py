@@ -1,9 +1,9 @@
-"""Which modules use their own parameters in one known way: found once, then plain hooks do.
+"""Finds modules that use their own parameters in one known way, so that plain hooks suffice.
 
-A watched step sees every function that is called (`watching`). Most modules call one that takes
-their parameters, with what they were given, and return what it gives: a linear layer, a
-convolution, a norm, an embedding. What such a call is made of is kept, and put together again from
-what a hook on the module gets, so that later steps watch no functions there.
+In a watched step, every function that is called is intercepted (`watching`). Most modules call one
+function with their parameters and their inputs, and return its result: a linear layer, a
+convolution, a norm, an embedding. The arguments of that call are recorded by origin and rebuilt
+from the arguments of a hook on the module, so that later steps need not watch functions there.
 """
 
 from collections import Counter
@@ -17,13 +17,13 @@ from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.weights.pieces import Pieces
 from adiv_monitor.features.uses import as_it_is
 
-# Steps that are watched as a whole: the first ones, and each so many.
+# The first steps are watched as a whole, and then one in this many.
 _FIRST, _EVERY = 2, 16
 _NUMBERS = (bool, int, float, complex)
 
 
 class _Input(NamedTuple):
-    """What a forward was given, by place or by name."""
+    """An argument of the module's forward, by position or by name."""
 
     place: int | str
 
@@ -36,18 +36,18 @@ class _Own(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A module whose use of parameters a plain hook can take.
+    """A module whose use of parameters a plain hook can capture.
 
     Attributes:
         module: the module.
         kind: its class.
-        forward: a `forward` that it has besides its class's; None: none.
+        forward: a `forward` in the module's own attributes; None: there is none.
         settings: its own plain attributes, such as its mode or its stride.
-        calls: of its forward in the step in which this was learnt.
-        function: what takes its parameters, as rules know it; "": a rule of its class tells.
-        args: what the function got: places of tensors, and constants.
+        calls: the number of calls of its forward in the step in which it was recorded.
+        function: the name of the function that takes its parameters; "": its class has a rule.
+        args: the arguments of the function: origins of tensors, and constants.
         kwargs: see args.
-        layers: that its uses are, in their order.
+        layers: the layers of its uses, in order.
     """
 
     module: nn.Module
@@ -62,7 +62,7 @@ class Known:
 
     @property
     def holds(self) -> bool:
-        """Whether the module is as it was, as far as it can tell."""
+        """Whether class, `forward` and plain attributes of the module are unchanged."""
         module, held = self.module, self.module.__dict__
         if type(module) is not self.kind or held.get("forward") is not self.forward:
             return False
@@ -71,7 +71,7 @@ class Known:
     def given(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What the function got in a call of the module; None if that was called otherwise."""
+        """Return the function's arguments in a call of the module, or None if these don't match."""
         if not self.holds:
             return None
         try:
@@ -94,15 +94,15 @@ class Known:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Called:
-    """A call that takes trained parameters, in the forward of a module that runs.
+    """A call that takes trained parameters, in the forward of a running module.
 
     Attributes:
-        function: its name, as rules know it.
-        args: what it got.
+        function: its name as rules use it.
+        args: its arguments.
         kwargs: see args.
-        result: what it gave.
-        versions: of the memory of all these tensors, when it was made.
-        layers: that its uses are, in their order.
+        result: its result.
+        versions: the versions of all these tensors when the call was made.
+        layers: the layers of its uses, in order.
     """
 
     function: str
@@ -121,17 +121,17 @@ class Called:
         result: Tensor,
         layers: Sequence[Layer],
     ) -> "Called":
-        """The call, when it was just made."""
+        """Return the record of a call that was just made."""
         return cls(function, args, kwargs, result, _versions(args, kwargs, result), layers)
 
     def known(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> Known | None:
-        """The module's use of its parameters, if this call is all that there is of it."""
+        """Return the module's use of its parameters if this call alone describes it."""
         if output is not self.result or any(x.shaped is not as_it_is for x in self.layers):
-            return None  # the one is another tensor, the other may hold on to tensors of this step
+            return None  # another output; or a shaping that may hold tensors of this step
         if _versions(self.args, self.kwargs, self.result) != self.versions:
-            return None  # a hook would come too late
+            return None  # a hook would run too late
         places: dict[int, object] = {
             id(tensor): _Own(name)
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -154,7 +154,7 @@ def _known(
     kwargs: Mapping[str, object],
     layers: Sequence[Layer],
 ) -> Known:
-    """The module as it is now."""
+    """Return the record of the module in its present state."""
     attributes = vars(module)
     settings = [(name, _copy(value)) for name, value in attributes.items() if _is_constant(value)]
     forward = attributes.get("forward")
@@ -162,7 +162,11 @@ def _known(
 
 
 def _place(value: object, places: Mapping[int, object]) -> object:
-    """Raises LookupError for what is neither a constant nor at hand when the module has run."""
+    """Return the origin of a tensor, or a copy of a constant.
+
+    Raises:
+        LookupError: the value is neither a constant nor available to a hook on the module.
+    """
     if isinstance(value, Tensor):
         return places[id(value)]
     if not _is_constant(value):
@@ -171,12 +175,12 @@ def _place(value: object, places: Mapping[int, object]) -> object:
 
 
 def _copy(constant: object) -> object:
-    """The constant, which nobody can change."""
+    """Return the constant, copied if it is mutable."""
     return list(constant) if isinstance(constant, list) else constant
 
 
 def _is_constant(value: object) -> bool:
-    """Whether it is no part of a batch, and can be compared."""
+    """Return whether a value is comparable and no part of a batch."""
     if isinstance(value, tuple | list):
         return all(isinstance(part, _NUMBERS) for part in value)
     return isinstance(value, (*_NUMBERS, str, type(None)))
@@ -189,13 +193,13 @@ def _versions(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> 
 
 @dataclass
 class Record:
-    """What the watched modules of one step were seen to do.
+    """The record of the watched modules in one step.
 
     Attributes:
-        outermost: those that no other one called.
-        calls: how often each was called.
-        found: by module, its use of parameters; None: it has none of its own.
-        others: modules whose uses plain hooks can't take.
+        outermost: the modules that no other module called.
+        calls: the number of calls of each module.
+        found: module → its use of parameters; None: it has none of its own.
+        others: the modules whose uses plain hooks can't capture.
     """
 
     outermost: dict[nn.Module, None] = field(default_factory=dict)
@@ -204,7 +208,7 @@ class Record:
     others: set[nn.Module] = field(default_factory=set)
 
     def ruled(self, module: nn.Module) -> None:
-        """A forward has run of a module whose class has a rule."""
+        """Record a forward of a module whose class has a rule."""
         self.calls[module] += 1
         self.found[module] = _known(module, "", [], {}, [])
 
@@ -216,7 +220,7 @@ class Record:
         kwargs: dict[str, Any],
         output: object,
     ) -> None:
-        """A forward has run, in which these calls were made."""
+        """Record a forward in which these calls were made."""
         self.calls[module] += 1
         if module in self.others:
             return
@@ -239,13 +243,13 @@ def _alike(one: Known | None, other: Known | None) -> bool:
 
 @dataclass
 class Plan:
-    """How a step is looked at where uses are known.
+    """The modules to hook in a step in which uses are known.
 
     Attributes:
-        known: modules with plain hooks.
-        watched: modules in which functions are watched.
-        outermost: modules that are called first.
-        unseen: ids of parameters with a gradient, and no use that was seen when all was watched.
+        known: the modules with plain hooks.
+        watched: the modules in which functions are watched.
+        outermost: the modules that are called first.
+        unseen: ids of parameters that had a gradient but no visible use when all was watched.
     """
 
     known: dict[nn.Module, Known]
@@ -255,10 +259,10 @@ class Plan:
 
 
 class Trace:
-    """Learns from watched steps what plain hooks can do in later ones.
+    """Learns from watched steps in which modules plain hooks suffice later.
 
     Attributes:
-        pieces: of the parameters, as long as the same are measured.
+        pieces: the pieces of the parameters, as long as the same parameters are measured.
     """
 
     def __init__(self) -> None:
@@ -272,16 +276,16 @@ class Trace:
         self._suspects: set[str] | None = None
 
     def plan(self, selection: Selection, suspects: Collection[str]) -> Plan | None:
-        """How the coming step is to be looked at; None: it is watched as a whole.
+        """Return the plan for the next step, or None if it must be watched as a whole.
 
         Args:
-            selection: what is measured in it.
-            suspects: paths of layers whose gradients were not those of their rows.
+            selection: the parameters to measure in it.
+            suspects: paths of layers whose gradient differed from that of their rows.
         """
         if not self._is_known(selection, suspects):
             self.pieces = Pieces()
             return None
-        if self._suspects is None:  # so it was when all was seen
+        if self._suspects is None:  # the state when all was watched
             self._suspects = set(suspects)
         known: dict[nn.Module, Known] = {}
         watched: list[nn.Module] = []
@@ -304,13 +308,13 @@ class Trace:
     def learn(
         self, selection: Selection, plan: Plan | None, record: Record, unseen: set[int]
     ) -> None:
-        """A step was looked at.
+        """Record the result of a step.
 
         Args:
-            selection: what was measured in it.
-            plan: how it was looked at.
-            record: what was seen of watched modules.
-            unseen: ids of parameters that have a gradient, and no use that was seen.
+            selection: the parameters that were measured in it.
+            plan: the plan of the step.
+            record: the record of the watched modules.
+            unseen: ids of parameters that have a gradient but no visible use.
         """
         self._steps += 1
         for module in record.others:

@@ -1,9 +1,9 @@
-"""The three vectors of the parameter step: gradient γ, optimizer's update u, applied a.
+"""The three vectors of a parameter step: gradient γ, the optimizer's update u, applied update a.
 
-Of all layers together, parameter by parameter. Keeping all three until the next forward pass takes
-three copies of the parameters. That is only needed where something changes the weights after the
-step; elsewhere a = u, which a product of every row of θ with a fixed vector, taken again, proves.
-So the first measured step of a layer keeps everything, and what it sees decides (`RunHistory`).
+They cover all layers, parameter by parameter. Keeping all three until the next forward pass takes
+three copies of the parameters. This is only needed where something changes the weights after the
+step. Elsewhere a = u, which is proven by products of every row of θ with a fixed vector, taken
+twice. The first measured step of a layer keeps everything, and its result decides (`RunHistory`).
 """
 
 from collections import Counter, defaultdict
@@ -24,9 +24,9 @@ from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import T
 
-# Smaller parameters go through one operation for all of them, and their products to the host whole.
+# Parameters up to this size are processed together, and their products go to the host unreduced.
 _SMALL = 8_192
-_GOLDEN = 0.6180339887498949  # of which no two multiples end alike
+_GOLDEN = 0.6180339887498949  # all multiples differ in their fractional part
 _RANGES, _RANGE = 16, 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,8 +35,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PieceNumbers(Generic[T]):
     """By key of a piece, numbers that add up to a dot product, or to its square root.
 
-    `a_b` is ⟨a, b⟩, see `Dots`. What proves that nothing has changed the weights since the step is
-    taken after it, and once more: `stepped` and `applied`.
+    `a_b` is ⟨a, b⟩, see `Dots`. `stepped` and `applied` are the proofs that nothing has changed the
+    weights since the step: taken right after it and again later.
     """
 
     gamma_gamma: dict[int, T] = field(default_factory=dict)
@@ -51,16 +51,16 @@ class PieceNumbers(Generic[T]):
 
 @dataclass
 class RunHistory:
-    """What this training run was seen to do; until the first step tells, anything is possible.
+    """The run history; until the first measured step, everything is considered possible.
 
     Attributes:
-        gradient_changes: the optimizer changes `.grad` during its step, so γ must be copied.
-        weights_change: the weights change after the step, so a differs from u.
-        learnt: a first step was measured.
-        suspected: layers whose gradient seemed to be more than ΦᵀG of their rows, at the last step.
-        distrusted: layers whose gradient was once not that of their rows, times a known factor.
-        idle: layers that had idle rows.
-        seen: layers that were measured, or found to be such that they can't be.
+        gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
+        weights_change: whether the weights change after the step, so a differs from u.
+        learnt: whether a first step was measured.
+        suspected: layers whose gradient seemed to exceed ΦᵀG of their rows at the last step.
+        distrusted: layers whose gradient was once not that of their rows times a known factor.
+        idle: layers that had zero-gradient rows.
+        seen: layers that were measured, or found to be unmeasurable.
     """
 
     gradient_changes: bool = True
@@ -72,7 +72,7 @@ class RunHistory:
     seen: set[str] = field(default_factory=set)
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
-        """Once seen, a habit is expected ever after; what the first step lacks is not expected."""
+        """Record the changes seen; each is expected from then on, even if seen only once."""
         if not self.learnt:
             self.gradient_changes = self.weights_change = False
             self.learnt = True
@@ -80,11 +80,11 @@ class RunHistory:
         self.weights_change |= weights_changed
 
     def expects_idle(self, path: str) -> bool:
-        """Whether rows of this layer may be idle, so that its mean feature is the sample's."""
+        """Return whether it may have zero-gradient rows; its mean feature is then the sample's."""
         return path not in self.seen or path in self.idle
 
     def knows(self, paths: Collection[str]) -> bool:
-        """Whether all these layers were seen before; of a new one, anything is possible."""
+        """Return whether all these layers were seen before; a new one may do anything."""
         return self.seen.issuperset(paths)
 
 
@@ -93,17 +93,17 @@ class ParameterSteps:
 
     Args:
         pieces: every measured piece of a parameter, as often as layers use it.
-        history: what this run was seen to do so far.
-        updates: an optimizer step follows, so that the parameters must be copied.
-        copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
-        new: there are layers among them that were not measured before.
-        gradients: by id of a parameter, its gradient, where `.grad` is not that yet.
+        history: the run history so far.
+        updates: whether an optimizer step follows, so that the parameters must be copied.
+        copy_gradient: whether the optimizer will write to `.grad` (it unscales AMP gradients).
+        new: whether some of the layers were not measured before.
+        gradients: id of a parameter → its gradient, where `.grad` does not hold it yet.
 
     Attributes:
         products: numbers that add up to dot products.
         norms: norms of parts, whose squares add up to dot products.
-        has_copies: γ is safe even if the optimizer changes `.grad`.
-        updated: the optimizer has stepped.
+        has_copies: whether γ is preserved even if the optimizer changes `.grad`.
+        updated: whether the optimizer has stepped.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ParameterSteps:
         self._small = [p for p in every if is_small(values[p.key])]
         self._large = [p for p in every if not is_small(values[p.key])]
         self._keep_update = new or history.weights_change
-        # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
+        # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
         self.has_copies = copy_gradient or history.gradient_changes or self._keep_update
         self.products: PieceNumbers[Tensor] = PieceNumbers()
         self.norms: PieceNumbers[Tensor] = PieceNumbers()
@@ -154,20 +154,20 @@ class ParameterSteps:
         self._places: dict[object, Tensor] = {}
 
     def before(self, parameter: nn.Parameter) -> Tensor | None:
-        """The parameter before the step, until the update of the layers is taken; None: no copy."""
+        """Return the parameter before the step, or None once its copy is released or missing."""
         key = self._whole.get(id(parameter))
         return None if key is None else self._before.get(key)
 
     def gamma(self, piece: Piece) -> Tensor:
-        """γ of a piece: a copy of a small one, which stays as it is."""
+        """Return γ of a piece; for a small piece it is a copy that never changes."""
         return self._gamma[piece.key]
 
     def memory_of_gradients(self) -> set[int]:
-        """Where the storages begin that hold `.grad` of the parameters."""
+        """Return the data pointers of the storages that hold the parameters' `.grad`."""
         return {grad.untyped_storage().data_ptr() for grad in self._parameters.values()}
 
     def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
-        """A tensor as long as the parameter's gradient: itself, or the norms of its parts."""
+        """Return a tensor whose norm is that of the gradient: itself, or norms of its parts."""
         key = self._whole.get(id(parameter))
         if key is None:  # only pieces of it are measured
             return dots.norms(self._parameters[id(parameter)])
@@ -175,17 +175,17 @@ class ParameterSteps:
         return self._gamma[key] if parts is None else parts
 
     def entries_of(self, parameter: nn.Parameter) -> Tensor:
-        """The `sampled_entries` of the parameter's gradient, or of its part."""
+        """Return the `sampled_entries` of the parameter's gradient, or of this rank's part."""
         return self._seen.of(id(parameter))
 
     def stepped(self) -> None:
-        """The optimizer has stepped: what it took away of the small parameters."""
+        """Take the updates of the small parameters after the optimizer's step."""
         self.updated = True
         self._updates = self._taken_from_small()
         self._update = dict(self._updates.views)
 
     def taken(self, piece: Piece) -> Tensor:
-        """What the step took away, w = θ before − θ, in the precision of the measures."""
+        """Return the subtracted update w = θ before − θ of a piece, in compute precision."""
         key = piece.key
         if key in self._update:
             return self._update[key]
@@ -206,7 +206,7 @@ class ParameterSteps:
         return to_compute_dtype(before).sub_(to_compute_dtype(now))
 
     def take_products(self, piece: Piece, taken: Tensor) -> None:
-        """‖w‖ and ⟨w, γ⟩ of a large piece, from a difference that is then used up."""
+        """Take ‖w‖ and ⟨w, γ⟩ of a large piece; may overwrite the difference `taken`."""
         key = piece.key
         if is_small(taken) or key in self.norms.w_w:
             return
@@ -217,9 +217,9 @@ class ParameterSteps:
         self.products.w_gamma[key] = spare.mul_(self._gamma[key]).sum()
 
     def finish_update(self) -> Tensor:
-        """All layers have their part: the small ones' products; has `.grad` changed meanwhile?
+        """Take the small pieces' products, and return whether `.grad` has changed since its copy.
 
-        By value: version counters miss what is done through .data or by fused kernels.
+        Values are compared, because version counters miss writes through .data or by fused kernels.
         """
         update, found = self._updates, self.products
         assert update is not None
@@ -232,7 +232,7 @@ class ParameterSteps:
         return changed
 
     def applied(self) -> None:
-        """The next forward begins: a's products, or where a = u is expected, what proves it."""
+        """Take the products of a, or the proof of a = u, as the next forward begins."""
         applied, update, found = self._taken_from_small(), self._updates, self.products
         assert update is not None
         if not self._keep_update:
@@ -246,7 +246,7 @@ class ParameterSteps:
             found.a_gamma.update(applied.times(self._gammas))
             for p in self._large:
                 key = p.key
-                if key not in self._update:  # its layer failed to be measured
+                if key not in self._update:  # measuring its layer failed
                     continue
                 a = to_compute_dtype(self._before.pop(key)).sub_(to_compute_dtype(p.value()))
                 self.norms.a_a[key] = dots.norms(a)
@@ -257,7 +257,7 @@ class ParameterSteps:
         self._update.clear()
 
     def _row_products(self, piece: Piece) -> Tensor:
-        """Every row of θ times a fixed vector: changes if an entry does, or changes place."""
+        """Return every row of θ times a fixed vector; it changes if entries change or move."""
         theta = to_compute_dtype(piece.value())
         rows = theta.flatten(1) if theta.dim() > 1 else theta[None]
         kind = rows.shape[1], rows.dtype, rows.device
@@ -265,7 +265,7 @@ class ParameterSteps:
             multiples = np.arange(kind[0]) * _GOLDEN % 1 + 0.5
             single = multiples.astype(np.float64 if rows.dtype == torch.float64 else np.float32)
             self._places[kind] = to_device(single, rows.device)
-        with without_autocast(rows):  # the next forward pass may be one with it
+        with without_autocast(rows):  # the next forward pass may use autocast
             return rows @ self._places[kind]
 
     def _taken_from_small(self) -> "SideBySide":
@@ -274,19 +274,19 @@ class ParameterSteps:
 
     @property
     def places(self) -> dict[int, tuple[int, slice]]:
-        """By key of a small piece, in which of the products it is, and where."""
+        """For each small piece by key, the product that contains it and the slice in it."""
         return self._gammas.places
 
 
 class SideBySide:
-    """Small tensors, copied side by side on each device, in the precision of the measures.
+    """Small tensors, concatenated on each device in compute precision.
 
     Args:
-        tensors: by the keys of pieces.
+        tensors: the tensors, by the keys of pieces.
 
     Attributes:
-        flat: all of a device's in one, by a key that is no piece's.
-        views: each of them.
+        flat: the concatenated tensors of each device, by negative keys that no piece has.
+        views: the parts of `flat`, by the keys of pieces.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
@@ -305,7 +305,7 @@ class SideBySide:
 
     @property
     def places(self) -> dict[int, tuple[int, slice]]:
-        """By key of a piece, in which of the flat ones it is, and where."""
+        """For each piece by key, the flat tensor that contains it and the slice in it."""
         found: dict[int, tuple[int, slice]] = {}
         for i, of in enumerate(self._kinds):
             end = 0
@@ -315,11 +315,11 @@ class SideBySide:
         return found
 
     def times(self, other: "SideBySide") -> dict[int, Tensor]:
-        """The products of all entries."""
+        """Return the elementwise products of all entries."""
         return {key: mine * other.flat[key] for key, mine in self.flat.items()}
 
     def minus(self, other: "SideBySide") -> "SideBySide":
-        """What the others were taken away to, which are used up."""
+        """Return the differences; they overwrite the other tensors."""
         for key, mine in self.flat.items():
             torch.sub(mine, other.flat[key], out=other.flat[key])
         return other
@@ -331,7 +331,7 @@ def _side_by_side(tensors: list[Tensor]) -> Tensor:
 
 
 class _Entries:
-    """Copies of some entries of many tensors, side by side for each type and device."""
+    """Copies of sampled entries of many tensors, concatenated for each dtype and device."""
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
         kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
@@ -351,32 +351,32 @@ class _Entries:
         return self._flat[kind][place].flatten()
 
     def differ(self, other: "_Entries") -> Tensor:
-        """Whether any entry is another now; NaN is equal to itself, since bits are compared."""
+        """Return whether any entry differs; bits are compared, so NaN equals itself."""
         flags = [(bits(mine) != bits(other._flat[kind])).any() for kind, mine in self._flat.items()]
-        if not flags:  # of several ranks, one may have nothing to measure
+        if not flags:  # one of several ranks may have nothing to measure
             return torch.zeros((), dtype=torch.bool)
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 
 def _copied(*several: dict[int, Tensor]) -> list[dict[int, Tensor]]:
-    """Copies of all of them, in one operation."""
+    """Return copies of all tensors, made in one operation."""
     tensors = [tensor for named in several for tensor in named.values()]
     copies = iter(torch._foreach_mul(tensors, 1.0) if tensors else ())
     return [{key: next(copies) for key in named} for named in several]
 
 
 def is_small(parameter: Tensor) -> bool:
-    """Whether it goes to the host whole."""
+    """Return whether a parameter's products go to the host unreduced."""
     return parameter.numel() <= _SMALL
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The numbers' bits, read as integers."""
+    """Return the bits of the numbers as integers."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def sampled_entries(tensor: Tensor) -> Tensor:
-    """All entries, or 1,024 in evenly spaced ranges: lone ones would touch every cache line."""
+    """Return all entries, or 1,024 in evenly spaced ranges, which touch few cache lines."""
     flat = _flat_in_memory(tensor)
     count = flat.numel()
     if count <= _RANGES * _RANGE:
@@ -385,7 +385,7 @@ def sampled_entries(tensor: Tensor) -> Tensor:
 
 
 def lies_as(tensor: Tensor, other: Tensor) -> bool:
-    """Whether entries of two tensors of one shape lie in memory in the same order."""
+    """Return whether the entries of two tensors of one shape have the same memory order."""
     mine, others = tensor.stride(), other.stride()
     if mine == others:
         return True
@@ -394,7 +394,7 @@ def lies_as(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _flat_in_memory(tensor: Tensor) -> Tensor:
-    """All entries in the order in which they lie in memory: a view, if they lie together."""
+    """Return all entries in memory order, as a view if they are contiguous."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -402,5 +402,5 @@ def _flat_in_memory(tensor: Tensor) -> Tensor:
 
 
 def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """‖θ‖ of every parameter: tells whether an optimizer moved them."""
+    """Return ‖θ‖ of every parameter, which shows whether an optimizer moved it."""
     return list(torch._foreach_norm([part_of(p) for p in parameters])) if parameters else []

@@ -1,4 +1,4 @@
-"""Watches the functions that a forward pass calls, and its modules, for uses of parameters."""
+"""Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -31,31 +31,31 @@ from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 
-# These overwrite what they were given, which the rows need.
+# These functions overwrite an input that the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
 _ATTRIBUTES = ("__get__", "__set__")
-# These are Python, and use parameters in the functions that they call.
+# These functions are written in Python; the functions that they call use the parameters.
 OPENED = ("multi_head_attention_forward",)
 
 
 class Watching:
-    """Finds the uses of parameters in what a forward pass calls, and hands them on.
+    """Finds the uses of parameters in a forward pass and passes them to `takes`.
 
     Args:
         selection: the parameters to measure.
-        forwards: the forwards that run; they are told to ask this one.
+        forwards: the running forward calls; it reports their functions to this watcher.
         layers: the layers that were found.
-        provenance: what tensors are made of.
-        without_rule: is told which parameters rules account for, and which not.
-        takes: gets the uses.
+        provenance: the provenance of tensors.
+        without_rule: records which parameters the rules account for and which they do not.
+        takes: receives the uses.
         begins: called when the first layer's forward pass with gradients begins.
-        calls: notes the forward passes, so that they can be run again.
-        attention: gathers samples of attentions, if that is asked for.
-        repeated: what runs are repetitions of forward passes.
+        calls: records the forward passes, so that they can be rerun.
+        attention: samples attention calls, if requested.
+        repeated: whether the watched forward passes are reruns.
 
     Attributes:
-        record: what uses were seen where.
-        refused: path of a module → why functions that it calls can't be measured.
+        record: the uses that were seen, by module.
+        refused: path of a module → why the functions that it calls can't be measured.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Watching:
         self._active = True
 
     def detach(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._active = False
 
     # --- modules ---------------------------------------------------------------------------------
 
     def begins(self, forward: Forward) -> None:
-        """A module's forward begins."""
+        """Record that a module's forward begins."""
         if self._attention is not None:
             self._attention.begins(forward)
         if forward.module in self._owners:
             self._layer_begins()
         if self._forwards.is_outermost:
             self.record.outermost[forward.module] = None
-        elif forward.module in self._forwards.around:  # how deep it goes is to be followed
+        elif forward.module in self._forwards.around:  # recursion: its depth must be watched
             self.record.others.add(forward.module)
         if self._calls is not None:
             around = self._forwards.around
@@ -116,7 +116,7 @@ class Watching:
     def plain(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run whose use of parameters is known."""
+        """Take the use of a module whose use of its parameters is known from earlier steps."""
         module = known.module
         if not isinstance(output, Tensor) or not output.requires_grad or not trains(output):
             return
@@ -130,7 +130,7 @@ class Watching:
         trained = [t for t in values if isinstance(t, nn.Parameter) and t.requires_grad]
         if given is None:
             self.record.others.add(module)
-        if given is None or not trained:  # frozen, for the time being
+        if given is None or not trained:  # None trained: frozen for now
             return
         self._without_rule.account(map(id, trained))
         with self._noting([*trained]), without_autocast(output):
@@ -146,10 +146,10 @@ class Watching:
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run; `output` is None if it raised."""
+        """Handle the end of a module's forward. `output` is None if the forward raised."""
         if self._repetitions.shown:
             if self._repetitions.among(tensors_in(args, kwargs)):
-                self.record.others.add(module)  # what becomes of them there is to be seen
+                self.record.others.add(module)  # its functions must be watched
             self._repetitions.forward_ends(raised=output is None)
         if output is not None and module in self._ruled:
             self._look_at_ruled(module, args, kwargs, output)
@@ -164,7 +164,7 @@ class Watching:
     def _look_at_ruled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module whose class has a rule."""
+        """Take the use of a module whose class has a rule."""
         path, rule = self._selection.modules[module], self._selection.rules[module]
         if not trains(output):
             return
@@ -187,14 +187,14 @@ class Watching:
     def _look_at_whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Measure through a module's own output what no rule accounts for."""
+        """Measure through the module's output the parameters that no rule accounts for."""
         path = self._selection.modules[module]
         if self._layers.is_off(path) or not trains(output):
             return
         try:
             inputs = list(tensors_in(*args, *kwargs.values()))
             if not self._forwards.is_outermost and all(map(self._provenance.of_model, inputs)):
-                return  # it makes a weight, no activations
+                return  # the module computes a weight, not activations
             outputs = Outputs(output, inputs)
             tensors = outputs.of(output)
             names = self._without_rule.claim(module, tensors, inputs) if tensors else []
@@ -209,7 +209,7 @@ class Watching:
     # --- functions -------------------------------------------------------------------------------
 
     def called(self, call: FunctionToCall) -> Any:
-        """Call a torch function, and find which parameters it uses."""
+        """Call a torch function and find which parameters it uses."""
         function, args, kwargs = call.function, call.args, call.kwargs
         name = getattr(function, "__name__", "")
         if self._active and (name.endswith("_") or "out" in kwargs):
@@ -230,7 +230,7 @@ class Watching:
         return self._watched(call, name, values)
 
     def _is_looking(self) -> bool:
-        """Whether what is called can be part of what is measured."""
+        """Return whether functions called now can be part of a measured use."""
         return (
             self._active
             and not self._forwards.is_closed
@@ -239,11 +239,14 @@ class Watching:
         )
 
     def _looks_for_uses(self) -> bool:
-        """Not without gradients; when run again, there runs what checkpointing recomputes."""
+        """Return whether uses count here: with gradients enabled, or anywhere in a rerun.
+
+        In a rerun, checkpointed functions run only with gradients disabled.
+        """
         return torch.is_grad_enabled() or self._repeated
 
     def _read(self, call: FunctionToCall) -> Any:
-        """An attribute of a tensor: `.T` and `.data` are tensors too."""
+        """Read or set an attribute of a tensor; `.T` and `.data` are tensors of the model too."""
         args, result = call.args, call()
         if isinstance(result, Tensor) and self._provenance.of_model(args[0]):
             self._provenance.remember(result)
@@ -253,7 +256,7 @@ class Watching:
         return result
 
     def _watched(self, call: FunctionToCall, name: str, values: Iterable[Tensor]) -> Any:
-        """Call a function; `values`: the tensors that it computes with."""
+        """Call a function that computes with the tensors `values`."""
         provenance, args = self._provenance, call.args
         trained, data = [], []
         for tensor in values:
@@ -267,7 +270,7 @@ class Watching:
         if not data:
             provenance.remember(result)
         elif args and (result is args[0] or result is None):
-            provenance.spend(args[0], written=True)  # it may have been of zeros so far
+            provenance.spend(args[0], written=True)  # it may have been constant zeros
         return result
 
     def _called_with(
@@ -277,7 +280,7 @@ class Watching:
         name: str,
         data: list[Tensor],
     ) -> Any:
-        """Call a function that takes what is trained, and maybe data, which is of the batch."""
+        """Call a function that takes trained tensors, and possibly data from the batch."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         gradients = self._looks_for_uses()
         if gradients and name in OPENED:
@@ -287,7 +290,7 @@ class Watching:
             self._is_special()
             return self._recurrent(to_call, trained, data)
         provenance, begun, inputs = self._provenance, None, set[Any]()
-        # No change can be followed through what is retyped.
+        # Changes cannot be tracked through a view that reads memory as another dtype.
         is_data = bool(data) or any(map(is_retyped, trained))
         if not is_data and has_data(trained[0]):
             with self._noting(trained):
@@ -327,7 +330,7 @@ class Watching:
         trained: list[Tensor],
         inputs: Collection[Any],
     ) -> list[Tensor]:
-        """Hand on the uses in a call; the tensors that they account for."""
+        """Pass on the uses in a call and return the trained tensors that these uses account for."""
         if self._is_off(trained):
             self._is_special()
             return trained
@@ -352,13 +355,13 @@ class Watching:
         return used
 
     def _is_special(self) -> None:
-        """What the module that runs does with parameters no plain hook can tell."""
+        """Mark the running module as one whose uses a plain hook can't capture."""
         self.record.others.add(self._forwards.innermost)
 
     def _uses_in(
         self, name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Use], Split | None]:
-        """The uses in a call; where ranks make it together, in this one's part of it."""
+        """Return the uses in a call and, if several ranks share the call, how it is split."""
         if is_nested(call.result):
             return uses_of_packed(name, call, args, kwargs), None
         peers = self._selection.peers
@@ -367,7 +370,7 @@ class Watching:
         return uses_of_parts(name, call, args, kwargs, peers)
 
     def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor], data: list[Tensor]) -> Any:
-        """Call a recurrent function, and hand on the linear maps in it."""
+        """Call a recurrent function and pass on the linear maps inside it."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         call = random = None
         inputs = set[Any]()
@@ -388,7 +391,7 @@ class Watching:
         return result
 
     def _noting(self, trained: list[Tensor]) -> "_Noting":
-        """While uses of these are noted: collects those accounted for; if that fails, all are."""
+        """Return a context that collects accounted tensors, or all of them if its body fails."""
         return _Noting(trained, self._failed)
 
     def _failed(self, trained: list[Tensor], error: Exception) -> None:
@@ -405,11 +408,11 @@ class Watching:
         return self._layers.is_off(self._place(trained[0]).full_name)
 
     def _place(self, tensor: Tensor) -> Place:
-        """Where the first of the parameters is that a tensor is made of."""
+        """Return the place of the first parameter that a tensor is made of."""
         return self._layers.names.first(self._provenance.parameters_of(tensor))
 
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor], made: object) -> None:
-        """Keep in mind what parameters went into where no rule can follow."""
+        """Record which parameters the uses account for and which no rule can follow."""
         accounted = set(map(id, used))
         for tensor in trained:
             keys = self._provenance.parameters_of(tensor)
@@ -425,12 +428,12 @@ class Watching:
         name: str,
         values: list[Tensor],
     ) -> Any:
-        """Call a function that takes repetitions of a weight, which may show what they are."""
+        """Call a function on repetitions of a weight; the call may reveal their role."""
         if is_in_place(name):
             for repetition in repeated:
                 self._repetitions.is_offset(repetition)
         result = self._watched(call, name, values)
-        # Where no gradients are recorded, it is checkpointing that runs again.
+        # Gradients are disabled here only where a rerun reaches a checkpointed function.
         if any(t.requires_grad or not torch.is_grad_enabled() for t in tensors_in(result)):
             for repetition in repeated:
                 self._repetitions.went_into(
@@ -440,7 +443,7 @@ class Watching:
 
 
 class _Noting:
-    """Without gradients; an exception is told of, and goes no further."""
+    """Context with gradients disabled that reports an exception and suppresses it."""
 
     def __init__(
         self, trained: list[Tensor], failed: Callable[[list[Tensor], Exception], None]
@@ -464,7 +467,7 @@ class _Noting:
 
 
 def _made(tensors: Iterable[Tensor]) -> set[Any]:
-    """The nodes of autograd's graph that made tensors, or what they are views of."""
+    """Return the autograd nodes that produced the tensors or the tensors that they view."""
     nodes = set()
     for tensor in tensors:
         nodes.add(tensor.grad_fn)
@@ -474,7 +477,7 @@ def _made(tensors: Iterable[Tensor]) -> set[Any]:
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
-    """Whether what was used is the tensor, or a part of it."""
+    """Return whether the used tensor is this tensor or shares its base."""
     if used is None or used is tensor:
         return used is tensor
     return used._base is not None and used._base is (

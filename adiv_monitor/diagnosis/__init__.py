@@ -1,4 +1,4 @@
-"""The record of one run, and what rules find in it: pure functions of reports, and their words."""
+"""The record of one run, and the rules that find faults in it: pure functions of reports."""
 
 from adiv_monitor.diagnosis.diagnose import diagnose
 

@@ -1,39 +1,39 @@
-"""How the loss went: what must be seen before a rule says "act"."""
+"""The course of the loss, which a rule must check before it says "act"."""
 
 import math
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.record import Record
 
-# A loss that moves by less than this share of itself over the whole run stands still; the same
-# share per window is TheDeepChecker's (A. Ben Braiek, F. Khomh, TOSEM 2022).
+# A loss that changes by less than this share of itself over the whole run stands still. The same
+# share per window is used by TheDeepChecker (A. Ben Braiek, F. Khomh, TOSEM 2022).
 STILL = 0.05
-# Of the fall that its gradient promises, what a loss falls by in however short a step: 1 to nine
-# digits in the fault benchmark's runs, 0.66 at most in a hundred small generative adversarial
-# networks.
+# Limit of `Record.descent_share`, the decrease of a loss over the decrease that its gradient
+# predicts in ever shorter steps: 1 to nine digits in the fault benchmark's runs, at most 0.66 in a
+# hundred small generative adversarial networks.
 OPPOSED = 0.9
-FAR_BELOW = 100.0  # times the first loss, at least 1
-FEWEST = 12  # steps of a run that can tell anything
+FAR_BELOW = 100.0  # times the first loss, or times 1 if that is larger
+FEWEST = 12  # fewest steps of a run whose loss can be judged
 
 
 def is_long_enough(record: Record) -> bool:
-    """Whether the loss can be judged: of a few steps only that they burst can be told."""
+    """Return whether the loss can be judged: it has enough steps, or is not finite."""
     return len(record.losses) >= FEWEST or not all(map(math.isfinite, record.losses))
 
 
 def is_opposed(record: Record) -> bool:
-    """Whether parts of the loss oppose each other, as two players' do: how it falls tells nothing.
+    """Return whether parts of the loss oppose each other, as the losses of two players do.
 
-    Neither that it does not, nor at which learning rate it falls furthest.
+    Then neither the course of the loss nor the learning rate at which it falls most is informative.
     """
     return record.descent_share is not None and record.descent_share < OPPOSED
 
 
 def is_unbounded(record: Record) -> bool:
-    """Whether the loss falls ever faster, far below zero: something in it has no lowest value.
+    """Return whether the loss falls ever faster, far below zero, so that it has no lower bound.
 
-    Its mean over the last quarter of the steps lies a hundred times further below zero than the
-    first loss from it, and fell further to there than from the second quarter to the third.
+    Its mean over the last quarter of the steps is a hundred times further below zero than the first
+    loss is from zero, and fell more since the third quarter than from the second to the third.
     """
     losses = [loss for loss in record.losses if math.isfinite(loss)]
     if len(losses) < FEWEST:
@@ -44,12 +44,12 @@ def is_unbounded(record: Record) -> bool:
 
 
 def tells_nothing(record: Record) -> bool:
-    """Whether the loss says nothing by how far it falls: its parts oppose, or it has no lowest."""
+    """Return whether the decrease of the loss is uninformative: it is opposed or unbounded."""
     return is_opposed(record) or is_unbounded(record)
 
 
 def start(record: Record) -> float:
-    """The first loss; where it is known, that of a constant prediction if the first is worse."""
+    """Return the first loss, or that of a constant prediction if it is known and lower."""
     if not record.losses:
         return math.nan
     first = record.losses[0]
@@ -57,7 +57,7 @@ def start(record: Record) -> float:
 
 
 def end(record: Record) -> float:
-    """The mean loss of the last quarter of the steps; infinite where it stopped being finite."""
+    """Return the mean loss of the last quarter of the steps; infinite if it is not finite."""
     if not record.losses:
         return math.nan
     if not math.isfinite(record.losses[-1]):
@@ -66,9 +66,9 @@ def end(record: Record) -> float:
 
 
 def noise(record: Record) -> float:
-    """Standard deviation of the loss from one step's batch to the next, its trend taken out.
+    """Return the standard deviation of the loss between steps, without its trend.
 
-    From the median distance of neighbours: 0.954 σ for normal noise.
+    It is estimated from the median distance of neighbours: 0.954 σ for normal noise.
     """
     pairs = zip(record.losses, record.losses[1:], strict=False)
     distances = [abs(b - a) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
@@ -76,10 +76,11 @@ def noise(record: Record) -> float:
 
 
 def fell(record: Record) -> bool:
-    """Whether the loss fell by more than noise and by more than standing still.
+    """Return whether the loss fell by more than noise and by more than `STILL`.
 
-    From the first step to the last quarter of them; or from the first quarter, whose mean has less
-    noise than one batch. A loss that comes down a part of the way that it went up did not fall.
+    The decrease is taken from the first step to the mean of the last quarter, or from the mean of
+    the first quarter, which has less noise than one batch. A loss that comes down part of the way
+    that it went up did not fall.
     """
     if not record.losses:
         return False
@@ -90,12 +91,12 @@ def fell(record: Record) -> bool:
 
 
 def rose(record: Record) -> bool:
-    """Whether the loss rose by more than noise and by more than standing still, or burst."""
+    """Return whether the loss rose by more than noise and by more than `STILL`, or diverged."""
     return _moved(record, end(record) - record.losses[0]) if record.losses else False
 
 
 def may_have_fallen(record: Record) -> bool:
-    """Whether it ends lower by more than standing still, but noise might have done that."""
+    """Return whether the loss ends lower by more than `STILL`, but possibly by noise."""
     lower = bool(record.losses) and record.losses[0] - end(record) > STILL * abs(record.losses[0])
     return lower and not fell(record)
 
@@ -105,7 +106,7 @@ def _quarter(record: Record) -> int:
 
 
 def _moved(record: Record, way: float, of: int = 1) -> bool:
-    """Whether a way from the mean of so many steps to that of the last quarter is one."""
+    """Return whether a decrease from the mean of `of` steps to that of the last quarter is real."""
     if math.isnan(way) or math.isinf(record.losses[0]):
         return False
     error = noise(record) * math.sqrt(1 / of + 1 / _quarter(record))

@@ -1,4 +1,4 @@
-"""All rules, causes before what follows from them."""
+"""All rules in order: causes come before their consequences."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +25,9 @@ from adiv_monitor.diagnosis.rules import (
 
 Rule = Callable[[Record], Iterable[Finding]]
 
-# What is so before training, or at its first step, no rate can have done. Inputs come to be ignored
-# by what stands in front of that rule. A rate that is too low comes late: whatever hinders training
-# makes a higher one look better.
+# A fault that exists before training, or at its first step, is not caused by the learning rate.
+# The rules before `input_ignored` find the causes of ignored inputs. `rate_too_low` comes late:
+# whatever hinders training makes a higher learning rate look better.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,
     code.hidden_parameters,
@@ -68,6 +68,8 @@ RULES: tuple[Rule, ...] = (
     optimizer.decay_fights,
     optimizer.projection_fights,
     optimizer.optimizer_turns,
+    samples.input_partly_ignored,
+    samples.order_ignored,
     data.bounded_logits,
     rates.rate_too_high,
     wiring.input_ignored,
@@ -82,11 +84,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# What follows from others: of reports alone, in which nothing is tried, it gives no advice of its
-# own beside them, and is no more than worth watching.
+# Findings that follow from others. If only reports are known, so no fix was tried, they give no
+# advice of their own beside other findings, and are at most "watch".
 SYMPTOMS = frozenset({"rate-too-low", "loss-stuck", "stands-still", "outside-healthy"})
-# What is wrong before any step is taken, in wiring and loss: what is found of learning rates, units
-# and overfitting follows from it.
+# Faults in wiring and loss that exist before the first step; findings about learning rates, units
+# and overfitting follow from them.
 CAUSES = frozenset(
     {
         *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
@@ -124,9 +126,9 @@ def _behind(finding: Finding) -> Finding:
 
 
 def explained(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, where a cause says what it explains, and what follows gives no other advice.
+    """Add to the first cause the findings that it explains, and remove other advice from these.
 
-    That one batch can't be overfitted stands behind everything that there is to act on.
+    "cannot-overfit" defers to every other finding to act on.
     """
     act = [finding for finding in findings if finding.strength == "act"]
     cause = next((finding for finding in act if finding.name in CAUSES), None)
@@ -145,11 +147,11 @@ def explained(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def diagnose(record: Record) -> tuple[Finding, ...]:
-    """What is wrong: strongest first, and within a strength causes before symptoms.
+    """Return all findings, strongest first, and of equal strength causes before symptoms.
 
-    Of a run known by its reports alone, values that are not finite come first: nobody trained a
-    copy to find out what they follow from. A learning rate that was tried and pays overrules what a
-    rule says would not help.
+    If a run is known from its reports only, values that are not finite come first, because no copy
+    was trained to find their cause. If a learning rate was tried and pays, statements of rules that
+    it would not help are removed.
     """
     findings = [finding for rule in RULES for finding in rule(record)]
     findings += states.outside_healthy(record, findings)

@@ -1,4 +1,4 @@
-"""A run and what rules find in it: plain data, as JSON and back."""
+"""The diagnosis of a run: record and findings, as plain data and JSON."""
 
 import json
 import math
@@ -19,12 +19,12 @@ SCHEMA = 2  # of `Diagnosis.to_dict`; see docs/report-schema.md
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found in one run.
+    """The record of one run, and the findings in it.
 
     Attributes:
-        findings: strongest first; causes before what follows from them.
-        record: what was seen of the run.
-        what_if: layer → alternative ("as it is", "affine-like", …) → how its step would be.
+        findings: findings, strongest first; causes before their consequences.
+        record: observations of the run.
+        what_if: layer → alternative ("as it is", "affine-like", …) → measures of its step.
     """
 
     findings: tuple[Finding, ...]
@@ -38,7 +38,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """What it comes to, in one or two sentences."""
+        """The result in one or two sentences."""
         if not self.record.is_audited:
             return f"{running_headline(self.findings, self.record)}."
         act = [f for f in self.findings if f.strength == "act"]
@@ -59,27 +59,27 @@ class Diagnosis:
         return self.record.hurried
 
     def _nothing(self) -> str:
-        """That nothing costs the run its training, unless its loss says that something does."""
+        """Return the verdict without findings to act on, unless the loss contradicts it."""
         rest = f" {_count(len(self.findings), 'lesser finding')} below." * bool(self.findings)
         stuck = next((f for f in self.findings if f.name == "loss-stuck"), None)
         if stuck is not None and stuck.strength == "watch":
             return f"{stuck.summary} What was looked for does not say why.{rest}"
-        if stuck is not None:  # it can't be told
+        if stuck is not None:  # whether the loss falls is unknown
             return f"{stuck.summary} Nothing else was found that costs this run its training."
         untried = " Other learning rates were not tried." * (not self.record.rates)
         return f"Nothing was found that costs this run its training.{untried}{rest}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as nested plain data; docs/report-schema.md says what is where."""
+        """Return the report as nested plain data; docs/report-schema.md describes the fields."""
         return {"schema": SCHEMA, "verdict": self.verdict, "worst": self.worst, **to_plain(self)}
 
     @classmethod
     def from_dict(cls: type[_D], record: Mapping[str, Any]) -> _D:
-        """The report that `to_dict` made a record of, exactly.
+        """Read a report back from a record of `to_dict`, exactly.
 
         Raises:
-            ValueError: it is of another schema, or something does not fit: where, what is there,
-                and what is expected.
+            ValueError: the schema differs, or a value does not fit; the message says where, what it
+                is and what is expected.
         """
         if not isinstance(record, Mapping) or record.get("schema") != SCHEMA:
             got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
@@ -90,15 +90,15 @@ class Diagnosis:
         return read(cls, record)
 
     def to_json(self) -> str:
-        """As strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
+        """Return the report as strict JSON, with "NaN", "Infinity" and "-Infinity" as texts."""
         return to_json(self.to_dict())
 
     @classmethod
     def from_json(cls: type[_D], text: str) -> _D:
-        """The report that `to_json` wrote, exactly.
+        """Read a report back from a text of `to_json`, exactly.
 
         Raises:
-            ValueError: it is no JSON, or no report of this schema.
+            ValueError: the text is not JSON, or not a report of this schema.
         """
         try:
             record = json.loads(text)
@@ -110,14 +110,14 @@ class Diagnosis:
 
 
 def _fixed(act: Sequence[Finding]) -> str:
-    """How the first is fixed; if nothing that was tried for it helps, what does for another."""
+    """Return the fix of the first finding, or if none that was tried helps, of another finding."""
     finding = act[0]
     if not finding.advice:
         return ""
     first, tried = finding.advice[0], any(each.trial for each in finding.advice)
     if first.trial is not None and first.trial.helps:
         return f" To fix it: {first}."
-    if finding.name in WIRING:  # which is so, whatever a short run gives
+    if finding.name in WIRING:  # a fault whatever the result of a short run
         return f" What to do: {first.text if tried else first}."
     if not tried:
         return f" To try first: {first}."

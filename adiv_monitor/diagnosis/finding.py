@@ -1,4 +1,4 @@
-"""What the audit says: findings with their evidence, advice, and what trying the advice gave."""
+"""Findings with their evidence and advice, and the trials of that advice."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
-# Findings that are so, whatever a short run gives. A learning rate fixes no wiring.
+# Findings that hold whatever the result of a short run. A learning rate fixes no wiring.
 WIRING = frozenset(
     {
         *("not-held", "unreached", "frozen", "input-ignored"),
@@ -16,8 +16,8 @@ WIRING = frozenset(
         *("future-leak", "target-is-input", "softmax-over-samples", "same-batch", "unshuffled"),
     }
 )
-# Facts whose harm depends: to be watched, unless the run suffers, or a fix of theirs helps and
-# leaves less than this share of the loss: without dropout a loss is always lower.
+# Facts that may be harmless: they are "watch" unless the run suffers, or a fix of theirs helps and
+# leaves less than this share of the loss. Without dropout, for example, a loss is always lower.
 IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
     {
         "rounded-away": 1.0,
@@ -31,8 +31,12 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
         "samples-mixed": 1.0,
         "reshape-scrambles": 1.0,
         "gradient-cut": 0.95,
+        "input-partly-ignored": 1.0,
+        "order-ignored": 0.8,
     }
 )
+# Of these, what is meant as often as not: a note, where a fix of it was tried and does not help.
+ELSE_A_NOTE = frozenset({"order-ignored"})
 # Learning rates below and above the run's own, by the names of their trials.
 LOWER_RATES = ("rate*0.01", "rate*0.1", "rate*0.3")
 HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))
@@ -41,19 +45,19 @@ RATES = (*LOWER_RATES, *HIGHER_RATES)
 Mark = Literal["✓", "✗", "→"]
 NO_STEPS = "the steps for trials were used up"
 NO_TIME = "no time was left"
-_LEAST = 0.02  # of a loss, by which another must be lower to count
+_LEAST = 0.02  # smallest relative decrease of a loss that counts
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One number that speaks for a finding.
+    """One number that is evidence of a finding.
 
     Attributes:
-        measure: its name: a measure of the monitor, or what else was recorded ("loss", …).
-        value: what was read.
-        limit: the threshold that it was held against; None where there is none.
-        layer: the layer, or module, that it was read at; None: the whole model.
-        step: the step that it was read at; None: over the whole run.
+        measure: name of a measure of the monitor, or of another recorded number ("loss", …).
+        value: value of the measure.
+        limit: threshold that the value was compared with; None: there is none.
+        layer: layer or module of the value; None: the whole model.
+        step: step of the value; None: the whole run.
     """
 
     measure: str
@@ -65,24 +69,24 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a fix did to the loss in a short run from the same weights on the same batches.
+    """The effect of a fix on the loss in a short run from the same weights on the same batches.
 
     Attributes:
-        fix: the fix's name.
-        steps: steps of each run.
-        loss: the mean loss of the last quarter of the steps, with the fix; infinite where it
-            diverged: it stopped being finite, or ended a thousand times above where it began.
-        loss_without: the same as the model is.
-        loss_by_rate: the same with only the best of the learning rates that were tried; None where
-            none was. What a learning rate would fix is no merit of another fix.
-        error: standard error of `loss_without - loss`, over the same steps; NaN where one of the
-            runs diverged.
-        loss_error: of `loss` alone.
-        error_by_rate: of `loss_by_rate - loss`, as of runs that share no batches.
-        rate: factor on the learning rate that the fix was the best with, of those it was tried
-            with; 1: as it is.
-        runs: with how many learning rates it was tried.
-        falls: of overfitting one batch only: whether the loss was still falling at the end.
+        fix: name of the fix.
+        steps: number of steps of each run.
+        loss: mean loss of the last quarter of the steps, with the fix; infinite if it diverged: it
+            stopped being finite, or ended a thousand times above its start.
+        loss_without: the same loss without the fix.
+        loss_by_rate: the same loss with only the best of the learning rates that were tried; None:
+            none was tried. An effect that a learning rate achieves does not count for another fix.
+        error: standard error of `loss_without - loss`, over the same steps; NaN if one of the runs
+            diverged.
+        loss_error: standard error of `loss` alone.
+        error_by_rate: standard error of `loss_by_rate - loss`, as for runs that share no batches.
+        rate: factor on the learning rate with which the fix was best, among those tried; 1:
+            unchanged.
+        runs: number of learning rates that the fix was tried with.
+        falls: for overfitting one batch only: whether the loss was still falling at the end.
         constant: the loss of a constant prediction; None: not known, or the loss need not fall.
     """
 
@@ -111,14 +115,14 @@ class Trial:
 
     @property
     def gain(self) -> float:
-        """How much lower the loss is with the fix."""
+        """Decrease of the loss by the fix."""
         if math.isinf(self.loss):
             return -math.inf
         return self.loss_without - self.loss
 
     @property
     def pays(self) -> bool:
-        """Whether the loss is lower by more than two standard errors and by 2 % of itself."""
+        """Whether the loss is lower by more than two standard errors and by 2 %."""
         if not math.isfinite(self.loss_without):
             return math.isfinite(self.loss)
         return self.gain > max(2 * self.error, _LEAST * abs(self.loss_without))
@@ -127,9 +131,10 @@ class Trial:
     def beats_rate(self) -> bool:
         """Whether the loss is also lower than with another learning rate alone.
 
-        By 2 %, and by more than two standard errors: those of `loss_without - loss`, over the same
-        steps, stand for those of this difference, unless the run as it is was so wild that they are
-        larger than `error_by_rate`. Where it diverged, the 2 % alone decide.
+        It must be lower by 2 %, and by more than two standard errors. The standard error of
+        `loss_without - loss`, over the same steps, is used for this difference, unless the run
+        without the fix was so noisy that it exceeds `error_by_rate`. If that run diverged, only the
+        2 % count.
         """
         if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
             return math.isfinite(self.loss)
@@ -140,9 +145,9 @@ class Trial:
 
     @property
     def beats_constant(self) -> bool:
-        """Whether the loss is below that of a constant prediction, where that is known.
+        """Whether the loss is below that of a constant prediction, if that is known.
 
-        By 2 % of that, and by more than two standard errors of `loss`, where they are known.
+        It must be lower by 2 %, and by more than two standard errors of `loss`, if they are known.
         """
         if self.constant is None:
             return math.isfinite(self.loss)
@@ -151,16 +156,16 @@ class Trial:
 
     @property
     def helps(self) -> bool:
-        """Whether it is a fix: it pays, and beats a constant prediction.
+        """Whether the trial shows an improvement: it pays, and beats a constant prediction.
 
-        Unless it is a learning rate itself, it must beat another learning rate alone as well.
+        Unless the fix is a learning rate itself, it must also beat another learning rate alone.
         """
         is_rate = self.fix.startswith("rate*")
         return self.pays and self.beats_constant and (is_rate or self.beats_rate)
 
     @property
     def objection(self) -> str:
-        """Why it is no fix, in a few words; "" where it is one."""
+        """The reason why the fix does not help, in a few words; "" if it helps."""
         if self.helps:
             return ""
         if math.isinf(self.loss):
@@ -173,11 +178,11 @@ class Trial:
 
 
 class Outcome(NamedTuple):
-    """What came of an advice.
+    """The outcome of an advice.
 
     Attributes:
         mark: ✓: tried, and it helps; ✗: tried, and it does not; →: not tried.
-        words: the numbers that say so, or why it was not tried.
+        words: the numbers of the trial, or the reason why it was not tried.
     """
 
     mark: Mark
@@ -185,17 +190,17 @@ class Outcome(NamedTuple):
 
 
 def outcome(trial: Trial | None, untried: str = "") -> Outcome:
-    """The mark and the words of a trial, or of none, wherever people read of it.
+    """Return mark and words of a trial, or of its absence, for all outputs.
 
     Args:
-        trial: what was tried; None: nothing.
-        untried: why not.
+        trial: the trial; None: nothing was tried.
+        untried: reason why nothing was tried.
     """
     if trial is None:
         return Outcome("→", f"not tried: {untried}" if untried else "not tried")
     if trial.helps:
         by_rate = math.inf if trial.loss_by_rate is None else trial.loss_by_rate
-        # Where the run as it is does better, that comparison says it already.
+        # If the run without the fix is better than by_rate, the comparison is already in the text.
         is_beside = by_rate < trial.loss_without
         alone = f"; another learning rate alone gives {by_rate:.3g}" * is_beside
         return Outcome("✓", f"{trial}{alone}")
@@ -207,14 +212,14 @@ def outcome(trial: Trial | None, untried: str = "") -> Outcome:
 
 @dataclass(frozen=True)
 class Advice:
-    """What would fix it.
+    """A suggested fix of a finding.
 
     Attributes:
-        text: what to do, in plain words.
+        text: the action, in plain words.
         fix: name of the fix that a short run can try (see `trials.fixes`); None: none can.
-        trial: what that gave; None: not tried.
-        untried: why the fix was not tried; "" if it was, or if there is none.
-        everywhere: the fix is for all layers, wherever what is wrong shows.
+        trial: trial of the fix; None: not tried.
+        untried: reason why the fix was not tried; "" if it was, or if there is none.
+        everywhere: whether the fix is for all layers, wherever the fault shows.
     """
 
     text: str
@@ -229,25 +234,25 @@ class Advice:
 
     @property
     def outcome(self) -> Outcome:
-        """The mark and the words of what came of it."""
+        """Mark and words of the outcome of this advice."""
         only_you = "no short run can do it" if self.fix is None else ""
         return outcome(self.trial, self.untried or only_you)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong with a training run, or worth knowing.
+    """A fault of a training run, or a fact worth knowing.
 
     Attributes:
-        name: stable, e.g. "input-scale"; each has its page in the docs.
-        layers: the layers that it is about, worst first; empty: the whole model.
+        name: stable name, e.g. "input-scale"; each has its page in the docs.
+        layers: affected layers, worst first; empty: the whole model.
         strength: "act": it costs training, fix it; "watch": it may; "note": good to know.
-        evidence: the numbers that say so.
-        advice: what would fix it, the best first.
+        evidence: the numbers that support the finding.
+        advice: suggested fixes, the best first.
         summary: one sentence in plain words.
-        not_advised: what looks like a fix and is none, in one sentence; "" if nothing.
-        against: names of the fixes that `not_advised` speaks against.
-        since: the first measured step at which it showed.
+        not_advised: an apparent fix that would not help, in one sentence; "" if there is none.
+        against: names of the fixes that `not_advised` is about.
+        since: first measured step that shows the finding.
     """
 
     name: str
@@ -261,12 +266,12 @@ class Finding:
     against: tuple[str, ...] = ()
 
     def layers_for(self, advice: Advice) -> tuple[str, ...]:
-        """The layers that an advice is for; empty: all, and so is a learning rate."""
+        """Return the layers that an advice is for; empty: all, as for a learning rate."""
         is_rate = (advice.fix or "").startswith("rate*")
         return () if advice.everywhere or is_rate else self.layers
 
 
 def unrefuted(finding: Finding, trials: Iterable[Trial]) -> Finding:
-    """The finding without what it says would not help, where a trial of just that paid."""
+    """Remove `not_advised` from a finding if a trial of one of these fixes paid."""
     paid = {trial.fix for trial in trials if trial.pays}
     return replace(finding, not_advised="", against=()) if paid & {*finding.against} else finding

@@ -1,4 +1,4 @@
-"""What healthy networks read: the values that pictures colour by, and how they are read."""
+"""Values of measures in healthy networks, which determine the colours of pictures."""
 
 import math
 from collections.abc import Mapping
@@ -12,22 +12,23 @@ from adiv_monitor.diagnosis.readings import gradients
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import NO_MAPS, StepReport
 
-# Not a measure of the monitor but made of two: ‖∂L/∂z‖ of a layer, over that of the last one.
+# Not a measure of the monitor, but computed from two: ‖∂L/∂z‖ of a layer over that of the last.
 GRADIENT = "gradient"
 
 
 @dataclass(frozen=True)
 class Health:
-    """How a measure is coloured.
+    """The colouring of a measure.
 
     Attributes:
-        short: what it is, above a narrow picture; in full: `titles.measure_title`.
-        reads: how to read it, in one line.
-        logarithmic: values are told apart by their ratios.
-        knots: (value, level), values rising: level −1 is far too little, −0.5 to 0.5 what healthy
-            layers read, 1 far too much; between knots it is interpolated. Empty: no healthy range
-            is known, and colours only tell layers apart.
-        of_maps: only layers that map features to features have it, or are comparable by it.
+        short: short title, above a narrow picture; the full one is `titles.measure_title`.
+        reads: how to read the measure, in one line.
+        logarithmic: whether values are compared by their ratios.
+        knots: (value, level), values rising: level −1 is far too little, −0.5 to 0.5 the range of
+            healthy layers, 1 far too much; levels between knots are interpolated. Empty: the
+            healthy range is unknown, and colours only distinguish layers.
+        of_maps: whether only layers that map features to features have the measure, or are
+            comparable by it.
     """
 
     short: str
@@ -38,12 +39,12 @@ class Health:
 
     @property
     def healthy(self) -> tuple[float, float]:
-        """The least and the largest value that is drawn as healthy."""
+        """The smallest and the largest value that is drawn as healthy."""
         inside = [value for value, level in self.knots if abs(level) <= 0.5]
         return min(inside), max(inside)
 
     def level(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Where values lie between far too little (−1) and far too much (1); NaN stays."""
+        """Return levels of values between far too little (−1) and far too much (1); NaN stays."""
         at, levels = np.asarray(self.knots).T
         if self.logarithmic:
             least = at[0] * 1e-6
@@ -51,9 +52,9 @@ class Health:
         return np.asarray(np.interp(values, at, levels), dtype=np.float64)
 
 
-# Inner knots are the ends of what layers of 30 healthy runs typically read, rounded (see
-# tests/benchmarks/results/separation.md), or the limits of the audit's rules. In this order they
-# stand in pictures; the first ones tell the most of 152 planted faults.
+# Inner knots are the ends of the typical range in layers of 30 healthy runs, rounded (see
+# tests/benchmarks/results/separation.md), or the limits of the audit's rules. Pictures use this
+# order; the first measures reveal most of 152 planted faults.
 HEALTH: Mapping[str, Health] = MappingProxyType(
     {
         "update_ratio": Health(
@@ -108,12 +109,12 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
         ),
     }
 )
-# Side by side in the picture of everything.
+# Measures side by side in the overview.
 OVERVIEW = ("update_ratio", GRADIENT, "idle_share", "update_cosine")
 
 
 def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, float]:
-    """Layer → its value at a step, in the network's order; NaN: no direction."""
+    """Return layer → value at a step, in the network's order; NaN: no direction."""
     if measure == GRADIENT:
         norms = gradients(record, report)
         last = next(reversed(norms.values()), 0.0)
@@ -127,7 +128,7 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
 
 
 def is_told(measure: str, values: NDArray[np.float64]) -> bool:
-    """Whether a picture of these values says anything: not where all are as they must be."""
+    """Return whether a picture of these values is informative: not all are equal or ideal."""
     if measure == "projection_cosine":
         return bool((values < 1 - 1e-3).any())
     return bool(

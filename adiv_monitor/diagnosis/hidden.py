@@ -1,4 +1,4 @@
-"""Secrets among arguments and settings, which no file of an audit keeps."""
+"""Hiding of secrets among arguments and settings, which no file of an audit contains."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,13 @@ _SECRETS = frozenset(
         *{"credential", "credentials", "authorization", "apikey", "apikeys"},
     }
 )
-# What text under a name that ends so is secret, and what number under one that ends so is none.
+# Last words of names: text is secret under the first ones, and a number is a size under the second.
 _TEXTS = frozenset({"auth", "bearer", "cookie", "cookies", "pass", "passcode", "key"})
 _SIZES = frozenset({"dim", "dims", "len", "length", "size", "count", "num"})
 _KEYS = frozenset({"api", "access", "private", "secret", "signing", "encryption", "auth"})
-# Beside which a token is one that lets in.
+# Words beside which a token grants access.
 _DOORS = _KEYS | {"hf", "huggingface", "hub", "github", "gitlab", "wandb", "openai"}
-# Whose tokens are those of a text or a picture, whose keys are those of a batch, and whose passes
-# are those through a network.
+# Words of tokens in a text or a picture, of keys of a batch, and of passes through a network.
 _VOCABULARY = frozenset(
     {
         *{"pad", "padding", "bos", "eos", "sot", "eot", "cls", "class", "sep", "mask", "unk"},
@@ -32,14 +31,14 @@ _VOCABULARY = frozenset(
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by name, those that look like secrets as `***`, also where they lie deeper.
+    """Return the values by name, with apparent secrets replaced by `***`, also in nested values.
 
-    By the words of the name: a password, secret, credential or API key is hidden whatever it is,
-    unless it is empty, true or false, or the number is a size (`secret_dim`). What ends in `token`,
-    `_key`, `auth`, `bearer`, `cookie`, `pass` or `passcode` is hidden if it is text, unless other
-    words say that it belongs to a text, a picture or a batch. So `max_tokens`, `token_dim`,
-    `pad_token`, `label_key` and `key` stay. `auth`, `api` and `access` beside `token` tell more
-    than such words: `image_api_token` is hidden.
+    The words of the name decide. A password, secret, credential or API key is always hidden, unless
+    it is empty, true or false, or a number that is a size (`secret_dim`). A name that ends in
+    `token`, `_key`, `auth`, `bearer`, `cookie`, `pass` or `passcode` is hidden if the value is
+    text, unless other words show that it belongs to a text, a picture or a batch. So `max_tokens`,
+    `token_dim`, `pad_token`, `label_key` and `key` stay. `auth`, `api` and `access` beside `token`
+    take precedence over such words: `image_api_token` is hidden.
     """
     return {
         name: HIDDEN if _is_secret(str(name), value) else _inside(value)
@@ -48,7 +47,7 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hidden_keys(values: Mapping[str, Any]) -> list[str]:
-    """The names of those that were hidden."""
+    """Return the names of the values that were hidden."""
     return list(_hidden(values))
 
 

@@ -1,4 +1,4 @@
-"""Where the learning rate stood: a step is judged by what it moves at the rate's peak."""
+"""Phases of the learning rate: steps are judged near its peak."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,23 +6,23 @@ from dataclasses import replace
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 
-PEAK = 0.5  # of the largest learning rate so far: lower ones warm up, or decay on purpose
-_FEWEST = 2  # measured steps at the peak
-_RISES = 1.01  # times the rate of the measured step before
+PEAK = 0.5  # of the largest learning rate so far: lower ones are warmup or intended decay
+_FEWEST = 2  # fewest measured steps at the peak
+_RISES = 1.01  # times the learning rate of the previous measured step
 LOOK_AGAIN = "look again when the learning rate is at its peak"
 RISES_YET = " The learning rate still rises: at its peak this will tell more."
 
 
 def learning_rate(report: StepReport) -> float | None:
-    """The largest learning rate of the optimizer's groups at this step; None: not known."""
+    """Return the largest learning rate of the optimizer's groups at this step; None: unknown."""
     return max(report.learning_rates, default=None)
 
 
 def at_peak(record: Record) -> Record:
-    """The record with those measured steps alone whose learning rate is at least half the largest.
+    """Return the record with only the measured steps whose learning rate is at least half the peak.
 
-    All of them where learning rates are not known, or all zero, or the peak has too few to tell
-    what is typical.
+    All steps are kept if learning rates are unknown or zero, or if too few steps are at the peak to
+    show what is typical.
     """
     rates = [learning_rate(report) for report in record.reports]
     largest = max((rate for rate in rates if rate is not None), default=0.0)
@@ -34,13 +34,13 @@ def at_peak(record: Record) -> Record:
 
 
 def still_rises(reports: Sequence[StepReport]) -> bool:
-    """Whether the learning rate was still rising at the last measured step: its peak is to come."""
+    """Return whether the learning rate was still rising at the last measured step."""
     rates = [rate for report in reports if (rate := learning_rate(report)) is not None]
     return len(rates) >= 2 and rates[-1] == max(rates) and rates[-1] > _RISES * rates[-2]
 
 
 def decayed_since(reports: Sequence[StepReport]) -> int | None:
-    """The measured step from which on the learning rate is below half its peak; None: it is not."""
+    """Return the measured step since which the learning rate is below half its peak, or None."""
     rates = [learning_rate(report) or 0.0 for report in reports]
     largest = max(rates, default=0.0)
     low = [rate < PEAK * largest for rate in rates]

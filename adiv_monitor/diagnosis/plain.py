@@ -1,4 +1,4 @@
-"""The audit's data classes as nested plain data, and as strict JSON; `read` reads them back."""
+"""The audit's data classes as nested plain data and strict JSON; `read` reads them back."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from adiv_monitor.report import StepReport
 
 
 def to_plain(value: Any) -> Any:
-    """Dictionaries with keys of text, lists, numbers, texts, booleans and None."""
+    """Convert to dictionaries with text keys, lists, numbers, texts, booleans and None."""
     if isinstance(value, StepReport):
         return value.to_dict(quantiles=True)
     if is_dataclass(value):
@@ -23,7 +23,7 @@ def to_plain(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON of plain data; numbers that are not finite are the texts "NaN", "Infinity" …."""
+    """Return strict JSON; numbers that are not finite become "NaN", "Infinity" or "-Infinity"."""
     return json.dumps(_strict(value), allow_nan=False, separators=(",", ":"))
 
 

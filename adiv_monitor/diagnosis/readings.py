@@ -1,4 +1,4 @@
-"""What rules look at: typical readings over the run's measured steps, with their errors."""
+"""Typical readings over the measured steps of a run, with their errors, for the rules."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report import NO_MAPS, LayerReading, StepReport
 
-# Kinds whose rows are what enters the layer, as it enters; corrected layers have others.
+# Kinds of layers whose rows are the layer's inputs unchanged; corrected layers have others.
 PLAIN = ("linear", "convolution")
 
 # Optimizers that divide each step by the size of past gradients, or take its sign, so that a
@@ -20,9 +20,9 @@ SCALE_FREE = frozenset(
 
 
 class Typical(NamedTuple):
-    """A measure as it typically was: the median over steps, with the median standard error.
+    """The typical value of a measure: the median over steps, with the median standard error.
 
-    A value within two standard errors of a limit is on neither side of it.
+    A value within two standard errors of a limit is neither above nor below it.
     """
 
     value: float
@@ -30,38 +30,38 @@ class Typical(NamedTuple):
     since: int | None = None
 
     def above(self, limit: float) -> bool:
-        """Whether it is larger than the limit by more than two standard errors."""
+        """Return whether the value exceeds the limit by more than two standard errors."""
         return self.value - 2 * self.error > limit
 
     def below(self, limit: float) -> bool:
-        """Whether it is smaller than the limit by more than two standard errors."""
+        """Return whether the value is below the limit by more than two standard errors."""
         return self.value + 2 * self.error < limit
 
 
 def scale_free(facts: Facts) -> bool:
-    """Whether the optimizer's step is the same whatever constant multiplies the gradient."""
+    """Return whether the optimizer's step does not depend on a constant factor of the gradient."""
     return facts.optimizer in SCALE_FREE
 
 
 def maps(record: Record) -> tuple[str, ...]:
-    """Paths of the measured layers that map features to features, in the order of the model."""
+    """Return the measured layers that map features to features, in the order of the model."""
     kinds = {p: r.kind for report in record.reports for p, r in report.layers.items()}
     return tuple(path for path, kind in kinds.items() if kind not in NO_MAPS)
 
 
 def readings(record: Record, layer: str) -> dict[int, LayerReading]:
-    """The layer's readings by step."""
+    """Return the layer's readings by step."""
     return {r.step: r.layers[layer] for r in record.reports if layer in r.layers}
 
 
 def named(record: Record, layer: str) -> str:
-    """A layer in a sentence: by its class, where that is known, and its path."""
+    """Return the words for a layer in a sentence: its class, if known, and its path."""
     first = next((r.layers[layer] for r in record.reports if layer in r.layers), None)
     return layer_words(layer, first.module if first else "")
 
 
 def typical(record: Record, layer: str, measure: str) -> Typical | None:
-    """A layer's measure, as it typically was; None where it was never taken or has no value."""
+    """Return the typical value of a layer's measure; None if it was never taken or not finite."""
     found = {}
     for step, reading in readings(record, layer).items():
         value = getattr(reading, measure)
@@ -74,7 +74,7 @@ def typical(record: Record, layer: str, measure: str) -> Typical | None:
 
 
 def at_first(record: Record, measure: str) -> list[dict[str, Typical]]:
-    """A measure of all maps at the first measured steps, two at most: hardly trained yet."""
+    """Return a measure of all maps at the first measured steps, two at most."""
     found = []
     for report in record.reports[:2]:
         values = {}
@@ -88,22 +88,23 @@ def at_first(record: Record, measure: str) -> list[dict[str, Typical]]:
 
 
 def by_layer(record: Record, measure: str) -> dict[str, Typical]:
-    """A measure of all maps, as it typically was, in the order of the model."""
+    """Return the typical value of a measure for all maps, in the order of the model."""
     found = {path: typical(record, path, measure) for path in maps(record)}
     return {path: value for path, value in found.items() if value is not None}
 
 
 def gradients(record: Record, report: StepReport) -> dict[str, float]:
-    """‖∂L/∂z‖ over all rows of each map at one step, in the order of the model.
+    """Return ‖∂L/∂z‖ over all rows of each map at one step, in the order of the model.
 
-    From ⟨d, G⟩ = `descent` and ⟨d, G⟩ / ‖G‖² = `effective_lr`; a layer without active rows has 0.
+    It is computed from ⟨d, G⟩ = `descent` and ⟨d, G⟩ / ‖G‖² = `effective_lr`; it is 0 for a layer
+    without active rows.
     """
     norms = {p: _gradient(report.layers[p]) for p in maps(record) if p in report.layers}
     return {path: norm for path, norm in norms.items() if norm is not None}
 
 
 def looked_up(report: StepReport) -> dict[str, float]:
-    """The same of each look-up table."""
+    """Return ‖∂L/∂z‖ over all rows of each look-up table at one step."""
     tables = {p: _gradient(r) for p, r in report.layers.items() if r.kind == "embedding"}
     return {path: norm for path, norm in tables.items() if norm is not None}
 
@@ -118,10 +119,10 @@ def _gradient(reading: LayerReading) -> float | None:
 
 
 def entering(record: Record) -> tuple[str, Typical] | None:
-    """The first layer, and the rms of the entries that reach it: √((‖φ‖² − 1) / fan-in).
+    """Return the first layer, and the rms of the entries that reach it: √((‖φ‖² − 1) / fan-in).
 
-    None where that is no plain map, or comes behind a look-up table or a normalisation: then it
-    does not read the inputs.
+    Return None if the first layer is not a plain map, for example after a look-up table or a
+    normalisation: then it does not read the inputs.
     """
     for report in record.reports:
         path, first = next(iter(report.layers.items()), ("", None))
@@ -137,5 +138,5 @@ def entering(record: Record) -> tuple[str, Typical] | None:
 
 
 def worst_first(values: Mapping[str, float]) -> tuple[str, ...]:
-    """The layers by value, largest first."""
+    """Return the layers by value, largest first."""
     return tuple(sorted(values, key=lambda path: -values[path]))

@@ -1,4 +1,4 @@
-"""What was seen of an audited run: plain data, from which everything else follows."""
+"""The observations of an audited run, as plain data on which all rules work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,23 +10,24 @@ from adiv_monitor.report import StepReport
 
 @dataclass(frozen=True)
 class Facts:
-    """What was run.
+    """Model, optimizer, data and settings of a run.
 
     Attributes:
         model: qualified name of the model's class.
-        parameters: elements of all its parameters.
-        trainable: elements of those that are trainable.
+        parameters: number of elements of all its parameters.
+        trainable: number of elements of the trainable parameters.
         optimizer: name of the optimizer's class.
-        settings: of its parameter groups, by name ("lr", "momentum", …); of the first group, where
-            they differ.
-        batch_size: samples of the first batch.
-        batches: different batches; fewer than steps: they were repeated.
-        steps: steps that were asked for.
-        every_n_steps: each step whose number is a multiple of this was measured.
-        seed: of random numbers.
-        device: where it ran.
-        torch: version.
-        seconds_per_step: median over the plain steps; over all, where each was measured.
+        settings: settings of the optimizer's parameter groups by name ("lr", "momentum", …); those
+            of the first group where they differ.
+        batch_size: number of samples of the first batch.
+        batches: number of different batches; if fewer than steps, they were repeated.
+        steps: number of requested steps.
+        every_n_steps: steps whose number is a multiple of this were measured.
+        seed: seed of random numbers.
+        device: device of the run.
+        torch: version of torch.
+        seconds_per_step: median over the steps without measurement; over all steps if each was
+            measured.
         clip_norm: gradients were clipped to this norm; None: they were not.
         resumed: the optimizer had taken steps before, and remembered them.
         step_cost: what one step costs, counted in operators and sizes: the seconds that it takes on
@@ -53,18 +54,18 @@ class Facts:
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """One floating-point input of the model, over the batches that were seen.
+    """Statistics of one floating-point input of the model, over the batches that were seen.
 
     Attributes:
-        mean: of all entries.
-        std: of all entries.
+        mean: mean of all entries.
+        std: standard deviation of all entries.
         minimum: smallest entry.
         maximum: largest entry.
         feature_mean_spread: standard deviation, over features, of the features' means.
         feature_std_ratio: largest standard deviation of a feature over the median one of those
             that are not constant; NaN where all are.
-        length_cv: std / mean over samples of ‖x‖²: how different in length samples are.
-        features: entries of one sample (of one pixel: channels, where it has places).
+        length_cv: std / mean over samples of ‖x‖²: the spread of the samples' norms.
+        features: number of entries of one sample (for images, channels of one pixel).
     """
 
     mean: float
@@ -79,16 +80,17 @@ class InputStatistics:
 
 @dataclass(frozen=True)
 class UnitStatistics:
-    """The units (channels, features) of one activation function, over many batches.
+    """Statistics of the units (channels, features) of one activation function, over many batches.
 
     Attributes:
-        function: its name, e.g. "relu".
-        units: how many there are.
-        dead: units that were at their flat end for every row of every batch that was seen, with the
-            weights that the run ended with.
-        saturated: share of entries that lie where the function is flat (its slope is below 2 % of
-            the largest).
-        batches: batches that it ran in; a part that few samples are sent to may sit some out.
+        function: name of the function, e.g. "relu".
+        units: number of units.
+        dead: number of units at their flat end for every row of every batch that was seen, with the
+            final weights of the run.
+        saturated: share of entries where the function is flat (its slope is below 2 % of the
+            largest).
+        batches: number of batches in which it ran; a module that receives few samples may be
+            skipped in some.
     """
 
     function: str
@@ -100,15 +102,14 @@ class UnitStatistics:
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """The weight of one linear or convolutional layer before training.
+    """Statistics of the weight of one linear or convolutional layer before training.
 
     Attributes:
-        gain: rms of its entries · √fan-in: how many times longer outputs are than inputs, entry
-            for entry. About 0.6 as torch initialises layers, 1.4 as He does, 1 as Xavier does.
+        gain: rms of its entries · √fan-in: the ratio of the rms of outputs to that of inputs. About
+            0.6 with torch's initialisation, 1.4 with He's, 1 with Xavier's.
         bias: rms of the bias; 0 without one.
-        alike: share of its output units that equal another to the last digit.
-        normalised: whether its outputs go as they are into a normalisation, which takes their
-            length out.
+        alike: share of its output units that are equal to another one to the last digit.
+        normalised: whether its outputs go directly into a normalisation, which removes their scale.
     """
 
     gain: float
@@ -119,11 +120,11 @@ class WeightStatistics:
 
 @dataclass(frozen=True)
 class ActivatedOutput:
-    """An activation function whose outputs the loss takes for logits.
+    """An activation function whose outputs the loss treats as logits.
 
     Attributes:
-        function: its name, e.g. "relu".
-        module: path of the module in which it ran; None: in none.
+        function: name of the function, e.g. "relu".
+        module: path of the module in which it ran; None: outside of all modules.
     """
 
     function: str
@@ -132,18 +133,18 @@ class ActivatedOutput:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Whether all that should take part in training does.
+    """The connection of parameters and inputs to training.
 
     Attributes:
         not_held: trainable parameters that have a gradient and that the optimizer does not hold.
-        unreached: trainable parameters that the loss never sent a gradient to.
+        unreached: trainable parameters that never received a gradient from the loss.
         zero_gradient: parameters whose gradient was zero in every step.
         frozen: parameters with requires_grad=False.
-        input_matters: ‖outputs − outputs where inputs are exchanged between samples‖ / ‖outputs‖,
-            before training or with the weights that it ended with, whichever is more; 0: the model
-            ignores its inputs. NaN where it can't be told.
+        input_matters: ‖outputs − outputs with inputs exchanged between samples‖ / ‖outputs‖, before
+            training or with the final weights, whichever is larger; 0: the model ignores its
+            inputs. NaN: unknown.
         unused: those of `unreached` that the loss does not depend on at all: their modules never
-            ran, or what they gave was not used.
+            ran, or their outputs were not used.
     """
 
     not_held: tuple[str, ...] = ()
@@ -156,12 +157,12 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that a probe found.
+    """One fact that a probe found.
 
     Attributes:
-        place: the path of a module, the name of a parameter, or a function with its line.
-        numbers: what was measured there, by name.
-        words: what else is to be said of it, by name: functions, shapes as they were called.
+        place: path of a module, name of a parameter, or a function with its line.
+        numbers: measured numbers, by name.
+        words: further facts by name: functions, shapes as they were called.
     """
 
     place: str
@@ -171,11 +172,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class Probed:
-    """What one question to copies of the model gave: found, looked and not found, or can't tell.
+    """The result of one probe of copies of the model: found, nothing found, or unknown.
 
     Attributes:
-        facts: what was found; empty: nothing.
-        untold: why it can't be told; "" where it can.
+        facts: facts that were found; empty: none.
+        untold: reason why the result is unknown; "" if it is known.
     """
 
     facts: tuple[Fact, ...] = ()
@@ -184,12 +185,12 @@ class Probed:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A layer at one step, as it would be; the gradients that reach it are held as they are.
+    """A layer at one step under an alternative, with the same gradients reaching it.
 
     Attributes:
-        gradient_cosine: as the monitor's measure of that name.
-        scale_cv: as the monitor's measure of that name.
-        effective_lr: of a plain gradient step of learning rate 1, as the monitor's measure.
+        gradient_cosine: the monitor's measure of that name.
+        scale_cv: the monitor's measure of that name.
+        effective_lr: the monitor's measure, for a plain gradient step of learning rate 1.
     """
 
     gradient_cosine: float
@@ -199,43 +200,44 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Record:
-    """One audited run.
+    """The observations of one audited run.
 
     Attributes:
-        facts: what was run.
-        losses: of each step's batch before the step; ends with the first that is not finite.
+        facts: model, optimizer, data and settings of the run.
+        losses: loss of each step's batch before the step; ends with the first that is not finite.
         gradient_norms: ‖gradient of all trained parameters‖ at each step, before clipping.
-        reports: of the measured steps; layers in the order in which they first ran.
-        realised: measured step → how much larger its batch's loss is after the step.
-        inputs: by the argument's name or number.
-        units: by path of the module in which the activation function ran (several: `path#2`, …).
-        wiring: whether all takes part.
-        first_non_finite: where the first value that is not finite was seen ("loss", "gradient of
-            encoder.weight", "output of encoder"), in the order of computation; None: nowhere.
+        reports: reports of the measured steps; layers in the order in which they first ran.
+        realised: measured step → loss of its batch after the step minus the loss before it.
+        inputs: statistics of the model's inputs, by the argument's name or number.
+        units: statistics of activation functions, by path of the module in which they ran (several:
+            `path#2`, …).
+        wiring: the connection of parameters and inputs to training.
+        first_non_finite: place of the first value that is not finite ("loss", "gradient of
+            encoder.weight", "output of encoder"), in the order of computation; None: there is none.
         overfit: the trial of overfitting one small batch; None: not tried.
         rates: factor on the learning rate → its trial; empty: not tried.
-        notes: what a reader must know to trust all this.
-        chance: the loss of answering without looking at the inputs, e.g. log(classes) for
-            cross-entropy; None: not known.
+        notes: further facts needed to interpret the record.
+        chance: the loss of a constant prediction, e.g. log(classes) for cross-entropy; None:
+            unknown.
         parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
-            looked at.
-        weights: by path of the module, as they were before training, in the same order.
-        double_softmax: the model's outputs are probabilities, and the loss takes their softmax once
-            more; None: can't be told.
+            recorded.
+        weights: statistics of weights before training, by path of the module, in the same order.
+        double_softmax: whether the model's outputs are probabilities of which the loss takes the
+            softmax again; None: unknown.
         activated_output: the activation function, or softmax, between the model and a loss that has
-            a softmax or sigmoid of its own; None: there is none.
-        descent_share: how much the loss of a few samples falls along its gradient before training,
-            over what the gradient promises, in ever shorter steps; of the model's parts, the one
-            where it falls least. 1; less where parts of the loss oppose each other, as in a
-            generative adversarial network. None: can't be told.
-        interrupted: whether the keyboard ended the run early.
+            its own softmax or sigmoid; None: there is none.
+        descent_share: decrease of the loss of a few samples along its gradient before training,
+            over the decrease that the gradient predicts, in ever shorter steps; for the part of the
+            model where it is smallest. 1; less if parts of the loss oppose each other, as in a
+            generative adversarial network. None: unknown.
+        interrupted: whether a keyboard interrupt ended the run early.
         repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
             something from call to call: runs can't be compared, and nothing is tried.
         hurried: the time for trials (try_seconds) was over before all of them had run: what they
             gave depends on the clock.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
-        non_finite_since: the step at which `first_non_finite` was seen; None: not known.
-        probed: name of a probe → what it found; empty: not asked.
+        non_finite_since: step at which `first_non_finite` was seen; None: unknown.
+        probed: name of a probe → its result; empty: no probe ran.
     """
 
     facts: Facts
@@ -264,15 +266,15 @@ class Record:
     probed: Mapping[str, Probed] = field(default_factory=dict)
 
     def found_by(self, probe: str) -> tuple[Fact, ...]:
-        """What a probe found; empty where it found nothing, or was not asked."""
+        """Return the facts that a probe found; empty if it found none, or did not run."""
         return self.probed[probe].facts if probe in self.probed else ()
 
     @property
     def is_audited(self) -> bool:
-        """Whether an audit ran the training; else it is known by its reports alone."""
+        """Whether an audit ran the training; else only its reports are known."""
         return bool(self.facts.model)
 
     @property
     def steps_of_losses(self) -> Sequence[int]:
-        """The step that each of the losses is of."""
+        """The steps of the losses."""
         return self.loss_steps or range(len(self.losses))

@@ -1,4 +1,4 @@
-"""A running training as its reports tell of it: what rules find, and what pictures show."""
+"""The reports of a running training, for rules and pictures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ MOST_LOSSES = 2_000
 
 @dataclass
 class Raised:
-    """A rule of the user's that held in a layer.
+    """An alarm rule of the user's that held in a layer.
 
     Attributes:
-        alarm: of the last step in which it did.
+        alarm: alarm of the last step in which the rule held.
         first: number of the first such step.
-        last: of the last one.
-        times: in how many measured steps it did.
+        last: number of the last such step.
+        times: number of measured steps in which the rule held.
     """
 
     alarm: Alarm
@@ -37,26 +37,26 @@ class Raised:
 
 
 class Running:
-    """The reports of a training so far, as many as a picture has room for.
+    """A bounded history of the reports of a training.
 
-    Kept are the first two, by which rules judge the beginning, the last, and of those between every
-    so many-th: twice as many steps lie between them whenever there are more than `MOST_REPORTS`.
-    Of all but the last those without the distributions over rows are kept, which all histories of
-    a run share, so that hundreds of layers stay within some ten MiB.
+    It keeps the first two reports, by which rules judge the beginning, the last one, and every n-th
+    between, where n doubles whenever there are more than `MOST_REPORTS`. All but the last are kept
+    without distributions over rows, as objects that all histories of a run share, so that hundreds
+    of layers take some ten MiB.
 
-    Where layers are measured in turn, the reports of a round are one, of all layers so far.
+    If layers are measured in turn, the reports of a round are merged into one of all layers so far.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, StepReport]] = []  # with the number of the report
+        self._kept: list[tuple[int, StepReport]] = []  # with the index of the report
         self._count = 0
         self._stride = 1
         self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
         self._losses = Losses()
-        self._broken: tuple[int, str] | None = None  # step, and what was not finite first
+        self._broken: tuple[int, str] | None = None  # step and place of the first non-finite value
 
     def add(self, report: StepReport) -> None:
-        """Take the report of one more step."""
+        """Add the report of one more step."""
         self.add_losses({step: x for step, x in report.losses.items() if step < report.step})
         if self._broken is None and (first := report.first_non_finite) is not None:
             self._broken = report.step, non_finite_words(report, *first)
@@ -80,7 +80,7 @@ class Running:
             self._kept = [pair for pair in self._kept[:-1] if self._stays(pair[0])] + [last]
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of some more steps, whether there is a report of them or not."""
+        """Add the losses of further steps, with or without reports."""
         self._losses.add(losses)
         if self._broken is None:
             broken = next((step for step, loss in losses.items() if not isfinite(loss)), None)
@@ -91,31 +91,31 @@ class Running:
 
     @property
     def count(self) -> int:
-        """Reports that came, or rounds of them."""
+        """Number of reports, or of rounds of them, that were added."""
         return self._count
 
     @property
     def last(self) -> StepReport:
-        """The last one, with its distributions; there must be one."""
+        """The last report, with its distributions; at least one must have been added."""
         return self._kept[-1][1]
 
     @property
     def alarms(self) -> tuple[Raised, ...]:
-        """All that were raised so far, those of the last steps first."""
+        """All alarms that were raised so far, those of the last steps first."""
         return tuple(sorted(self._raised.values(), key=lambda raised: -raised.last))
 
     @property
     def first_non_finite(self) -> tuple[int, str] | None:
-        """Step, and what was not finite first; None: everything that was looked at is finite."""
+        """Step and place of the first value that is not finite; None: all examined are finite."""
         return self._broken
 
     @property
     def reports(self) -> tuple[StepReport, ...]:
-        """Those that are kept, oldest first; the last of them whole."""
+        """The kept reports, oldest first; the last one with its distributions."""
         return tuple(report for _, report in self._kept)
 
     def record(self) -> Record:
-        """What the audit's rules judge. All that reports don't tell of is unknown in it."""
+        """Return the record for the audit's rules; facts outside the reports are unknown in it."""
         unknown = Facts("", 0, 0, "", {}, 0, 0, 0, 1, 0, "", "", nan)
         reports = self.reports
         changes = {r.step: r.realised_loss_change for r in reports}
@@ -133,28 +133,28 @@ class Running:
         )
 
     def findings(self) -> tuple[Finding, ...]:
-        """What the audit's rules find in the reports alone; strongest first.
+        """Return the findings of the audit's rules in the reports alone, strongest first.
 
-        Rules that look at inputs, units, wiring or other learning rates find nothing here. Without
-        losses in the reports, a rule that says "act" only where the loss goes badly says "watch".
+        Rules about inputs, units, wiring or other learning rates find nothing here. Without losses
+        in the reports, a rule that needs a bad course of the loss for "act" returns "watch".
         """
         return diagnose(self.record())
 
 
 class Losses:
-    """The losses of a training so far, by step: first, last, and of the others every so many-th.
+    """A bounded history of losses by step: the first, the last, and every n-th between.
 
-    Twice as many steps lie between them whenever there are more than `MOST_LOSSES`.
+    The stride n doubles whenever there are more than `MOST_LOSSES`.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, float] = {}
-        self._last: dict[int, float] = {}  # that one alone
+        self._last: dict[int, float] = {}  # only the last loss
         self._count = 0
         self._stride = 1
 
     def add(self, losses: Mapping[int, float]) -> None:
-        """Take those of some more steps."""
+        """Add the losses of further steps."""
         self._last = dict([*losses.items()][-1:]) or self._last
         for step, loss in losses.items():
             if self._count % self._stride == 0:
@@ -165,9 +165,9 @@ class Losses:
                 self._kept = dict(list(self._kept.items())[::2])
 
     def course(self) -> dict[int, float]:
-        """Step → loss; if the last are not finite, it ends with the first of them.
+        """Return step → loss; if the last losses are not finite, it ends with the first of them.
 
-        Others that are not finite are left out.
+        Other losses that are not finite are left out.
         """
         kept = list((self._kept | self._last).items())
         after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
@@ -176,7 +176,7 @@ class Losses:
 
 
 def _goes_on(report: StepReport, later: StepReport) -> bool:
-    """Whether a later report is of the same round."""
+    """Return whether a later report continues the same round of turns."""
     earlier, turn = report.turn, later.turn
     if earlier is None or turn is None:
         return False
@@ -184,7 +184,7 @@ def _goes_on(report: StepReport, later: StepReport) -> bool:
 
 
 def _together(report: StepReport, later: StepReport) -> StepReport:
-    """One report of two turns of a round: each layer at its own step."""
+    """Merge the reports of two turns of a round; each layer keeps the reading of its own step."""
     earlier, turn = report.turn, later.turn
     assert earlier is not None
     assert turn is not None

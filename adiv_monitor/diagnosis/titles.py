@@ -1,4 +1,4 @@
-"""What measures and findings are called where people read, and what a measure says."""
+"""Titles and explanations of measures and findings for readers."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,8 +11,8 @@ class Title(NamedTuple):
     """A measure in plain words.
 
     Attributes:
-        title: a few words.
-        reads: its formula, and how to read it, in one line.
+        title: short title.
+        reads: formula and how to read it, in one line.
     """
 
     title: str
@@ -118,7 +118,7 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
     }
 )
 
-# At the heads of narrow columns.
+# Titles of narrow columns.
 SHORT_TITLES: Mapping[str, str] = MappingProxyType(
     {
         "update_cosine": "Step’s cosine",
@@ -173,6 +173,8 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "same-batch": "The same batch again and again",
         "unshuffled": "Data that are not shuffled",
         "one-sided-weights": "Weights on one side of zero",
+        "input-partly-ignored": "Parts of the inputs that are ignored",
+        "order-ignored": "Places whose order is ignored",
         "bounded-logits": "Logits that can't go far enough",
         "broadcast-loss": "Outputs compared with all targets",
         "no-log": "Probabilities where logarithms are wanted",
@@ -193,19 +195,19 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
 
 
 def measure_title(measure: str) -> str:
-    """A measure, or what else was recorded, in a few plain words."""
+    """Return the title of a measure, or of another recorded number."""
     known = MEASURE_TITLES.get(measure)
     return _sentence(measure) if known is None else known.title
 
 
 def how_to_read(measure: str) -> str:
-    """What a measure in `MEASURE_TITLES` says; where that is known, what healthy layers read."""
+    """Return how to read a measure in `MEASURE_TITLES`, with the healthy range if it is known."""
     known = HEALTH.get(measure)
     return f"{MEASURE_TITLES[measure].reads}." if known is None else known.reads
 
 
 def chart_text(tag: str) -> str:
-    """What a scalar's chart shows and what healthy layers read, by its tag; "": nothing is known.
+    """Return the description of a scalar's chart by its tag; "" if none is known.
 
     >>> chart_text("adiv.summary/update_ratio_min").partition(".")[0]
     'Move of the activations: ‖Δz‖ / ‖z‖'
@@ -218,13 +220,13 @@ def chart_text(tag: str) -> str:
 
 
 def finding_title(name: str) -> str:
-    """A finding in a few plain words."""
+    """Return the title of a finding."""
     return FINDING_TITLES.get(name) or _sentence(name)
 
 
 def fix_title(fix: str) -> str:
-    """A fix in a few plain words."""
-    if fix.endswith("-like"):  # the names of the maps are written so
+    """Return the title of a fix."""
+    if fix.endswith("-like"):  # names of maps are kept
         return fix
     return fix.replace("rate*", "learning rate × ").replace("-", " ")
 

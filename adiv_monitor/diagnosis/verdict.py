@@ -1,4 +1,4 @@
-"""The verdict on a training that is known by its reports: found, not found, can't be told."""
+"""The verdict on a training from its reports: found, not found, or unknown."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from adiv_monitor.diagnosis.rules.initialisation import FEWEST_LAYERS
 from adiv_monitor.diagnosis.rules.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.titles import finding_title
 
-# Findings that explain what is drawn, and find no fault.
+# Findings that explain the pictures without being faults.
 EXPLAINING = frozenset({"rate-decayed"})
 NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; to know"}
 _AUDIT = "run `adiv-audit`"
-FEWEST_REPORTS = 3  # that can show what layers typically do
+FEWEST_REPORTS = 3  # fewest reports that show typical values
 
 
 class Untold(NamedTuple):
-    """What reports can't tell.
+    """A question that reports can't answer.
 
     Attributes:
-        title: what it is about.
-        would_tell: what would tell.
+        title: the question.
+        would_tell: what would answer it.
     """
 
     title: str
@@ -34,9 +34,9 @@ class Untold(NamedTuple):
 
 
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
-    """What was found, the strongest first, in a few words.
+    """Return the strongest findings in a few words.
 
-    It says that nothing was found only where no layer is drawn outside of what healthy ones read.
+    It states that nothing was found only if no layer is drawn outside the healthy range.
     """
     found = [finding for finding in findings if finding.name not in EXPLAINING]
     if found:
@@ -49,10 +49,10 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
 
 
 def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]:
-    """The findings that the reports at hand could have shown, by name; those that are, first.
+    """Return the names of findings that these reports could show; those that they show come first.
 
-    Where a finding speaks of how far layers move, others leave that to it: nothing is said of them.
-    Nor is of those that would speak of what is outside of healthy, if not as far as they ask for.
+    If a finding is about how far layers move, the other ones about it are left out. So are findings
+    about a measure that is outside of the healthy range, but within their own limits.
     """
     names = {finding.name: None for finding in found}
     left = {"stands-still", "outside-healthy"} if names.keys() & OF_MOVES else set()
@@ -88,7 +88,7 @@ def _could_show(record: Record) -> tuple[str, ...]:
 
 
 def untold(record: Record) -> tuple[Untold, ...]:
-    """What the reports at hand can't tell, and what would tell."""
+    """Return the questions that these reports can't answer, and what would answer them."""
     paths = maps(record)
     found = []
     if len(record.losses) < FEWEST and not record.first_non_finite:
@@ -116,7 +116,7 @@ def untold(record: Record) -> tuple[Untold, ...]:
 
 
 def until(record: Record) -> str:
-    """Up to where was looked, if values are not finite from some step on; "" if all are."""
+    """Return words for the finite part of the run, if a step is not finite; "" if all are."""
     if record.non_finite_since is None:
         return ""
     steps = [r.step for r in record.reports if r.step < record.non_finite_since]
@@ -124,7 +124,7 @@ def until(record: Record) -> str:
 
 
 def loss_words(record: Record) -> str:
-    """How the loss went, as far as it is known."""
+    """Return words for the course of the loss, as far as it is known."""
     if not record.losses:
         return "not known"
     if not math.isfinite(record.losses[-1]):

@@ -1,4 +1,4 @@
-"""How functions, and the modules that are taught, are linear in their parameters."""
+"""Features φ of functions and registered modules: how these are linear in their parameters."""
 
 from adiv_monitor.features import corrected
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures

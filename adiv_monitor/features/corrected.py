@@ -1,7 +1,7 @@
 """The corrected layers: scale 1 on every row (2 for norm-like with its default α = β = 1).
 
-Structural forms (paper, eqns 17, 19, 55, 56) have shorter features; gradient-only forms (eqns 20,
-21) have the affine map's features, and a backward pass that weighs the rows.
+Structural forms (paper, eqns 17, 19, 55, 56) have shorter features. Gradient-only forms (eqns 20,
+21) have the affine map's features, and a backward pass that weights the rows.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Ten
 
 
 def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> Whole:
-    """All rows' features are the input's rows, each times a factor of its own."""
+    """Return scales and feature sum of all rows: φ_W is the input's row times a factor."""
     x = to_compute_dtype(input.reshape(-1, input.shape[-1]))
     square = squares(x)
     if isinstance(module, AffineLikeLinear):
@@ -44,7 +44,7 @@ def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> W
 
 
 def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
-    """The scales of all patches; their mean would take more than a pass."""
+    """Return the scales of all patches; the feature sum would take more than one pass."""
     if module.groups > 1:
         return None
     form = _affine_factors if module.form == "affine-like" else _norm_factors
@@ -75,7 +75,7 @@ def norm_like(module: NormLikeLinear, rows: Rows, input: Tensor) -> DenseFeature
     whole=_whole_patches,
 )
 def patch_norm(module: PatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
-    """The same of the patch, group by group."""
+    """φ of `affine_like` or `norm_like` for the patch, group by group."""
     form = _affine_like if module.form == "affine-like" else _norm_like
     return form(patches(geometry_of(module), rows, input), module, module.bias)
 
@@ -93,14 +93,14 @@ def _norm_like(x: Tensor, module: NormLikeLinear | PatchNorm, bias: Tensor | Non
 
 
 def _affine_factors(module: AffineLikeLinear | PatchNorm, square: Tensor) -> tuple[Tensor, Tensor]:
-    """What a row is multiplied by, and its bias, from ‖x‖²: α/s and β/s."""
+    """Return a row's factor α/s and bias feature β/s from ‖x‖²."""
     offset, sign = affine_like_constants(module.alpha, module.beta)
     reciprocal = (square + offset**2).rsqrt()
     return sign * reciprocal, offset * reciprocal
 
 
 def _norm_factors(module: NormLikeLinear | PatchNorm, square: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of norm-like forms: α/s and β."""
+    """Return a row's factor α/s and bias feature β of norm-like forms."""
     length = square.sqrt().clamp(min=module.eps)
     gain = norm_like_gain(module.alpha, module.beta) / length
     return gain, torch.full_like(square, module.beta)
@@ -108,9 +108,9 @@ def _norm_factors(module: NormLikeLinear | PatchNorm, square: Tensor) -> tuple[T
 
 @register_features(GradientOnlyLinear, kind="gradient-only")
 def gradient_only_linear(module: GradientOnlyLinear, rows: Rows, input: Tensor) -> DenseFeatures:
-    """φ = [x, 1]; a row's part of the gradient is weighed, so that M's diagonal is 1.
+    """φ = [x, 1]; a row's part of the gradient is weighted so that M's diagonal is 1.
 
-    The batch form mixes the rows: its M = ΦΦᵀ(ΦΦᵀ + λI)⁻¹ has no diagonal of single rows.
+    The batch form mixes the rows: the diagonal of its M = ΦΦᵀ(ΦΦᵀ + λI)⁻¹ depends on all rows.
     """
     x = rows.take(input)[:, None]
     return _gradient_only(x, module, module.bias)
@@ -118,7 +118,7 @@ def gradient_only_linear(module: GradientOnlyLinear, rows: Rows, input: Tensor) 
 
 @register_features(GradientOnlyConv2d, kind="gradient-only", layout=_spatial_last)
 def gradient_only_conv(module: GradientOnlyConv2d, rows: Rows, input: Tensor) -> DenseFeatures:
-    """The same of the patch, group by group."""
+    """φ of `gradient_only_linear` for the patch, group by group."""
     return _gradient_only(patches(geometry_of(module), rows, input), module, module.bias)
 
 

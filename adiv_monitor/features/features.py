@@ -1,4 +1,4 @@
-"""The features φ of a layer's rows: what makes its output linear in its parameters."""
+"""The features φ of a layer's rows, with which its output is linear in its parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,48 +17,48 @@ class Features(Protocol):
 
     @property
     def groups(self) -> int:
-        """How many independent layers this is."""
+        """Number of groups, which are independent layers."""
         ...
 
     def scale(self) -> Float[Tensor, "rows groups"] | None:
-        """‖φ_r‖² of every row and group: the diagonal of M = ΦΦᵀ; None where there is none."""
+        """Return ‖φ_r‖² of every row and group, the diagonal of M = ΦΦᵀ; None if undefined."""
         ...
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"] | None:
-        """Φ_W Wᵀ for a tensor shaped like the weight; None if the weight is not trained."""
+        """Return Φ_W Wᵀ for a tensor shaped like the weight; None if the weight is not trained."""
         ...
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
-        """φ_b ⊗ b for a tensor shaped like the bias; None if there is no trained bias."""
+        """Return φ_b ⊗ b for a tensor shaped like the bias; None if there is no trained bias."""
         ...
 
     def restrict(self, *, weight: bool, bias: bool) -> "Features":
-        """The features of the trained parameters alone."""
+        """Return the features of the trained parameters alone."""
         ...
 
     def pick(self, rows: Tensor) -> "Features":
-        """The features of some of the rows."""
+        """Return the features of some of the rows."""
         ...
 
     def joined(self, others: Sequence["Features"]) -> "Features":
-        """These rows and those of other calls of the same layer."""
+        """Return the features of these rows and those of other calls of the same layer."""
         ...
 
 
 @runtime_checkable
 class Averaged(Protocol):
-    """Features that tell how much of them is common to several rows."""
+    """Features that support `common_share`: products of the rows with their sum."""
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
-        """φ_W,r·Σ_k a_k φ_W,k of every row."""
+        """Return φ_W,r·Σ_k a_k φ_W,k of every row; None if there is no weight."""
         ...
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
-        """Σ_k a_k φ_W,k, in one dimension, where there are products."""
+        """Return Σ_k a_k φ_W,k as a vector; only if `mean_products` is not None."""
         ...
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
-        """‖φ_W,r‖ of every row."""
+        """Return ‖φ_W,r‖ of every row."""
         ...
 
 
@@ -68,16 +68,15 @@ class DenseFeatures:
 
     Attributes:
         phi: (rows, groups, n_feat), the features that the weight multiplies. The weight is read as
-            (groups, n_out, n_feat), which is how torch lays out linear, grouped convolution and
-            gain weights.
+            (groups, n_out, n_feat), torch's layout of linear, grouped convolution and gain weights.
         bias: the feature φ_b that the bias multiplies: one number for all rows (mostly 1), or
             (rows, groups) or (rows, 1) for all groups; None without a bias.
         transposed: the weight is stored (n_feat, n_out) instead.
-        weight_gain: (rows, groups), what the layer's backward pass multiplies a row's part of the
-            weight's gradient by (gradient-only layers); None: nothing.
-        bias_gain: (rows, groups), the same for the bias.
-        mixes_rows: the layer's backward pass mixes the rows (gradient-only, batch), so that M has
-            no diagonal of single rows.
+        weight_gain: (rows, groups), factor by which the layer's backward pass multiplies a row's
+            part of the weight's gradient (gradient-only layers); None: 1.
+        bias_gain: (rows, groups), the same factor for the bias's gradient; None: 1.
+        mixes_rows: the layer's backward pass mixes the rows (gradient-only, batch), so that single
+            rows have no scale.
     """
 
     phi: Float[Tensor, "rows groups n_feat"] | None
@@ -103,12 +102,12 @@ class DenseFeatures:
 
     @property
     def groups(self) -> int:
-        """How many independent layers this is."""
+        """Number of groups, which are independent layers."""
         widest = self.bias if self.phi is None else self.phi
         return widest.shape[1] if isinstance(widest, Tensor) else 1
 
     def scale(self) -> Float[Tensor, "rows groups"] | None:
-        """‖φ_r‖², the bias's feature included; of gradient-only layers, with their gains."""
+        """Return ‖φ_r‖² including the bias's feature and the gains; None if rows are mixed."""
         if self.mixes_rows:
             return None
         parts: list[Any] = []
@@ -123,7 +122,7 @@ class DenseFeatures:
         return found
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"] | None:
-        """Φ_W Wᵀ, group by group."""
+        """Return Φ_W Wᵀ, group by group."""
         if self.phi is None:
             return None
         _, groups, n_feat = self.phi.shape
@@ -135,13 +134,13 @@ class DenseFeatures:
         if n_feat == 1 and blocks.shape[1] == 1:
             return self.phi[..., 0] * blocks[:, 0, 0]
         if blocks.shape[1] == 1:  # a depthwise convolution
-            if _lies_across(self.phi):  # lay the weight so, too: it is read over and over
+            if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
                 return (self.phi.mT * blocks[:, 0].T.contiguous()).sum(1)
             return (self.phi * blocks[:, 0]).sum(-1)
         return torch.einsum("rgp,gnp->rgn", self.phi, blocks).flatten(1)
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
-        """φ_b ⊗ b."""
+        """Return φ_b ⊗ b."""
         if self.bias is None:
             return None
         if not isinstance(self.bias, Tensor):
@@ -152,24 +151,24 @@ class DenseFeatures:
         return (self.bias[..., None] * blocks).flatten(1)
 
     def squared(self) -> "DenseFeatures | None":
-        """φ² in place of φ; None where a row's part of the gradient is weighed."""
+        """Return features with φ² in place of φ; None if backward weights or mixes the rows."""
         if self.mixes_rows or self.weight_gain is not None or self.bias_gain is not None:
             return None
         phi = None if self.phi is None else self.phi.square()
         return replace(self, phi=phi, bias=None if self.bias is None else self.bias**2)
 
     def restrict(self, *, weight: bool, bias: bool) -> "DenseFeatures":
-        """The features of the trained parameters alone."""
+        """Return the features of the trained parameters alone."""
         if (weight or self.phi is None) and (bias or self.bias is None):
             return self
         return replace(self, phi=self.phi if weight else None, bias=self._column if bias else None)
 
     def pick(self, rows: Tensor) -> "DenseFeatures":
-        """The features of some of the rows."""
+        """Return the features of some of the rows."""
         return self._with({name: tensor[rows] for name, tensor in self._tensors().items()})
 
     def joined(self, others: Sequence[Features]) -> "DenseFeatures":
-        """These rows and those of other calls of the same layer."""
+        """Return the features of these rows and those of other calls of the same layer."""
         if not others:
             return self
         every = [self, *(other for other in others if isinstance(other, DenseFeatures))]
@@ -186,11 +185,11 @@ class DenseFeatures:
 
     @property
     def has_gram(self) -> bool:
-        """Whether M = ΦΦᵀ is one matrix, of rows × rows numbers."""
+        """Whether M = ΦΦᵀ is a single (rows, rows) matrix."""
         return self.groups == 1 and self.weight_gain is None and not self.mixes_rows
 
     def gram(self) -> Float[Tensor, "rows rows"]:
-        """M = ΦΦᵀ of one group."""
+        """Return M = ΦΦᵀ; requires a single group."""
         if self.phi is None or isinstance(self.bias, Tensor):
             columns = self.columns()[:, 0]
             return columns @ columns.T
@@ -198,7 +197,7 @@ class DenseFeatures:
         return gram if self.bias is None else gram.add_(self.bias**2)
 
     def times(self, v: Float[Tensor, " columns"]) -> Float[Tensor, " rows"]:
-        """Φ v of one group; the bias's column comes last."""
+        """Return Φ v; requires a single group; the last entry of v belongs to the bias."""
         width = 0 if self.phi is None else self.phi.shape[2]
         moved = None if self.phi is None else self.phi[:, 0] @ v[:width]
         if self.bias is None:
@@ -208,19 +207,19 @@ class DenseFeatures:
         return bias * v[width] if moved is None else moved + bias * v[width]
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
-        """φ_W,r·Σ_k a_k φ_W,k of every row: how much of it is common to the active rows."""
+        """Return φ_W,r·Σ_k a_k φ_W,k of every row, its product with the active rows' sum."""
         if self.phi is None:
             return None
         rows = _flat(self.phi)
         return rows @ (active @ rows)
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
-        """Σ_k a_k φ_W,k over all groups."""
+        """Return Σ_k a_k φ_W,k over all groups."""
         assert self.phi is not None
         return active @ self.phi.flatten(1)
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
-        """‖φ_W,r‖ of every row, over all groups."""
+        """Return ‖φ_W,r‖ of every row, over all groups."""
         assert self.phi is not None
         norms: Tensor = torch.linalg.vector_norm(_flat(self.phi), dim=1)
         return norms
@@ -233,7 +232,7 @@ class DenseFeatures:
         return replace(self, **tensors)
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
-        """Φ itself, with the bias's feature as its last column."""
+        """Return Φ with the bias's feature as its last column."""
         if self.bias is None:
             assert self.phi is not None
             return self.phi
@@ -245,24 +244,24 @@ class DenseFeatures:
 
 
 def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
-    """Whether the groups of a feature, not the features of a group, are neighbours in memory."""
+    """Whether groups, not features, are adjacent in memory."""
     return phi.stride(1) < phi.stride(2)
 
 
 def _flat(phi: Float[Tensor, "rows groups n_feat"]) -> Float[Tensor, "rows features"]:
-    """All features of each row, in the order in which they lie in memory: no copy."""
+    """Return all features of each row in memory order, without a copy."""
     return (phi.mT if _lies_across(phi) else phi).flatten(1)
 
 
 @dataclass(frozen=True)
 class OneHotFeatures:
-    """Features that pick one row of the weight: an embedding's.
+    """Features that select one row of the weight, as an embedding does.
 
     Attributes:
-        token: (rows,) int64, the weight's row.
-        trained: (rows,), 1, or 0 where that row of the weight gets no gradient (padding); an
-            optimizer may move it all the same, by weight decay say.
-        vocabulary: how many rows the weight has.
+        token: (rows,) int64, index of the weight's row.
+        trained: (rows,), 1, or 0 where that row of the weight gets no gradient (padding); the
+            optimizer may still move it, for example by weight decay.
+        vocabulary: number of rows of the weight.
     """
 
     token: Int[Tensor, " rows"]
@@ -271,47 +270,47 @@ class OneHotFeatures:
 
     @property
     def groups(self) -> int:
-        """One table."""
+        """Number of groups: 1."""
         return 1
 
     def scale(self) -> Float[Tensor, "rows 1"]:
-        """1 for every token that is trained."""
+        """Return ‖φ_r‖²: 1 for every trained token, else 0."""
         return self.trained[:, None]
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
-        """The weight's rows."""
+        """Return the weight's row of every token."""
         return weight[self.token].to(self.trained.dtype)
 
     def by_bias(self, bias: Tensor) -> None:
-        """An embedding has no bias."""
+        """Return None: an embedding has no bias."""
 
     def squared(self) -> "OneHotFeatures":
-        """Ones stay ones."""
+        """Return self: the square of a one-hot vector is itself."""
         return self
 
     def restrict(self, *, weight: bool, bias: bool) -> "OneHotFeatures":
-        """There is only the weight."""
+        """Return self: there is only the weight."""
         return self
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """How often the row's token comes among the active rows."""
+        """Return the count of each row's token among the active rows."""
         return self.weight_sum(active)[self.token] * self.trained
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
-        """How often each token comes."""
+        """Return the count of each token among the active rows."""
         weights = active * self.trained
         return weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
-        """1 for every token that is trained."""
+        """Return ‖φ_W,r‖: 1 for every trained token, else 0."""
         return self.trained
 
     def pick(self, rows: Tensor) -> "OneHotFeatures":
-        """The features of some of the rows."""
+        """Return the features of some of the rows."""
         return replace(self, token=self.token[rows], trained=self.trained[rows])
 
     def joined(self, others: Sequence[Features]) -> "OneHotFeatures":
-        """These rows and those of other calls of the same layer."""
+        """Return the features of these rows and those of other calls of the same layer."""
         every = [self, *(other for other in others if isinstance(other, OneHotFeatures))]
         return replace(
             self,

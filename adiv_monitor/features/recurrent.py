@@ -1,8 +1,8 @@
 """Recurrent layers: the linear maps inside one fused call, unrolled exactly, cell by cell.
 
-`torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells hide the gates. So the
-call is run once more with plain operations, and the gradients that reached its outputs are carried
-back to each map's own z = Wφ + b. A row is (time, sample): one use of the weights.
+`torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells hide the gates. The
+call is therefore rerun with plain operations, and the gradients of its outputs are backpropagated
+to each map's own z = Wφ + b. A row is (time, sample): one use of the weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ _STEPS: dict[Mode, Step] = {
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """One linear map of a recurrent call in all its uses: ∂L/∂W = gradientᵀ inputs.
+    """One linear map of a recurrent call with all its rows: ∂L/∂W = gradientᵀ inputs.
 
     The precision is float32, or float64 if the call's was. All maps of a call have the same rows in
     the same order: by time, then sample. `inputs` may share memory with the call's input.
@@ -60,10 +60,10 @@ class Map:
     Attributes:
         name: "input_l0", "hidden_l0", "projection_l0", "input_l0_reverse", …; of a cell "input" and
             "hidden".
-        weight: W (N, K), the very tensor that was passed.
-        bias: b (N,), likewise, or None; ∂L/∂b = Σ_r gradient_r.
+        weight: W (N, K), the tensor object that was passed.
+        bias: b (N,), the tensor object that was passed, or None; ∂L/∂b = Σ_r gradient_r.
         inputs: φ_W of all rows, (rows, K).
-        z: Wφ_W + b, (rows, N): of this map alone, before it meets the others in the gates.
+        z: Wφ_W + b, (rows, N): the output of this map alone, before the gates.
         gradient: ∂L/∂z, (rows, N).
     """
 
@@ -77,14 +77,14 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Unrolled:
-    """What a call was, unrolled.
+    """The result of unrolling a call.
 
     Attributes:
         maps: every linear map of the call, layer by layer.
         error: ‖unrolled − real outputs‖ / ‖real outputs‖ over all outputs that were not changed in
-            place since, shape (). More than the rounding of the call's precision (bfloat16 under
-            autocast, TF32 in cuDNN by default) says that something else was unrolled, and that the
-            gradients are of something else too.
+            place since, shape (). An error above the rounding of the call's precision (bfloat16
+            under autocast, TF32 in cuDNN by default) means that the unrolled computation differs
+            from the call, and that the gradients are wrong.
     """
 
     maps: list[Map]
@@ -93,14 +93,14 @@ class Unrolled:
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """What a recurrent call returned, without its graph, so that a hook in that may hold it.
+    """The results of a recurrent call without their graph, so that a hook in it may hold them.
 
     Attributes:
-        outputs: (output, h_n), (output, h_n, c_n), of a cell (h,) or (h, c); detached.
-        versions: of each, to tell whether it is still what was returned.
-        c_enters_h: h of an LSTM cell was made from the very c that was returned, as on a CPU. What
-            a hook on c is given is then the whole ∂L/∂c, the part that came through h included;
-            where one kernel returns both, that part is not in it.
+        outputs: (output, h_n) or (output, h_n, c_n); of a cell (h,) or (h, c); detached.
+        versions: version counter of each output, to detect writes.
+        c_enters_h: h of an LSTM cell was computed from the returned c itself, as on a CPU. A hook
+            on c then gets all of ∂L/∂c, including the part through h; where one kernel returns
+            both, the hook gets ∂L/∂c without that part.
     """
 
     outputs: tuple[Tensor, ...]
@@ -109,7 +109,7 @@ class Returned:
 
     @classmethod
     def of(cls, call: RecurrentCall, result: Tensor | Sequence[Tensor]) -> "Returned":
-        """The very tensors that the call returned, just now.
+        """Record the tensors that the call has just returned; copies of them do not work.
 
         Raises:
             ValueError: an LSTM cell's outputs are detached.
@@ -130,13 +130,13 @@ class Returned:
 
     @property
     def unchanged(self) -> list[int]:
-        """Which of the outputs nothing was written to since."""
+        """Indices of the outputs that have not been written to since."""
         pairs = zip(self.outputs, self.versions, strict=True)
         return [i for i, (tensor, version) in enumerate(pairs) if tensor._version == version]
 
 
 def uses_of(call: RecurrentCall) -> Iterator[Use]:
-    """The linear maps in a call, named as in `Unrolled.maps`, which alone tell their rows."""
+    """Yield the linear maps of a call, named as in `Unrolled.maps`, which has their rows."""
 
     def features(rows: Rows) -> Features:
         raise RuntimeError(
@@ -154,18 +154,18 @@ def unroll(
     gradients: Sequence[Tensor | None],
     random: Randomness | None = None,
 ) -> Unrolled:
-    """Inputs and ∂L/∂z of all rows of every linear map in the call.
+    """Return the inputs and ∂L/∂z of all rows of every linear map in the call.
 
-    The run is left as it is: its parameters and gradients, its graph, autocast, random numbers.
-    Cost, of the whole sequence once forwards and backwards: for each time, layer and direction 7
-    kernels (LSTM: 28, GRU: 26); for each row, layer and direction 13 H numbers (31 H, 25 H) at the
-    peak, of which the maps keep about half.
+    Parameters, gradients, graph, autocast and random numbers of the run are not changed. The cost
+    of one forward and backward pass over the sequence is 7 kernels for each time, layer and
+    direction (LSTM: 28, GRU: 26), and at the peak 13 H numbers for each row, layer and direction
+    (31 H, 25 H), of which the maps keep about half.
 
     Args:
         call: the call.
-        returned: what it returned.
-        gradients: ∂L/∂ each of the outputs as a hook on it is given it; None for zero.
-        random: if the call draws: where the random numbers stood just before it.
+        returned: the call's results.
+        gradients: the loss gradient of each output, as a hook on it gets it; None for zero.
+        random: if the call draws random numbers: the generators' state just before it.
 
     Raises:
         RuntimeError: the call has a `refusal`, which is the message.
@@ -194,11 +194,11 @@ def unroll(
 def rows_of_maps(
     call: RecurrentCall, dtype: torch.dtype, random: Randomness | None = None
 ) -> dict[str, Tensor]:
-    """By name, z of all rows of every linear map in the call: the first half of `unroll`.
+    """Return z of all rows of every linear map in the call, by name: the forward of `unroll`.
 
     Args:
         call: the call.
-        dtype: of its output.
+        dtype: dtype of the call's output.
         random: see `unroll`.
     """
     return {linear.name: linear.by_time(linear.z) for linear in _forward(call, dtype, random)}
@@ -206,11 +206,11 @@ def rows_of_maps(
 
 @torch.no_grad()
 def inputs_of_maps(call: RecurrentCall, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By name, the inputs of all rows of every linear map in a call that draws no numbers.
+    """Return the inputs of all rows of every linear map, by name, in a call without randomness.
 
     Args:
         call: the call.
-        dtype: of its output.
+        dtype: dtype of the call's output.
     """
     return {linear.name: linear.by_time(linear.inputs) for linear in _forward(call, dtype, None)}
 
@@ -224,7 +224,7 @@ def _forward(
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The call's outputs, or their gradients, as `_run` has them."""
+    """Return the call's outputs, or their gradients, in the layout of `_run`."""
     given = [to_compute_dtype(tensor.detach()) for tensor in tensors]
     if call.layout == "cell":
         return given
@@ -232,16 +232,16 @@ def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_time(tensor: Tensor, layout: Layout) -> Tensor:
-    """Input or output as rows by time, then sample: (rows, channels)."""
+    """Return input or output as rows by time, then sample: (rows, channels)."""
     if layout in ("packed", "cell"):
         return tensor
     return (tensor.transpose(0, 1) if layout == "batch first" else tensor).flatten(0, 1)
 
 
 def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -> list[Tensor]:
-    """What each layer's outputs but the last's were multiplied by: 0 or 1/(1 − dropout).
+    """Return the dropout masks of all layers' outputs but the last's: 0 or 1/(1 − dropout).
 
-    The call's own function draws as many numbers again, in the same order and precision.
+    They are drawn again in the same number, order and precision as in the call itself.
     """
     if not call.draws:
         return []
@@ -260,7 +260,7 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
 
 @dataclass(eq=False)
 class _OpenMap:
-    """A linear map in use: for all times at once, or for one time after the other."""
+    """A linear map that collects its inputs and results, for all times at once or one by one."""
 
     name: str
     weight: Tensor
@@ -279,18 +279,18 @@ class _OpenMap:
         return self.z[-1]
 
     def by_time(self, parts: list[Tensor]) -> Tensor:
-        """What was found at one time after the other, as rows by time."""
+        """Join the parts of successive calls into rows by time."""
         return joined(parts[::-1] if self.backwards else parts)
 
     def closed(self, gradients: list[Tensor]) -> Map:
-        """The map with all its rows, and without the graph."""
+        """Return the map with all its rows, without the graph."""
         rows = (self.by_time(parts).detach() for parts in (self.inputs, self.z, gradients))
         return Map(self.name, self.weight, self.bias, *rows)
 
 
 def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list[Tensor]]:
-    """All layers: their maps; the output (rows, channels) unless it is a cell, and last states."""
-    # Leaves that require gradients make every z part of the graph.
+    """Run all layers; return maps, the output (rows, channels) unless a cell, and last states."""
+    # The leaves require gradients so that every z is part of the graph.
     x, *states = (
         to_compute_dtype(tensor.detach()).requires_grad_() for tensor in (call.input, *call.states)
     )
@@ -316,7 +316,7 @@ def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list
 def _layer(
     call: RecurrentCall, weights: CellWeights, x: Tensor, state: State, backwards: bool
 ) -> tuple[list[_OpenMap], Tensor, State]:
-    """One layer in one direction: its maps, its outputs (rows, size of h), its last state."""
+    """Run a layer in one direction; return maps, outputs (rows, size of h) and last state."""
     maps = [_OpenMap(*linear, backwards) for linear in weights.maps]
     enter, recur, *projection = maps
     z_input = torch.split(enter(x), list(call.batch_sizes))
@@ -334,7 +334,7 @@ def _layer(
 
 
 def _renewed(state: Tensor, new: Tensor) -> Tensor:
-    """The new state; samples that have ended, or not begun, keep theirs."""
+    """Return the new state; samples that have ended, or not begun, keep the old one."""
     return new if len(new) == len(state) else torch.cat([new, state[len(new) :]])
 
 

@@ -1,7 +1,7 @@
-"""One call of a recurrent function, read: padded, packed, or of a single cell, all in one form.
+"""Parsed calls of recurrent functions: padded, packed, or of a single cell, all in one form.
 
-What `nn.LSTM` passes is what the functions take: unbatched input has got a batch of one, initial
-states are in the order of a packed sequence, zeros where none were given.
+The arguments are those that `nn.LSTM` passes to the functions: unbatched input has a batch
+dimension of one, initial states are in the order of a packed sequence, and zero by default.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ State = tuple[Tensor, ...]  # (h,); of an LSTM (h, c)
 Layout = Literal["time first", "batch first", "packed", "cell"]
 Mode = Literal["rnn_tanh", "rnn_relu", "lstm", "gru"]
 
-# The recurrent functions of torch, and what each computes.
+# The recurrent functions of torch, and the equations that each computes.
 LAYERS: dict[Callable[..., Any], Mode] = {
     torch.rnn_tanh: "rnn_tanh",
     torch.rnn_relu: "rnn_relu",
@@ -39,7 +39,7 @@ _CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 
 @dataclass(frozen=True, eq=False)
 class CellWeights:
-    """The weights of one layer in one direction, the very tensors that were passed.
+    """The weights of one layer in one direction: the tensor objects that were passed.
 
     Attributes:
         suffix: "_l0", "_l0_reverse" as in the names of `nn.LSTM`; "" of a single cell.
@@ -75,14 +75,15 @@ class RecurrentCall:
 
     Attributes:
         mode: the cell's equations: "rnn_tanh", "rnn_relu", "lstm" or "gru".
-        input: as it was passed, detached.
-        layout: of input and output: (T, B, …), (B, T, …), packed (rows, …), or a cell's (B, …).
-        batch_sizes: how many samples there are at each time; it never grows.
+        input: the input as it was passed, detached.
+        layout: layout of input and output: (T, B, …), (B, T, …), packed (rows, …), or (B, …) of a
+            cell.
+        batch_sizes: number of samples at each time; never increases.
         states: initial h (layers × directions, B, size of h), and c (…, B, H) of an LSTM; detached.
-        weights: of layer 0, of layer 0 in reverse, of layer 1, …
+        weights: weights of layer 0, of layer 0 in reverse, of layer 1, …
         directions: 1 or 2.
-        dropout: its probability between the layers; 0.0 in evaluation and of one layer.
-        precision: rounding of the coarsest numbers that it computes with.
+        dropout: probability of dropout between layers; 0.0 in evaluation and with one layer.
+        precision: rounding of the coarsest dtype that the call computes in.
         refusal: why this call can't be unrolled, or None.
     """
 
@@ -99,21 +100,22 @@ class RecurrentCall:
 
     @property
     def rows(self) -> int:
-        """How many rows each linear map has: samples, summed over time."""
+        """Number of rows of each linear map: samples, summed over time."""
         return sum(self.batch_sizes)
 
     @property
     def draws(self) -> bool:
-        """Whether the call draws random numbers: `unroll` then needs their `Randomness`."""
+        """Whether the call draws random numbers; `unroll` then needs a `Randomness`."""
         return self.dropout > 0
 
 
 def read_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> RecurrentCall:
-    """What `function(*args, **kwargs)` does, for a function of `LAYERS` or `CELLS`.
+    """Parse `function(*args, **kwargs)`, for a function of `LAYERS` or `CELLS`.
 
-    To be read when the call is made: whether cuDNN takes it may change later. Nothing is copied.
+    This must be called when the call is made: whether cuDNN takes it may change later. Nothing is
+    copied.
     """
     if function in CELLS:
         return _read_cell(CELLS[function], _named(_CELL, args, kwargs))
@@ -166,7 +168,7 @@ def _named(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _is_sizes(second: object) -> bool:
-    """Second comes `batch_sizes`, of integers, in the packed form; in the padded form a state."""
+    """Whether the second argument is `batch_sizes` (integers, packed form) and not a state."""
     return isinstance(second, Tensor) and not second.is_floating_point()
 
 
@@ -177,7 +179,7 @@ def _state(hx: Tensor | Sequence[Tensor]) -> State:
 def _weights(
     params: Sequence[Tensor], has_biases: bool, num_layers: int, directions: int
 ) -> Iterator[CellWeights]:
-    """A flat list has W_ih, W_hh[, b_ih, b_hh][, W_hr] of every layer and direction."""
+    """Parse the flat list W_ih, W_hh[, b_ih, b_hh][, W_hr] of every layer and direction."""
     each = len(params) // (num_layers * directions)
     for k in range(num_layers * directions):
         w_ih, w_hh, *rest = params[k * each : (k + 1) * each]
@@ -188,13 +190,13 @@ def _weights(
 
 
 def _precision(input: Tensor) -> float:
-    """Autocast may compute in half precision and return what is not."""
+    """Return the rounding of the coarser of the input's and autocast's dtypes."""
     cast = autocast_dtype(input)
     return max(torch.finfo(dtype).eps for dtype in (input.dtype, cast) if dtype is not None)
 
 
 def _refusal(input: Tensor) -> str | None:
-    """Why the masks of dropout between the layers can't be drawn again, or None."""
+    """Return why the dropout masks between the layers can't be drawn again, or None."""
     device = input.device.type
     plain_cuda = torch.version.hip is None and not torch.cudnn_is_acceptable(input)
     if device == "cpu" or (device == "cuda" and plain_cuda):

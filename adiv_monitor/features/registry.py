@@ -1,4 +1,4 @@
-"""Modules that hide from the function rules: how is their output linear in their parameters?"""
+"""Registered rules for modules that the function rules do not cover."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ class Rule:
     """How a type of module is linear in its parameters.
 
     Attributes:
-        kind: what reports call it.
+        kind: kind of layer shown in reports.
         function: (module, rows, *the arguments of its forward) → features of these rows.
         layout: (module, tensor shaped like the output) → a view with the channels in the last
             dimension, so that all dimensions before it are rows.
         weight: name of the parameter that `Features.by_weight` multiplies.
         bias: name of the parameter that `Features.by_bias` multiplies.
-        refuse: (module) → why this one can't be measured, or None.
-        whole: (module, *the arguments of its forward) → what one pass says of all rows; None where
-            that is not cheap.
+        refuse: (module) → why this module can't be measured, or None.
+        whole: (module, *the arguments of its forward) → scales and feature sum of all rows; None
+            where one pass over the input is not enough.
     """
 
     kind: str
@@ -47,17 +47,17 @@ _RULES: dict[type[nn.Module], Rule] = {}
 
 
 def channels_last(module: nn.Module, tensor: Tensor) -> Tensor:
-    """The layout of (..., channels)."""
+    """Return the tensor itself: the layout of (..., channels)."""
     return tensor
 
 
 def channels_second(module: nn.Module, tensor: Tensor) -> Tensor:
-    """The layout of (batch, channels, ...)."""
+    """Move the channels of (batch, channels, ...) to the last dimension."""
     return tensor.movedim(1, -1)
 
 
 def use_of(rule: "Rule", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use:
-    """One call of a module, by its rule."""
+    """Return the use of a module's parameters in one call, by its rule."""
     return Use(
         rule.kind,
         module._parameters.get(rule.weight),
@@ -81,23 +81,24 @@ def register_features(
     refuse: Callable[[Any], str | None] = _nothing,
     whole: WholeFunction = _nothing,
 ) -> Callable[[F], F]:
-    """Teach the monitor a layer: decorate a function that returns the features of its rows.
+    """Register a layer with the monitor: decorate a function that returns its rows' features.
 
-    The function gets the module, the chosen `Rows`, and what the module's forward got. The layer's
-    output must be `Φ_W weightᵀ + φ_b ⊗ bias`; the monitor checks that at the first measured step.
+    The function gets the module, the chosen `Rows`, and the arguments of the module's forward. The
+    layer's output must be `Φ_W weightᵀ + φ_b ⊗ bias`; the first measured step checks that.
 
     Args:
-        module_types: the classes it holds for, and their subclasses that keep `forward`.
-        kind: what reports call it; the first class's name in lower case by default.
-        layout: a view of a tensor shaped like the output with the channels last.
+        module_types: the classes of modules; subclasses that keep `forward` are included.
+        kind: kind of layer shown in reports; default: the first class's name in lower case.
+        layout: returns a view, with the channels last, of a tensor shaped like the output.
         weight: name of the weight parameter.
         bias: name of the bias parameter.
-        refuse: (module) → the reason why a certain module of this type can't be measured, or None.
-        whole: a function of the module and what its forward got that takes scales and mean feature
-            of all rows in one pass; without it they are estimated from the sampled rows.
+        refuse: (module) → the reason why a module of this type can't be measured, or None.
+        whole: a function of the module and the arguments of its forward that returns scales and
+            feature sum of all rows from one pass; without it they are estimated from the sampled
+            rows.
 
     Raises:
-        TypeError: something else than a class of modules is given.
+        TypeError: an argument is not a subclass of `torch.nn.Module`.
 
     Example:
         >>> from torch import nn
@@ -125,15 +126,15 @@ def register_features(
 
 
 def known_rules() -> list[Rule]:
-    """All that there are now."""
+    """Return all registered rules."""
     return list(_RULES.values())
 
 
 def find_rule(module: nn.Module) -> Rule | str | None:
-    """The rule of the module's class or of its nearest base class, or why it refuses; None: none.
+    """Return the rule of the module's class or nearest base class, the reason to refuse, or None.
 
-    A subclass with a `forward` of its own is another layer, and so is one whose weight is made of
-    other parameters.
+    A rule does not apply to a subclass with its own `forward`, nor to a module whose weight is
+    computed from other parameters.
     """
     for base in type(module).__mro__:
         if base in _RULES:
@@ -147,7 +148,7 @@ def find_rule(module: nn.Module) -> Rule | str | None:
 
 
 def _is_derived(module: nn.Module, name: str) -> bool:
-    """Whether a parameter is made of others; it is not looked at, for that would make it."""
+    """Whether a parameter is computed from others; does not read it, which would compute it."""
     if is_parametrized(module, name):
         return True
     return name not in module._parameters and isinstance(vars(module).get(name), Tensor)

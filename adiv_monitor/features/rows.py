@@ -1,4 +1,4 @@
-"""Which rows of a layer are looked at, and how to gather them from a tensor."""
+"""The sampled rows of a layer, and how to gather them from a tensor."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,15 +16,15 @@ Index = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A choice of rows among the uses of a layer's weights in one call.
+    """A sample of the rows of a layer in one call.
 
-    Positions are reckoned on the host, where they were drawn, and travel once per call.
+    Positions are drawn and computed on the host, and copied to the device once per call.
 
     Attributes:
         shape: the output's shape without its channels: (B,) or (B, T) for a linear layer,
             (B, H, W) for a convolution.
-        chosen: sorted positions (rows,) in the flattened `shape`; None: all of them.
-        device: where the tensors are that rows are taken of.
+        chosen: sorted positions (rows,) in the flattened `shape`; None: all rows.
+        device: device of the tensors from which rows are gathered.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Rows:
 
     @cached_property
     def total(self) -> int:
-        """How many rows there are to choose from."""
+        """Number of all rows of the call."""
         return prod(self.shape)
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Rows:
                 return copied
         if self.chosen is None:
             taken = to_compute_dtype(tensor.reshape(self.total, *rest))
-            if taken.data_ptr() == tensor.data_ptr():  # a view: training may change it in place
+            if taken.data_ptr() == tensor.data_ptr():  # training may change a view in place
                 taken = taken.clone()
             return taken
         if tensor.is_contiguous():
@@ -58,18 +58,18 @@ class Rows:
         return to_compute_dtype(tensor[tuple(self._on_device)])
 
     def lie_in(self, tensor: Tensor) -> bool:
-        """Whether a tensor (..., channels) has these rows, where they are; kernels don't ask."""
+        """Whether a tensor (..., channels) has these rows on this device; kernels do not check."""
         is_here = self.chosen is None or self.device == tensor.device
         return is_here and tensor.shape[:-1] == self.shape
 
     @property
     def count(self) -> int:
-        """How many rows are chosen."""
+        """Number of chosen rows."""
         return self.total if self.chosen is None else len(self.chosen)
 
     @property
     def places(self) -> Tensor | None:
-        """The chosen positions, as `flat`; None: all of them."""
+        """The chosen positions on the device; None: all rows."""
         return None if self.chosen is None else self.flat
 
     @cached_property
@@ -90,31 +90,31 @@ class Rows:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Numbers from the host, without waiting for the device."""
+    """Copy an array from the host to a device, without waiting for the device."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def to_compute_dtype(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it already is: the precision of the measures."""
+    """Cast to the precision of the measures: float32, or float64 if the tensor is float64."""
     dtype = tensor.dtype
     return tensor if dtype is torch.float32 or dtype is torch.float64 else tensor.float()
 
 
 def floats_to_compute_dtype(tensor: Tensor) -> Tensor:
-    """Real numbers by `to_compute_dtype`; tokens, masks and the like as they are."""
+    """Cast a floating-point tensor by `to_compute_dtype`; return tokens and masks unchanged."""
     return to_compute_dtype(tensor) if tensor.is_floating_point() else tensor
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether one is a view of the other, or both of a third: what is written to one may show."""
+    """Whether two tensors share storage, so that a write to one may change the other."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The precision of the measures for what is made of this tensor."""
+    """Return the dtype of measures of a tensor: float32, or float64 if the tensor is float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """All parts, one after the other; a part that is alone as it is."""
+    """Concatenate the parts; return a single part without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

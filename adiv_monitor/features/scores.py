@@ -1,13 +1,13 @@
-"""One call of scaled dot-product attention, seen from its scores (spec, section 5).
+"""One call of scaled dot-product attention in terms of its scores (spec, section 5).
 
     Y_ts = q_t·k_s                           the scores, per sample and head
     P    = softmax(Y·scale + mask)           O = P V
     g    = ∂L/∂Y = scale · P ⊙ (dP − rowsum(dP ⊙ P)),   dP = dO Vᵀ
-    ΔY   = Δq kᵀ + q Δkᵀ                     what a change of the projections does, to first order
+    ΔY   = Δq kᵀ + q Δkᵀ                     the first-order effect of a change of the projections
 
 With dropout O = P̃ V, where P̃ is P with entries zeroed and the others divided by 1 − p, and then
-g = scale · (P̃ ⊙ dP − P ⊙ rowsum(P̃ ⊙ dP)). Fused kernels never hold any of these matrices, so all
-is made again on a few samples, some queries at a time.
+g = scale · (P̃ ⊙ dP − P ⊙ rowsum(P̃ ⊙ dP)). Fused kernels never hold any of these matrices, so they
+are recomputed for a few samples, some queries at a time.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adiv_monitor.features.rows import to_compute_dtype
 
-CHUNK = 2**22  # scores that are looked at together
+CHUNK = 2**22  # number of scores that are held in memory at once
 
 Move = tuple[
     Float[Tensor, "samples heads queries width"], Float[Tensor, "samples heads keys width"]
@@ -30,18 +30,18 @@ Move = tuple[
 
 @dataclass(frozen=True)
 class Attention:
-    """The arguments of one call, on some of its samples.
+    """The arguments of one call, for some of its samples.
 
     Attributes:
         query: q.
-        key: k, of every query's head (`of_heads`), as is v.
-        value: v.
-        mask: added to the scores, or boolean with True for what takes part; it broadcasts to
-            (samples, heads, queries, keys).
+        key: k, repeated for every query's head (`of_heads`).
+        value: v, repeated for every query's head.
+        mask: added to the scores, or boolean with True for scores that participate; it broadcasts
+            to (samples, heads, queries, keys).
         causal: query t sees only keys s ≤ t, both counted from the first.
         scale: multiplies the scores.
-        dropout: probability p of an entry of P to be zeroed.
-        kept: the entries that were not; None without dropout.
+        dropout: probability p that an entry of P is zeroed.
+        kept: the entries that were not zeroed; None without dropout.
     """
 
     query: Float[Tensor, "samples heads queries width"]
@@ -54,7 +54,7 @@ class Attention:
     kept: Bool[Tensor, "samples heads queries keys"] | None = None
 
     def probabilities(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
-        """P of some queries; zeros for a query that sees no key, as torch has it."""
+        """Return P of some queries; zeros for a query that sees no key, as in torch."""
         logits = self.query[:, :, queries] @ self.key.mT * self.scale
         if self.mask is not None:
             mask = self.mask.expand(*self.mask.shape[:-2], self.query.shape[2], -1)[..., queries, :]
@@ -66,14 +66,14 @@ class Attention:
         return torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
 
     def output(self) -> Float[Tensor, "samples heads queries value_width"]:
-        """O, which shows whether all of this is what the call did."""
+        """Return O, for comparison with the call's output."""
         parts = [self._dropped(self.probabilities(t), t) @ self.value for t in self.parts]
         return torch.cat(parts, 2)
 
     def score_gradient(
         self, output_gradient: Float[Tensor, "samples heads queries value_width"]
     ) -> Callable[[slice], Float[Tensor, "samples heads some keys"]]:
-        """G = ∂L/∂Y of the queries that are asked for, from ∂L/∂O."""
+        """Return a function that computes G = ∂L/∂Y of a slice of the queries, from ∂L/∂O."""
         dO = to_compute_dtype(by_head(output_gradient))
 
         def of(queries: slice) -> Tensor:
@@ -84,14 +84,14 @@ class Attention:
         return of
 
     def change(self, move: Move, queries: slice = slice(None)) -> Tensor:
-        """ΔY = Δq kᵀ + q Δkᵀ of some queries."""
+        """Return ΔY = Δq kᵀ + q Δkᵀ of some queries."""
         dq, dk = move
         left = torch.cat([dq[:, :, queries], self.query[:, :, queries]], -1)
         return left @ torch.cat([self.key, dk], -1).mT
 
     @property
     def parts(self) -> Iterator[slice]:
-        """All queries, some at a time."""
+        """Slices of the queries with at most `CHUNK` scores each, if possible."""
         samples, heads = self.query.shape[:2]
         queries, keys = self.lengths
         step = max(1, CHUNK // max(1, samples * heads * keys))
@@ -99,7 +99,7 @@ class Attention:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Queries and keys of one head."""
+        """Numbers of queries and keys of one head."""
         return self.query.shape[2], self.key.shape[2]
 
     def _dropped(self, P: Tensor, queries: slice) -> Tensor:
@@ -125,19 +125,19 @@ def attention(
     *,
     samples: Tensor | None = None,
 ) -> Attention:
-    """What `F.scaled_dot_product_attention` was given, on some of its samples.
+    """Return the arguments of `F.scaled_dot_product_attention` for some of its samples.
 
     Args:
-        query: (…, heads, queries, width); dimensions before the heads are samples. Of three
-            dimensions there is one head.
-        key: the same with keys in place of queries; fewer heads if `enable_gqa`.
-        value: like key.
+        query: (…, heads, queries, width); dimensions before the heads are samples. A tensor of
+            three dimensions has one head.
+        key: (…, heads, keys, width), with fewer heads if `enable_gqa`.
+        value: (…, heads, keys, value width), with the heads of `key`.
         attn_mask: see `Attention`.
         dropout_p: see `Attention`.
         is_causal: see `Attention`.
         scale: 1/√width if None.
-        enable_gqa: that fewer heads are meant; nothing is done differently.
-        samples: which samples, (chosen,) int64; None: all.
+        enable_gqa: ignored; keys with fewer heads are always repeated.
+        samples: indices of the samples, (chosen,) int64; None: all.
     """
     q = by_head(query)
     count, heads = q.shape[:2]
@@ -155,19 +155,19 @@ def attention(
 
 
 def by_head(tensor: Tensor) -> Float[Tensor, "samples heads length width"]:
-    """The same with samples and heads in front, if need be one of them."""
+    """Reshape to (samples, heads, length, width); missing dimensions get size 1."""
     if tensor.dim() == 2:
         return tensor[None, None]
     return tensor[:, None] if tensor.dim() == 3 else tensor.flatten(0, -4)
 
 
 def of_heads(tensor: Float[Tensor, "n few keys width"], heads: int) -> Tensor:
-    """Keys or values of every query's head, where several share one (grouped queries)."""
+    """Repeat keys or values for every query's head, where several share one (grouped queries)."""
     return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
 def _aligned(mask: Tensor, query: Tensor) -> Float[Tensor, "samples_or_1 heads_or_1 length keys"]:
-    """The mask with its dimensions where the query's are."""
+    """Reshape the mask so that its dimensions match those of `by_head(query)`."""
     mask = mask[(None,) * (query.dim() - mask.dim())]
     if mask.dim() > 4:
         mask = mask.expand(*query.shape[:-3], -1, -1, -1)
@@ -175,7 +175,7 @@ def _aligned(mask: Tensor, query: Tensor) -> Float[Tensor, "samples_or_1 heads_o
 
 
 def _taken(tensor: Tensor, samples: Tensor | None, count: int) -> Tensor:
-    """Those samples, of what may be one for all of the `count`."""
+    """Select samples of a tensor; one that broadcasts over all `count` samples is returned."""
     if samples is None or len(tensor) < count:
         return tensor
     return tensor.index_select(0, samples)

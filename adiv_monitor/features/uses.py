@@ -1,4 +1,4 @@
-"""How functions use parameters: one rule per family of functions, in `functions`.
+"""Uses of parameters by functions: one rule per family of functions, in `functions`.
 
 A *use* is one call of a function whose result is linear in a parameter of the model. Its rows,
 features and ∂L/∂z follow from the call's arguments and from a hook on its result.
@@ -19,12 +19,12 @@ from adiv_monitor.features.whole import LateScales, Whole
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """The layout of (..., channels)."""
+    """Return the tensor itself: the layout of (..., channels)."""
     return tensor
 
 
 def channels_second(tensor: Tensor) -> Tensor:
-    """The layout of (batch, channels, ...)."""
+    """Move the channels of (batch, channels, ...) to the last dimension."""
     return tensor.movedim(1, -1)
 
 
@@ -33,28 +33,28 @@ def _not_cheap() -> None:
 
 
 class Refused(Exception):
-    """A call that can't be measured, and why: no failure."""
+    """Raised by a rule for a call that can't be measured; the message says why."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """One call of a function, as far as a parameter is concerned: z = Φ_W Wᵀ + φ_b ⊗ b + what else.
+    """One call of a function that uses a parameter: z = Φ_W Wᵀ + φ_b ⊗ b + other terms.
 
     It refers to the call's activations and must not be kept.
 
     Attributes:
-        kind: what reports call it.
+        kind: kind of layer shown in reports.
         weight: the tensor that `Features.by_weight` multiplies, as the function got it.
         bias: the tensor that `Features.by_bias` multiplies, as the function got it.
-        features: φ of the chosen rows.
+        features: returns φ of the chosen rows.
         layout: (tensor shaped like the function's result) → a view of z or of its gradient with
             the channels in the last dimension, so that all dimensions before it are rows.
-        whole: what one pass says of all rows; None where that is not cheap.
-        shaped: brings a tensor shaped like `weight` into the shape that the features expect.
-        part: what of its module this is, where one call uses several parts.
-        form: what else the features depend on, in how they read weight and bias.
-        late: where every row has several scales, those of all rows, for when the gradient comes;
-            None where that is not cheap.
+        whole: returns scales and feature sum of all rows; None where one pass is not enough.
+        shaped: reshapes a tensor shaped like `weight` to the shape that the features expect.
+        part: name of the part of the module, where one call uses several parts.
+        form: anything else on which the features' reading of weight and bias depends.
+        late: where every row has several scales, returns those of all rows for use with the
+            gradient; None where they are expensive.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Use:
 def shape_alike(
     one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], weight: Tensor | None
 ) -> bool:
-    """Whether two ways of shaping a weight put its entries into the same places."""
+    """Whether two reshaping functions put the entries of a weight into the same places."""
     if one is other or weight is None:
         return True
     views = one(weight.detach()), other(weight.detach())
@@ -86,13 +86,13 @@ def shape_alike(
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What a rule may ask about a call, besides its arguments.
+    """Information about a call for its rule, besides the arguments.
 
     Attributes:
-        result: what the function gave.
-        of_model: whether a tensor is made of the model's parameters and constants alone: no data.
-        inside: the Python function of torch's that was opened and makes this call; "" if none.
-        trains: gradients will be asked for, so that a rule refuses what spoils these alone.
+        result: the function's result.
+        of_model: returns whether a tensor depends on parameters and constants alone, not on data.
+        inside: the opened Python function of torch that makes this call; "" if none.
+        trains: gradients are needed, so that a rule also refuses calls that spoil only these.
     """
 
     result: Tensor
@@ -101,11 +101,11 @@ class FunctionCall:
     trains: bool = True
 
     def has_data(self, *values: object) -> bool:
-        """Whether any of them is data."""
+        """Whether any of the values is data."""
         return not all(map(self.of_model, values))
 
     def is_weight(self, value: object) -> TypeGuard[Tensor]:
-        """Whether it is made of the model alone, and a gradient flows back to that."""
+        """Whether the value is a tensor computed from the model alone that requires a gradient."""
         return isinstance(value, Tensor) and value.requires_grad and self.of_model(value)
 
 
@@ -114,21 +114,21 @@ R = TypeVar("R", bound=FunctionRule)
 
 _RULES: dict[str, FunctionRule] = {}
 
-# Functions of torch's that take other arguments than those of the same name in torch.nn.functional.
+# Functions of torch whose arguments differ from those of their namesakes in torch.nn.functional.
 _NAMESAKES = (torch.batch_norm, torch.instance_norm, torch.embedding, torch.embedding_bag)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, as rules know it."""
+    """Return the name under which rules know a function."""
     name: str = getattr(function, "__name__", "")
     return f"torch.{name}" if function in _NAMESAKES else name
 
 
 def uses(*names: str) -> Callable[[R], R]:
-    """Decorate the rule of the functions of these names, or `opened function.name`.
+    """Register the decorated rule for functions of these names, or `opened function.name`.
 
-    A rule gets the `FunctionCall` and what the function got, and returns the use, or several, or
-    None where the parameter is not where the function is linear in it.
+    A rule gets the `FunctionCall` and the function's arguments. It returns one use, several, or
+    None if no parameter is in an argument in which the function is linear.
     """
 
     def decorate(rule: R) -> R:
@@ -142,9 +142,10 @@ def uses(*names: str) -> Callable[[R], R]:
 def uses_in(
     function: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Use]:
-    """The uses that a call of a function is; none if that is not known.
+    """Return the uses of parameters in a call of a function; none if it has no rule.
 
-    Nor where the arguments are other than the rule knows: functions and methods of one name differ.
+    There are also none if the rule does not accept the arguments: a function and a method of the
+    same name may differ.
     """
     rule = _RULES.get(f"{call.inside}.{function}") or _RULES.get(function)
     if rule is None or not call.result.is_floating_point():
@@ -161,7 +162,7 @@ def uses_in(
 
 @cache
 def _takes(rule: FunctionRule, count: int, names: tuple[str, ...]) -> bool:
-    """Whether a rule can be given so many arguments, and those of these names."""
+    """Whether a rule accepts `count` positional arguments and keyword arguments of these names."""
     try:
         inspect.signature(rule).bind(None, *(None,) * count, **dict.fromkeys(names))
     except TypeError:

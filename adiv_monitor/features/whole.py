@@ -1,6 +1,6 @@
-"""What one pass over a layer's input says of *all* its rows, where such a pass is cheap.
+"""Scales and feature sums of *all* rows of a layer, from one cheap pass over its input.
 
-Rows are sampled only for what can't be had so (spec, "From sampled rows to the layer").
+Rows are sampled only for measures that need more (spec, "From sampled rows to the layer").
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from adiv_monitor.features.rows import compute_dtype, joined, to_compute_dtype
 from adiv_monitor.kernels.choice import attempt
 
-CHUNK = 2**17  # entries of a temporary square: stays in a CPU's cache
+CHUNK = 2**17  # entries of a temporary square, so that it stays in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Whole:
     """Scales of all rows of one call, and the sum of their features.
 
     Attributes:
-        weight_square: ‖φ_W‖² of every row; None: not trained.
-        bias_square: φ_b² of every row, or one number for all of them; 0 without a trained bias.
-        weight_sum: Σ_r φ_W,r, in any shape; None where that would take more than a pass.
-        trained: 0 for rows that nothing trains (padding tokens), which count as idle, else 1; None:
-            all are.
+        weight_square: ‖φ_W‖² of every row; None if the weight is not trained.
+        bias_square: φ_b² of every row, or one number for all rows; 0 without a trained bias.
+        weight_sum: Σ_r φ_W,r, in any shape; None where it would take more than one pass.
+        trained: 0 for rows without trained weights (padding tokens), which count as zero-gradient
+            rows, else 1; None if all are trained.
     """
 
     weight_square: Float[Tensor, " rows"] | None
@@ -36,7 +36,7 @@ class Whole:
     trained: Float[Tensor, " rows"] | None = None
 
     def restrict(self, *, weight: bool, bias: bool) -> "Whole":
-        """Of the trained parameters alone."""
+        """Return the scales and the feature sum for the trained parameters alone."""
         if weight and bias:
             return self
         return replace(
@@ -48,16 +48,16 @@ class Whole:
 
 
 class LateScales:
-    """Scales of all rows and groups of one call, as many as activations: made with the gradient.
+    """Scales of all rows and groups of one call, computed only when the gradient arrives.
 
-    They read what autograd keeps until then for the gradient of the weight, so that keeping it
-    takes no memory of its own. Not where hooks decide what is kept (checkpointing, offloading), nor
-    of what was written to since.
+    There are as many scales as activations. They are computed from tensors that autograd keeps for
+    the weight's gradient anyway, so they take no extra memory until then. This does not work where
+    hooks decide what is kept (checkpointing, offloading), or after writes to these tensors.
 
     Args:
-        make: gives ‖φ_W‖², (rows, groups) in the layout of z, of the tensors that it reads: part
-            after part, so that what lies between stays in a CPU's cache.
-        reads: those.
+        make: computes ‖φ_W‖², (rows, groups) in the layout of z, from the tensors, part by part, so
+            that temporaries stay in a CPU's cache.
+        reads: the tensors.
         bias_square: φ_b²; 0 without a bias.
     """
 
@@ -71,16 +71,18 @@ class LateScales:
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether what is read stays in memory in any case."""
+        """Whether autograd keeps the tensors in memory anyway."""
         return not hooks_keep()
 
     def of_gradient(
         self, gradient: Float[Tensor, "*rows channels"], *, bias: bool
     ) -> Float[Tensor, "3 rows"] | None:
-        """Σ_i g_ri², Σ_i s_ri g_ri² and Σ_i s_ri² g_ri² of every row; None: not known any more.
+        """Return Σ_i g_ri², Σ_i s_ri g_ri² and Σ_i s_ri² g_ri² of every row.
+
+        None if the tensors were written to since.
 
         Args:
-            gradient: of all rows.
+            gradient: the gradient of all rows.
             bias: whether the bias is trained.
         """
         if [tensor._version for tensor in self._reads] != self._versions:
@@ -92,7 +94,7 @@ class LateScales:
             start, end = end, end + scale.shape[:-1].numel() // max(positions, 1)
             part = to_compute_dtype(by_entry[start:end])
             groups = scale.shape[-1]
-            # No copy in another order of memory: the sums are several times faster in their own.
+            # The sums are several times faster in memory order, without a copy into another one.
             scale = scale.reshape(*part.shape[:-1], groups)
             if bias and self._bias_square:
                 scale = scale + self._bias_square
@@ -108,20 +110,23 @@ class LateScales:
 
 
 def in_parts(x: Tensor, together: int = 1) -> Sequence[Tensor]:
-    """The samples of a tensor, in parts that stay in a CPU's cache; of its last dimensions, all."""
+    """Split a tensor along its samples into parts that stay in a CPU's cache.
+
+    A tensor with at most `together` dimensions, or on a GPU, is not split.
+    """
     if x.is_cuda or x.dim() <= together or x.numel() <= CHUNK:
         return (x,)
     return torch.split(x, max(1, CHUNK * len(x) // x.numel()))
 
 
 def hooks_keep() -> bool:
-    """Whether hooks hold what autograd keeps: to hand it out they may run a forward pass again."""
+    """Whether saved-tensor hooks are active; unpacking may then rerun a forward pass."""
     holders: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return holders is None or holders(True) is not None  # torch 2.6 does not tell
+    return holders is None or holders(True) is not None  # torch 2.6 lacks the function
 
 
 def squares(x: Tensor, dim: int = -1) -> Tensor:
-    """Σ x² over one dimension, in the precision of the measures; no copy of x as a whole."""
+    """Return Σ x² over one dimension in the precision of the measures, without a copy of x."""
     dim %= x.dim()
     seen = attempt("look", x.movedim(dim, -1), squares=True)
     if seen is not None:
@@ -130,12 +135,12 @@ def squares(x: Tensor, dim: int = -1) -> Tensor:
     if x.is_cuda or x.stride(dim) == 1 or x.dim() < 3:
         norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
         return norms.square()
-    # A CPU takes norms across memory entry by entry: six times slower than squares and sums.
+    # On a CPU, norms over a strided dimension are six times slower than squares and sums.
     return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)])
 
 
 def squares_and_sum(rows: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Tensor]:
-    """Σ x² of every row, and the sum of all rows."""
+    """Return Σ x² of every row, and the sum of all rows."""
     seen = attempt("look", rows, squares=True, sums=True)
     if seen is not None:
         return seen[0], seen[1]

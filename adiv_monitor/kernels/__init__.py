@@ -1,1 +1,1 @@
-"""Triton kernels of what is measured on a GPU, where launches cost more than arithmetic."""
+"""Triton kernels for measuring on a GPU, where launches cost more than arithmetic."""

@@ -1,4 +1,4 @@
-"""Whether a kernel does the work: asked here, for all of them. See `attempt`."""
+"""The choice between a Triton kernel and plain PyTorch, for all kernels. See `attempt`."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,9 +14,9 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def counts_launches(*tensors: Tensor | None) -> bool:
-    """Whether these are of a device where launches cost more than arithmetic, and kernels run.
+    """Return whether kernels run on these tensors, on a device where launches cost most.
 
-    Never in float64, which is asked for where digits matter.
+    Kernels never run in float64, which is used where full precision matters.
     """
     first = tensors[0]
     if first is None or first.device.type not in of_layers.DEVICES:
@@ -26,10 +26,10 @@ def counts_launches(*tensors: Tensor | None) -> bool:
 
 
 def attempt(name: str, *tensors: Tensor | None, **settings: Any) -> Any:
-    """What the launcher of this name finds of tensors; None: plain PyTorch is to find it.
+    """Return the result of the named launcher, or None if plain PyTorch must compute it.
 
-    So on a CPU, in float64, without Triton, of tensors that hide their data, and where the kernel
-    does not start or is not made for this.
+    The result is None on a CPU, in float64, without Triton, for tensors that hide their data, and
+    where the kernel does not start or does not support the arguments.
     """
     if not counts_launches(*tensors):
         return None
@@ -40,7 +40,7 @@ def attempt(name: str, *tensors: Tensor | None, **settings: Any) -> Any:
 
 @cache
 def _launchers() -> dict[str, Callable[..., Any]]:
-    """By name. They need Triton, so they are imported where kernels run, not before."""
+    """Return the launchers by name, imported on first use because they need Triton."""
     from adiv_monitor.kernels import looks, moments, products, steps, totals
 
     of_each = (

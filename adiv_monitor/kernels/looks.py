@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined, no-untyped-def, untyped-decorator"
-"""One pass over the rows of a tensor: squares of all rows, their sum, and a copy of some."""
+"""One pass over the rows of a tensor: squares of all rows, their sum, and a copy of some rows."""
 
 import torch
 import triton
@@ -17,9 +17,9 @@ def look_kernel(
     x, squares, sums, taken, chosen, positions, width, tiles, steps, count,
     x_image, x_position, x_channel, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Squares of rows, sums of a tile's rows; further programs copy rows.
+    """Compute squares of rows and sums of a tile's rows; further programs copy rows.
 
-    What is None is left out.
+    Outputs that are None are skipped.
     """
     program = tl.program_id(0).to(tl.int64)
     if program < steps:
@@ -65,14 +65,18 @@ def look(
     squares: bool = False,
     sums: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-    """Squares, Σ_r x_r, and rows of x (..., channels), all float32.
+    """Return squares, Σ_r x_r, and some rows of x (..., channels), all float32.
 
     Args:
-        x: read once.
-        chosen: numbers of the rows to copy, int64; None: from the first.
-        rows: how many to copy; None: this is not asked for.
-        squares: ‖x_r‖² of every row, (rows,).
-        sums: the sum of all rows, (channels,).
+        x: tensor, read once.
+        chosen: indices of the rows to copy, int64; None: the first rows.
+        rows: number of rows to copy; None: no copy.
+        squares: whether to return ‖x_r‖² of every row, (rows,).
+        sums: whether to return the sum of all rows, (channels,).
+
+    Returns:
+        The three results, None for each that was not requested; None if `x` can't be viewed as
+        images.
     """
     view = as_images(x)
     if view is None:
@@ -94,10 +98,10 @@ def look(
 
 
 def _tile(view: Tensor) -> tuple[int, int]:
-    """Positions and channels of a tile, long in the direction that memory runs."""
+    """Return positions and channels of a tile, longest in the direction of contiguous memory."""
     images, positions, width = view.shape
     rows = images * positions
-    if view.stride(2) <= view.stride(1):  # few rows are to keep many programs busy all the same
+    if view.stride(2) <= view.stride(1):  # even few rows should keep many programs busy
         tile = min(16, power_of_two(divide_up(rows, workers(view, rows, 1))))
         return tile, min(power_of_two(width), _TILE // tile)
     tile = min(128, power_of_two(positions))

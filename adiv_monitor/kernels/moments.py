@@ -9,13 +9,14 @@ from torch import Tensor
 
 from adiv_monitor.kernels.views import as_images
 
-_TILE, _MOST_PARTS = 2048, 256  # two programs on every multiprocessor, should one column be all
-_AT_ONCE = 64  # parts that are added up at once
+# 256: two programs on every multiprocessor, even if all channels are in one column.
+_TILE, _MOST_PARTS = 2048, 256
+_AT_ONCE = 64  # parts that are summed at once
 
 
 @triton.jit
 def pivot_of(x, pivots, channel, x_channel, among):
-    """What goes first, near the mean: its first entry where nothing better is known."""
+    """Load a channel's pivot, a value near its mean: its first entry if no pivots are given."""
     if pivots is not None:
         pivot = tl.load(pivots + channel, mask=among, other=0.0)
     else:
@@ -28,7 +29,7 @@ def moments_kernel(
     x, pivots, sums, positions, width, tiles, steps, x_image, x_position, x_channel,
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ (x − p) and Σ (x − p)² of a program's share of positions; p: a channel's pivot."""
+    """Compute Σ (x − p) and Σ (x − p)² of a program's share of positions; p: a channel's pivot."""
     part = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     among = channel < width
@@ -53,7 +54,7 @@ def moments_kernel(
 
 @triton.jit
 def added_up(sums, parts, width, channel, among, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Sums of some channels from the parts of them, PARTS at once."""
+    """Return the sums of some channels over their parts, PARTS at once."""
     total = tl.zeros((PARTS, CHANNELS), tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
@@ -68,7 +69,7 @@ def normalised_rows_kernel(
     x, pivots, sums, chosen, unit, parts, rows, positions, width, total, eps, x_image, x_position,
     x_channel, ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """x̂ = (x − mean) / √(var + ε) of some rows, from the moments' parts."""
+    """Compute x̂ = (x − mean) / √(var + ε) of some rows, from the partial sums of the moments."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     among = channel < width
     shift = added_up(sums, parts, width, channel, among, PARTS, CHANNELS) / total
@@ -98,13 +99,13 @@ def normalised_rows(
     rows: int,
     eps: float,
 ) -> Tensor | None:
-    """x̂ (rows, channels) of some rows of x (..., channels), by the moments of all.
+    """Return x̂ (rows, channels) of some rows of x (..., channels), by the moments of all rows.
 
     Args:
-        x: read once, and its rows once more.
-        pivots: a number near each channel's mean, (channels,); None: its first entry.
-        chosen: numbers of the rows, int64; None: from the first.
-        rows: how many.
+        x: tensor, read once, and the chosen rows once more.
+        pivots: a number near each channel's mean, (channels,); None: the channel's first entry.
+        chosen: indices of the rows, int64; None: the first rows.
+        rows: number of rows.
         eps: ε.
     """
     view = as_images(x)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
 # ruff: noqa: RUF005 -- tuples in a kernel are added, not unpacked
-"""Everything of a layer's rows in one pass: scales, what the others did, and all row products."""
+"""One pass over a layer's rows: scales, the effect of the other rows, and all row products."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ _TILE = 256  # entries of every vector that a program holds at once
 
 @triton.jit
 def read(first, second, row, first_row, second_row, column, mask):
-    """A part of some rows; the sum of two."""
+    """Load a part of some rows; with two tensors, of their sum."""
     value = tl.load(first + row * first_row + column, mask=mask, other=0.0)
     if second is not None:
         value += tl.load(second + row * second_row + column, mask=mask, other=0.0)
@@ -22,7 +22,7 @@ def read(first, second, row, first_row, second_row, column, mask):
 
 @triton.jit
 def square_of(phi, place, patch, mask):
-    """Σ φ² over what follows some places."""
+    """Return Σ φ² over the `patch` entries from each place."""
     square = tl.zeros(place.shape, tl.float32)
     for k in range(patch):
         value = tl.load(phi + place + k, mask=mask, other=0.0)
@@ -37,7 +37,7 @@ def row_products_kernel(
     feature, GROUPED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has some rows: what `row_products` says of them."""
+    """Compute the results of `row_products` for a program's rows."""
     of_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     within = of_row < rows
     row, inside = of_row[:, None], within[:, None]
@@ -105,7 +105,7 @@ def row_products_kernel(
         tl.store(sums + of_row, tl.sum(shift, 1), mask=within)
         tl.store(norms + of_row, tl.sqrt(tl.sum(shift_square, 1)), mask=within)
         top = tl.max(most, 1)
-        top = tl.where(total != total, total, top)  # a maximum loses NaN
+        top = tl.where(total != total, total, top)  # tl.max drops NaN
         tl.store(largest + of_row, top, mask=within)
 
 
@@ -121,23 +121,26 @@ def row_products(
     *,
     feature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """Products (rows, k, k) of the vectors, scales s (rows, groups), lengths ‖φ_r‖, and of groups.
+    """Return products of row vectors (rows, k, k), scales s (rows, groups), ‖φ_r‖, group sums.
 
-    The vectors are G, e, z, of several groups e's part by the row's own scale, e's part by the
-    other rows, d, and d's part by the bias, those that there are. Of several groups the last are
-    (3, rows): Σ (s − p) and √Σ (s − p)² over a row's scales, p being the first of all, and the
-    largest; else None.
+    The vectors are G, e, z, with several groups also the part of e by the row's own scale, then the
+    part of e by the other rows, d, and the bias's part of d; None arguments are skipped. With
+    several groups the last result is (3, rows): Σ (s − p) and √Σ (s − p)² over a row's scales, p
+    being the first scale of all, and the largest scale; else it is None.
 
     Args:
-        phi: (rows, groups, n_feat), of the weight.
+        phi: features of the weight, (rows, groups, n_feat).
         G: (rows, n_total), to be multiplied by the factor.
         factor: one number; None: 1.
-        e: (rows, n_total), of the weight.
-        e_bias: what the bias adds to it; None: nothing.
+        e: the weight's part of e, (rows, n_total).
+        e_bias: the bias's part, to be added to it; None: no bias.
         z: (rows, n_total).
-        d: as e; None: no step was taken.
+        d: the weight's part of d, as for e; None: no step was taken.
         d_bias: as e_bias.
         feature: φ_b, 0 without a bias.
+
+    Returns:
+        The four results; None if the kernel does not support these dtypes or shapes.
     """
     vectors = [G, e, e_bias, z, d, d_bias]
     if any(t is not None and t.dtype != torch.float32 for t in (phi, *vectors)):

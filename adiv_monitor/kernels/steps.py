@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What a step took away from a parameter, and its products, in one pass."""
+"""The change of a parameter in an optimizer step, and its products, in one pass."""
 
 import torch
 import triton
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from adiv_monitor.kernels.views import lies_alike
 
-_BLOCK, _CHUNK = 1024, 8192  # entries at once, and of a program
+_BLOCK, _CHUNK = 1024, 8192  # entries at once, and entries of a program
 
 
 @triton.jit
 def step_products_kernel(
     before, now, gamma, taken, norms, products, size, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Write taken = before − now, which may be `before` itself; norms and products of parts."""
+    """Write taken = before − now, possibly over `before`; and norms and products of its parts."""
     start = tl.program_id(0).to(tl.int64) * CHUNK
     square = tl.zeros((BLOCK,), tl.float32)
     product = tl.zeros((BLOCK,), tl.float32)
@@ -35,9 +35,9 @@ def step_products_kernel(
 def step_products(
     before: Tensor, now: Tensor, gamma: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What was taken away, w = before − now; norms of its parts, and ⟨w, γ⟩ of those; float32.
+    """Return the change w = before − now, norms of its parts, and their ⟨w, γ⟩; all float32.
 
-    In place of `before`, which is given up, if that is float32.
+    A float32 `before` is overwritten with the result. Return None if the layouts differ.
     """
     if not lies_alike(before, now, gamma):
         return None

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Sums over all rows of layers that have equally many."""
+"""Sums over the rows of several layers with equal numbers of rows."""
 
 import torch
 import triton
@@ -9,7 +9,8 @@ from torch import Tensor
 
 _SUMS = 7
 _BLOCK = 2048
-_MOST = 2**15  # rows: one multiprocessor of many reads a layer, and with more it is the slower way
+# Most rows: one multiprocessor reads a layer, which is slower than PyTorch for more rows.
+_MOST = 2**15
 
 
 @triton.jit
@@ -17,7 +18,7 @@ def totals_kernel(
     weight_square, bias_square, square, bias, count, sums, entries, layers, rows,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has one layer, and reads it twice."""
+    """Compute the sums of one layer per program, in two passes."""
     layer = tl.program_id(0).to(tl.int64)
     zero = tl.zeros((BLOCK,), tl.float32)
     active, G_G, own_G, own_own = zero.to(tl.int32), zero, zero, zero
@@ -45,7 +46,7 @@ def totals_kernel(
     many = tl.sum(active, 0)
     sum_of_scales = tl.sum(total, 0)
     mean = sum_of_scales / many.to(tl.float32)
-    # A pass of its own: scales that are all the same must read a spread of zero.
+    # A second pass, so that the spread of equal scales is exactly zero.
     spread = zero
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -59,7 +60,7 @@ def totals_kernel(
         deviation = tl.where(length != 0, scale - mean, 0.0)
         spread += deviation * deviation
     top = tl.max(most, 0)
-    top = tl.where(sum_of_scales != sum_of_scales, sum_of_scales, top)  # a maximum loses NaN
+    top = tl.where(sum_of_scales != sum_of_scales, sum_of_scales, top)  # tl.max drops NaN
     tl.store(count + layer, many.to(tl.int64))
     found = (tl.sum(G_G, 0), tl.sum(own_G, 0), tl.sum(own_own, 0), sum_of_scales,
              tl.sqrt(tl.sum(spread, 0)), top, tl.sum(weights, 0))  # fmt: skip
@@ -72,18 +73,18 @@ def totals_kernel(
 def totals(
     weight_square: Tensor, square: Tensor, bias_square: Tensor | None, *, bias: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """How many rows are active, (layers, 1); the sums over them; and their scales, NaN of others.
+    """Return the number of active rows (layers, 1), sums over them, and scales of active rows.
 
     The sums (7, layers, 1) are Σ ‖g_r‖², Σ s_r ‖g_r‖², Σ s_r² ‖g_r‖², Σ s_r, √(Σ (s_r − mean)²),
-    the largest s_r, and Σ ‖φ_W‖² over all rows.
+    the largest s_r, and Σ ‖φ_W‖² over all rows. The scales (layers, rows) are NaN for other rows.
 
-    None of very many rows, over which PyTorch's own sums are spread better.
+    Return None for very many rows, where PyTorch's own sums use the device better.
 
     Args:
-        weight_square: (layers, rows).
-        square: likewise.
-        bias_square: likewise; None: one number for all.
-        bias: that.
+        weight_square: ‖φ_W‖², (layers, rows).
+        square: ‖g_r‖², (layers, rows).
+        bias_square: ‖φ_b‖², (layers, rows); None: it is `bias` for all rows.
+        bias: ‖φ_b‖² of all rows.
     """
     given = (weight_square, square, *([] if bias_square is None else [bias_square]))
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in given):

@@ -1,21 +1,21 @@
-"""How kernels see tensors."""
+"""The views through which kernels read tensors."""
 
 import torch
 from torch import Tensor
 
 
 def as_images(x: Tensor) -> Tensor | None:
-    """Rows (..., channels) as (images, positions, channels) where they lie; None: they can't be."""
+    """View rows (..., channels) as (images, positions, channels); return None if impossible."""
     for shape in ((1, -1), (x.shape[0], -1)) if x.dim() > 1 else ((1, 1),):
         try:
             return x.detach().view(*shape, x.shape[-1])
-        except RuntimeError:  # not in even steps
+        except RuntimeError:  # the strides allow no such view
             continue
     return None
 
 
 def lies_alike(*tensors: Tensor) -> bool:
-    """Whether all fill their memory without a gap, entry by entry in the same order."""
+    """Return whether all tensors are dense in memory, with the same shape and strides."""
     first = tensors[0]
     alike = all(t.shape == first.shape and t.stride() == first.stride() for t in tensors)
     return alike and torch.ops.aten.is_non_overlapping_and_dense(first)

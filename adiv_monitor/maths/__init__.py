@@ -1,1 +1,1 @@
-"""The maths of the measures: sums over rows on the device, estimates from them on the host."""
+"""Formulas of the measures: sums over rows on the device, estimates from them on the host."""

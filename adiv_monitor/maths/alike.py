@@ -1,4 +1,4 @@
-"""Layers that are alike are looked at together; where that fails, one by one."""
+"""Batched processing of layers of the same kind, with a fallback to one layer at a time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -8,7 +8,7 @@ Fail = Callable[[str, Exception], None]
 
 
 def raised(path: str, error: Exception) -> None:
-    """Nobody wants to hear of it: raise the exception that a layer met."""
+    """Raise the exception: the failure callback for callers that do not collect failures."""
     raise error
 
 
@@ -17,15 +17,15 @@ def of_alike(
     together: Callable[[Sequence[str]], Mapping[str, Found]],
     fail: Fail,
 ) -> dict[str, Found]:
-    """What is found of all layers, by path, without those that fail by themselves.
+    """Return the results of all layers by path, without the layers that fail on their own.
 
-    Stacked arrays take memory that those of one layer don't, and one layer's numbers may be such
-    that no others should suffer.
+    A group that fails is repeated layer by layer: stacked arrays may not fit into memory, and one
+    layer's numbers must not cost the others their results.
 
     Args:
-        groups: paths of layers that are alike.
-        together: finds it of such a group.
-        fail: called with the path of a layer that fails by itself, and the exception.
+        groups: paths of layers of the same kind, one sequence per group.
+        together: computes the results of one group, by path.
+        fail: called with the path of a layer that fails on its own, and the exception.
     """
     found: dict[str, Found] = {}
     for paths in groups:

@@ -3,9 +3,9 @@
     G = ∂L/∂Y of the scores Y_ts = q_t·k_s     d = −ΔY of the step     e = ΔY of a gradient, M G
     D_ts = ‖∂Y_ts/∂Θ‖²                          the attention scale, the diagonal of M
 
-What a row is to a layer, all scores of one sample are here; each head is looked at like a layer of
-its own, and all of them together like one more. Samples are a choice, so that every measure has a
-standard error. Only active scores count, g ≠ 0: what a mask hides is idle. Float64, on the host.
+All scores of one sample take the place of a row. Each head is measured like a layer of its own, and
+all heads together like one more layer. The samples are a subset of the batch, so every measure has
+a standard error. Only active scores count, g ≠ 0: masked scores are not. Float64, on the host.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def attention_cosine(d_G: Sum, d_d: Sum, G_G: Sum, sample: Sample) -> Estimate:
 
 
 def attention_gradient_cosine(e_G: Sum, e_e: Sum, G_G: Sum, sample: Sample) -> Estimate:
-    """`attention_cosine` of a plain gradient step."""
+    """Return the `attention_cosine` that a plain gradient step would have."""
     return measures.gradient_cosine(e_G, e_e, G_G, sample)
 
 
@@ -35,7 +35,7 @@ def attention_scale_mean(scales: ScaleSums[Array], rest: float) -> Estimate:
 
     Args:
         scales: sums of every head (or all heads), (heads, samples).
-        rest: share of all scores whose scale was not taken.
+        rest: share of all scores whose scale was not computed.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         mean, _ = _moments(scales)
@@ -58,20 +58,20 @@ def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
 
 
 def _moments(scales: ScaleSums[Array]) -> tuple[PerLayer, PerLayer]:
-    """Mean and variance of D_ts − p."""
+    """Return the mean and the variance of D_ts − p."""
     count = scales.count.sum(1)
     mean = scales.sum.sum(1) / count
     return mean, np.maximum(scales.square.sum(1) / count - mean**2, 0.0)
 
 
 def _per_sample(scales: ScaleSums[Array]) -> Float[np.ndarray, "layers 1"]:
-    """Active scores of a sample whose scale was taken, on average."""
+    """Return the mean number, per sample, of active scores whose scale was computed."""
     found: np.ndarray = scales.count.mean(1, keepdims=True)
     return found
 
 
 def _error(influence: PerRow, rest: float) -> PerLayer:
-    """Of a ratio of means over samples; 0 where the rest of the scores is none."""
+    """Return the standard error of a ratio of means over samples; 0 if `rest` is 0."""
     samples = influence.shape[1]
     if not rest:
         return np.zeros(len(influence))
@@ -82,7 +82,7 @@ def _error(influence: PerRow, rest: float) -> PerLayer:
 
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
-    """The measures of one attention: as far as they are known, of all heads and of each."""
+    """Return the measures of one attention that are known, of all heads together and of each."""
     rows = map_samples(sums, _heads)
     seen, total = rows.G_G.shape[1], sums.samples
     sample = Sample(np.full(len(rows.G_G), float(total)), rows.G_G != 0)
@@ -112,5 +112,5 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
 
 
 def _heads(sums: Float[Array, "samples heads"]) -> Float[Array, "layers samples"]:
-    """What estimates take for layers: all heads together, then one after the other."""
+    """Arrange the sums as `estimates` expects layers: all heads together, then each head."""
     return np.concatenate([sums.sum(1, keepdims=True), sums], 1).T

@@ -1,10 +1,10 @@
 """The record of one attention in a measured step: sums over the scores of every sample and head.
 
-    g = ∂L/∂Y of the scores Y_ts     ΔY what a move of the parameters does to them
+    g = ∂L/∂Y of the scores Y_ts     ΔY = the change of the scores by a move of the parameters
     D_ts = ‖∂Y_ts/∂Θ‖²               the attention scale
 
-Only active scores count, g ≠ 0: what a mask hides is idle. The numbers are tensors until the one
-transfer of a step, float64 arrays afterwards, as in `maths/sums.py`: `T` is which. On the host the
+Only active scores count, g ≠ 0: masked scores are not. The numbers (type `T`) are tensors until the
+one transfer of a step, and float64 arrays afterwards, as in `maths/sums.py`. On the host the
 records of several calls, or of several ranks, are merged into one.
 """
 
@@ -25,11 +25,11 @@ from adiv_monitor.maths.sums import Array, T
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoveSums(Generic[T]):
-    """How far a move of the scores goes downhill, for every sample and head.
+    """Sums for the cosine between a move of the scores and their gradient, by sample and head.
 
     Attributes:
         G: ⟨ΔY, g⟩, (samples, heads).
-        square: ‖ΔY‖², likewise.
+        square: ‖ΔY‖², (samples, heads).
     """
 
     G: T
@@ -38,15 +38,15 @@ class MoveSums(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaleSums(Generic[T]):
-    """The attention scales of those active scores whose scale is taken.
+    """Sums of the attention scales D_ts over those active scores whose scale is computed.
 
     Attributes:
-        pivot: p, a number near them, so that scales that are all the same have no spread; ().
-        count: how many there are, (samples, heads).
-        sum: Σ (D_ts − p), likewise.
-        square: Σ (D_ts − p)², likewise.
-        error: how far off one of them is, relative to it, by its whole gradient; ().
-        share: of all scores of these samples, the part whose scale is taken.
+        pivot: p, a number near the scales, so that equal scales have a spread of zero; ().
+        count: number of these scores, (samples, heads).
+        sum: Σ (D_ts − p), (samples, heads).
+        square: Σ (D_ts − p)², (samples, heads).
+        error: relative error of one of the scales, by comparison with its whole gradient; ().
+        share: share of all scores of these samples whose scale is computed.
     """
 
     pivot: T
@@ -59,13 +59,13 @@ class ScaleSums(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RerunErrors(Generic[T]):
-    """How far the module, run once more, was from its forward pass, relative to that; each ().
+    """Relative differences between the module's rerun and its forward pass; each ().
 
     Attributes:
-        query: of the queries.
-        key: of the keys.
-        output: of the output, or of the scaled queries where scores are made explicitly.
-        precision: rounding of the coarsest number on the way.
+        query: error of the queries.
+        key: error of the keys.
+        output: error of the output, or of the scaled queries where scores are explicit.
+        precision: rounding of the coarsest dtype in the computation.
     """
 
     query: T
@@ -75,26 +75,26 @@ class RerunErrors(Generic[T]):
 
     @property
     def tolerance(self) -> float:
-        """How far rounding may take two ways to one number apart, relative to it.
+        """Largest relative difference that rounding explains between two ways to one number.
 
-        Products of float32 may be taken with fewer digits (TensorFloat-32), half precision has few;
-        and some libraries' norms and rotations round to float32 in any case.
+        Float32 products may be computed with fewer digits (TensorFloat-32), half precision has few,
+        and some libraries' norms and rotations always round to float32.
         """
         return min(max(1e-4, 50 * math.sqrt(self.precision)), 0.05)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSums(Generic[T]):
-    """What is known of one attention in a measured step.
+    """The record of one attention in a measured step.
 
     Attributes:
-        samples: how many received a gradient; the numbers are of some of them.
+        samples: number of samples that received a gradient; the sums are over some of them.
         G_G: ‖g‖², (samples, heads).
-        e: a plain gradient step, as a descent direction.
-        errors: whether the module, run once more, did the same again.
-        d: the optimizer's step, as a descent direction; None: there was none.
-        scale: None: it is not known.
-        no_scale: why it is not known.
+        e: sums of a plain gradient step, as a descent direction.
+        errors: how closely the module's rerun reproduced its forward pass.
+        d: sums of the optimizer's step, as a descent direction; None if no step was taken.
+        scale: sums of the attention scales; None if they are not known.
+        no_scale: why `scale` is None.
     """
 
     samples: int
@@ -116,14 +116,15 @@ def move_sums(
     MoveSums[Tensor],
     Bool[Tensor, "samples heads queries draws"],
 ]:
-    """Sums over the active scores of every sample and head, for one move of the scores.
+    """Sum over the active scores of every sample and head, for one move of the scores.
 
     Returns:
-        ‖g‖², what the move does, and whether the scores Y_ts with the keys s of `keys` are active.
+        ‖g‖², the sums of the move, and whether the scores Y_ts with the keys s of `keys` are
+        active.
 
     Args:
         call: the attention.
-        score_gradient: G of some queries.
+        score_gradient: returns G of a slice of the queries.
         move: Δq and Δk.
         keys: for every sample, head and query some keys, −1 for none.
     """
@@ -147,11 +148,11 @@ def scale_sums(
     error: Float[Tensor, ""],
     share: float,
 ) -> ScaleSums[Tensor]:
-    """Sums over the active ones among some scores, of every sample and head.
+    """Sum the scales over the active ones among some scores, for every sample and head.
 
     Args:
         scale: D_ts.
-        active: which of them are active.
+        active: which of the scores are active.
         error: as in `ScaleSums`.
         share: as in `ScaleSums`.
     """
@@ -163,14 +164,14 @@ def scale_sums(
 
 
 def map_samples(sums: AttentionSums[T], of: Callable[[T], T]) -> AttentionSums[T]:
-    """The record with what a function makes of every number that is one of samples and heads."""
+    """Return the record with a function applied to every number of shape (samples, heads)."""
     return with_numbers(sums, [of(x) if x.ndim == 2 else x for x in numbers_of(sums)])
 
 
 def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
-    """The record of several calls, or ranks, with equally many heads: their samples side by side.
+    """Merge the records of several calls or ranks with equally many heads: concatenate samples.
 
-    Errors are the largest. What some of them don't know is not known of the whole.
+    Errors are the largest of all. A field that one of the records lacks is None in the result.
     """
     has_d = all(sums.d is not None for sums in several)
     scales = [sums.scale for sums in several if sums.scale is not None]
@@ -193,7 +194,7 @@ def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
 
 
 def _around(scale: ScaleSums[Array], pivot: Array) -> ScaleSums[Array]:
-    """The same scales, relative to another number."""
+    """Return the sums of the same scales relative to another pivot."""
     off = scale.pivot - pivot
     return replaced(
         scale,

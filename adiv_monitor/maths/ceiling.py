@@ -1,4 +1,4 @@
-"""What the ceiling needs of all active rows: ΦᵀΦ and ΦᵀG, or the rows while they are few."""
+"""`attainable_cosine` from all active rows: from ΦᵀΦ and ΦᵀG, or from the rows if they are few."""
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ KNOWN = DenseFeatures | OneHotFeatures | BlockFeatures
 
 
 class Ceiling:
-    """Gathers Φ and G of all active rows, call by call, in float64; gives `attainable_cosine`."""
+    """Accumulator of Φ and G of all active rows, call by call, in float64."""
 
     def __init__(self) -> None:
         self._squared: Tensor | float = 0.0
@@ -22,7 +22,7 @@ class Ceiling:
     def add(self, features: Features, gradient: Tensor) -> None:
         """Add the rows of one call: features and ∂L/∂z (rows, n_total)."""
         gradient = gradient.double()
-        if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
+        if isinstance(features, OneHotFeatures):  # rows of the untrained padding token are idle
             gradient = gradient * features.trained[:, None]
         active = gradient.any(1).nonzero()[:, 0]
         features, gradient = features.pick(active), gradient.index_select(0, active)
@@ -37,19 +37,19 @@ class Ceiling:
         phi = features.columns().double()
         width = gradient.shape[1] // phi.shape[1]
         self._rows.append((phi, gradient.reshape(*phi.shape[:2], width)))
-        # As soon as there are more rows than features, the sums are the smaller of the two.
+        # Once there are more rows than features, the sums take less memory than the rows.
         if self._gram is not None or sum(len(phi) for phi, _ in self._rows) > phi.shape[2]:
             self._sum_up()
 
     def rescale(self, factor: Tensor) -> None:
-        """The gradient of the rows added so far was multiplied by a factor."""
+        """Multiply the gradient of the rows added so far by a factor."""
         factor = factor.double()
         self._squared = self._squared * factor**2
         self._rows = [(phi, gradient * factor) for phi, gradient in self._rows]
         self._cross = None if self._cross is None else self._cross * factor
 
     def cosine(self) -> Tensor:
-        """‖P_Φ G‖ / ‖G‖ over the active ones of all rows added."""
+        """Return ‖P_Φ G‖ / ‖G‖ over the active rows among all rows added."""
         norm = torch.as_tensor(self._squared).sqrt()
         if self._gram is not None and self._cross is not None:
             return attainable_cosine(self._gram, self._cross, norm)
@@ -57,7 +57,7 @@ class Ceiling:
         return attainable_cosine_of_rows(phi, gradient)
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """ΦᵀΦ, ΦᵀG and ‖G‖² of all rows added, which add up over ranks."""
+        """Return ΦᵀΦ, ΦᵀG and ‖G‖² of all rows added; they add up over ranks."""
         self._sum_up()
         assert self._gram is not None and self._cross is not None
         return self._gram, self._cross, torch.as_tensor(self._squared)
@@ -71,7 +71,7 @@ class Ceiling:
         self._rows.clear()
 
     def _add_tokens(self, features: OneHotFeatures, gradient: Tensor) -> None:
-        # ΦᵀΦ is diagonal: how often each token came. Tokens are its groups, with one feature each.
+        # ΦᵀΦ is diagonal: the count of each token. Every token is a group with one feature.
         if self._gram is None or self._cross is None:
             self._gram = gradient.new_zeros(features.vocabulary, 1, 1)
             self._cross = gradient.new_zeros(features.vocabulary, 1, gradient.shape[1])
@@ -79,7 +79,7 @@ class Ceiling:
         self._cross[:, 0].index_add_(0, features.token, gradient)
 
     def _add_blocks(self, features: BlockFeatures, gradient: Tensor) -> None:
-        # So is that of blocks: each is a group.
+        # ΦᵀΦ is block-diagonal: every block is a group.
         gram, cross = features.sums_of_squares(gradient)
         self._gram = gram if self._gram is None else self._gram + gram
         self._cross = cross if self._cross is None else self._cross + cross
@@ -115,23 +115,23 @@ def attainable_cosine_of_rows(
 ) -> Float[Tensor, ""]:
     """`attainable_cosine` from Φ and G themselves, cheaper when rows < n_feat.
 
-    Eigenvectors of ΦΦᵀ (rows × rows) with an eigenvalue span the columns of Φ.
+    Eigenvectors of ΦΦᵀ (rows × rows) with a nonzero eigenvalue span the columns of Φ.
     """
     has_rows, phi, blocks = len(G) > 0, phi.transpose(0, 1), G.transpose(0, 1)
     between = phi @ phi.mT
     whole: Tensor = torch.linalg.vector_norm(blocks)
     if not has_rows or _is_regular(between):
-        return whole / whole  # the rows are independent: each can go its own way
+        return whole / whole  # independent rows: every move of the outputs can be reached
     _, vectors, kept = _spectrum(between)
     attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])
     return attained / whole
 
 
 def _is_regular(gram: Float[Tensor, "groups n n"]) -> bool:
-    """Whether all eigenvalues are far above what `_spectrum` takes for zero.
+    """Whether all eigenvalues are far above those that `_spectrum` treats as zero.
 
-    They are where S − 10·n·ε·‖S‖_∞ has a Cholesky factor, λ_max being at most ‖S‖_∞. That is a
-    small part of the price of eigenvectors, which are needed only where it has none.
+    They are if S − 10·n·ε·‖S‖_∞ has a Cholesky factor, since λ_max ≤ ‖S‖_∞. This test costs a small
+    part of an eigendecomposition, which is needed only where there is no factor.
     """
     n = gram.shape[-1]
     largest = gram.abs().sum(-1).amax(-1)
@@ -141,9 +141,9 @@ def _is_regular(gram: Float[Tensor, "groups n n"]) -> bool:
 
 
 def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max.
+    """Return eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max.
 
-    Of a matrix that is not finite they are NaN, and none is zero.
+    The eigenvalues of a matrix that is not finite are NaN, and none counts as zero.
     """
     finite = gram.isfinite().all()
     values, vectors = torch.linalg.eigh(torch.where(finite, gram, 0))

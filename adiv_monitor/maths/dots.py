@@ -1,7 +1,7 @@
-"""Dot products on the device, in as few operations as can be; all further arithmetic is the host's.
+"""Dot products on the device in as few operations as possible; the host does all other arithmetic.
 
-Float32 sums of many alike entries drift where they are added up one after the other, as norms and
-`torch.dot` do on a CPU (by a percent over thirty million): here they are taken in two stages.
+Sequential float32 sums of many similar entries drift, as in norms and `torch.dot` on a CPU (by a
+percent over thirty million entries). The sums here are therefore taken in two stages.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from adiv_monitor.kernels.choice import counts_launches
 
 
 def of_rows(vectors: Sequence[Float[Tensor, "rows n"]]) -> Float[Tensor, "rows k k"]:
-    """a_r·b_r of every row, for every pair of the k matrices."""
+    """Return a_r·b_r of every row, for every pair of the k matrices."""
     stacked = torch.stack(list(vectors), dim=1)
     return stacked @ stacked.mT
 
 
 def norms(tensor: Tensor) -> Float[Tensor, " parts"]:
-    """Norms of parts of a tensor whose squares add up to its own square."""
+    """Return norms of parts of a tensor; their squares add up to the square of its norm."""
     return norms_of([tensor])[0]
 
 
 def norms_of(tensors: list[Tensor]) -> list[Float[Tensor, " parts"]]:
-    """The same of several, in one operation where launches cost: a GPU sums in stages anyway."""
+    """Return `norms` of several tensors, in one kernel on a GPU, which sums in stages anyway."""
     if tensors and counts_launches(*tensors):
         found = torch._foreach_norm(tensors, 2, dtype=torch.float32)
         return [norm.reshape(1) for norm in found]
@@ -41,6 +41,6 @@ def _of_parts(flat: Tensor) -> Tensor:
 
 
 def norm(tensor: Tensor) -> Float[Tensor, ""]:
-    """‖tensor‖ in two stages."""
+    """Return ‖tensor‖, summed in two stages."""
     found: Tensor = torch.linalg.vector_norm(norms(tensor))
     return found

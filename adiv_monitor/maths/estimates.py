@@ -1,13 +1,13 @@
-"""From sampled rows to the layer: sums over all rows, what follows from them, and how sure that is.
+"""Estimates of a layer's measures, with standard errors, from sums over sampled rows.
 
 A measure of a layer is over all its active rows; rows are sampled only to estimate it (spec, "From
-sampled rows to the layer"). With R of T rows looked at, chosen evenly and none twice, a sum over
-all rows is T/R times the sum over those. Every measure is a product of such sums with powers; the
-error of each, relative to the sum, is known from the spread of the rows, and the delta method gives
-what it does to the product: its standard error, and the bias of order 1/R, which is taken off.
+sampled rows to the layer"). With R of T rows sampled, uniformly and without replacement, a sum over
+all rows is T/R times the sum over the sample. Every measure is a product of powers of such sums.
+The spread of the rows gives the relative error of each sum; the delta method turns these into the
+product's standard error and its bias of order 1/R, which is subtracted.
 
-Everything is float64 numpy on the host, of any number of layers at once: arrays are (layers,) or
-(layers, rows). Idle rows, whose gradient is zero, count as rows that add nothing.
+Everything is float64 numpy on the host, for any number of layers at once: arrays are (layers,) or
+(layers, rows). Zero-gradient rows count as rows that add nothing.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ PerRow = Float[np.ndarray, "layers rows"]
 
 
 class Estimate(NamedTuple):
-    """A measure of every layer, and its standard error: 0 where it is exact."""
+    """A measure of every layer and its standard error, which is 0 where the measure is exact."""
 
     value: PerLayer
     error: PerLayer
 
 
 def variance_share(seen: PerLayer, total: PerLayer, counted: PerLayer | None = None) -> PerLayer:
-    """(1 − R/T)/(n − 1): what is left of the rows' variance in the variance of their mean.
+    """Return (1 − R/T)/(n − 1): the variance of the rows' mean relative to the rows' variance.
 
-    0 when all rows were looked at, infinite for one row of several.
+    0 when all rows were sampled, infinite for one row of several.
 
     Args:
-        seen: R, rows looked at.
-        total: T, rows.
-        counted: n, those that the mean is over, such as the active ones; all seen if None.
+        seen: R, number of sampled rows.
+        total: T, number of all rows.
+        counted: n, number of rows that the mean is over, such as the active ones; R if None.
     """
     rest = 1 - seen / np.maximum(total, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -46,13 +46,13 @@ def variance_share(seen: PerLayer, total: PerLayer, counted: PerLayer | None = N
 
 @dataclass(frozen=True)
 class Sample:
-    """How many of how many rows were looked at; which of those are active.
+    """The sampled rows of every layer: their number, the number of all rows, and the active ones.
 
     Attributes:
-        total: T, rows of every layer.
-        active: (layers, rows), rows whose gradient is not zero.
-        counts: R, rows looked at of every layer, if the arrays have more places than these; what
-            stands in the others, which come last, counts nowhere.
+        total: T, number of rows of every layer.
+        active: (layers, rows), whether a row's gradient is nonzero.
+        counts: R, number of sampled rows of every layer, if the arrays are padded; the padding
+            comes last and is ignored. None if they are not padded.
     """
 
     total: PerLayer
@@ -61,26 +61,26 @@ class Sample:
 
     @cached_property
     def seen(self) -> PerLayer:
-        """R, rows looked at of every layer."""
+        """R, number of sampled rows of every layer."""
         if self.counts is not None:
             return self.counts
         return np.full(len(self.active), float(self.active.shape[1]))
 
     @cached_property
     def empty(self) -> Bool[np.ndarray, "layers rows"] | None:
-        """Places of no row; None if there are none."""
+        """Entries that are padding; None if there is none."""
         if self.counts is None:
             return None
         return np.arange(self.active.shape[1]) >= self.counts[:, None]
 
     def mean(self, rows: PerRow) -> PerLayer:
-        """The mean over the rows looked at, of what is 0 in places of no row."""
+        """Return the mean over the sampled rows of an array that is 0 in its padding."""
         found: PerLayer = rows.sum(1) / np.maximum(self.seen, 1)
         return found
 
     @cached_property
     def active_seen(self) -> PerLayer:
-        """Rows looked at that are active; infinite where all rows were looked at."""
+        """Number of sampled rows that are active; infinite where all rows were sampled."""
         found: PerLayer = np.where(self.variance_share > 0, self.active.sum(1), np.inf)
         return found
 
@@ -90,7 +90,7 @@ class Sample:
         return variance_share(self.seen, self.total)
 
     def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
-        """The same of what is a mean over those rows alone."""
+        """Return the `variance_share` of a mean over the counted rows alone."""
         return variance_share(self.seen, self.total, counted.sum(1))
 
 
@@ -99,10 +99,10 @@ class Sum:
     """A sum over all rows of every layer.
 
     Attributes:
-        total: its value; NaN where it is not exact and no active row was looked at.
-        spread: what every sampled row's T-fold would add to it beyond the mean of these; 0 where
-            the total is exact, NaN where one active row of several can't tell.
-        doubt: how many times as much of its error every row brings as its spread says; None: once.
+        total: its value; NaN where it is not exact and no active row was sampled.
+        spread: T times every sampled row, minus the mean of these; 0 where the total is exact, NaN
+            where there is only one active row of several.
+        doubt: factor by which every row's contribution to the error exceeds its spread; None: 1.
     """
 
     total: PerLayer
@@ -110,12 +110,12 @@ class Sum:
     doubt: PerRow | None = None
 
     def as_error(self, spread: PerRow) -> PerRow:
-        """A spread as large as errors are."""
+        """Return the spread times `doubt`, for use in errors."""
         return spread if self.doubt is None else spread * self.doubt
 
 
 def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Sum:
-    """The sum over all rows: the exact one where it is given and a number, else from the rows."""
+    """Return the sum over all rows: `exact` where it is given and not NaN, else the estimate."""
     scaled = rows * sample.total[:, None]
     with np.errstate(invalid="ignore"):
         mean = scaled.sum(1) / sample.seen
@@ -131,13 +131,13 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
 
 
 def by_ratio(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
-    """A sampled sum told from how it goes with a positive one, whose exact value is known.
+    """Estimate a sampled sum by its ratio to a positive sum whose exact value is known.
 
-    `of.total · exact / by.total` (W. Cochran, Sampling Techniques, ch. 6), less its bias of order
-    1/R: far more certain where few rows hold most of both, such as the rows that a loss still cares
-    for. Its error is the jackknife's: how the ratio would change without a row, and so that of a
-    row which holds much of `by` is more than what the ratio leaves of it. Where `exact` is NaN, or
-    two active rows were not looked at, or all rows, the sum as it is.
+    `of.total · exact / by.total` (W. Cochran, Sampling Techniques, ch. 6), minus its bias of order
+    1/R. This is far more precise where a few rows hold most of both sums, as when only a few rows
+    still have a large gradient. The error is the jackknife's: the change of the ratio without a
+    row, which exceeds the row's residual if the row holds much of `by`. The sum is returned
+    unchanged where `exact` is NaN, fewer than two active rows were sampled, or all rows were.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = exact / by.total
@@ -159,12 +159,12 @@ def by_ratio(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
 
 
 class Sizes(NamedTuple):
-    """How large rows are, by a measure that is known of all of them.
+    """Sizes of rows, by a quantity whose sum over all rows is known.
 
     Attributes:
-        rows: of every sampled row; 0 of idle ones.
-        total: their sum over all rows; NaN where that is unknown.
-        squares: the sum of their squares over all rows.
+        rows: size of every sampled row; 0 for zero-gradient rows.
+        total: sum of the sizes over all rows; NaN where it is unknown.
+        squares: sum of the squared sizes over all rows.
     """
 
     rows: PerRow
@@ -173,20 +173,20 @@ class Sizes(NamedTuple):
 
 
 def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
-    """A sampled sum of what grows with a row's size, as ‖d_r‖² with ‖φ_r‖²: `by_ratio` to that.
+    """Estimate by `by_ratio` a sum of values that grow with a row's size, as ‖d_r‖² with ‖φ_r‖².
 
-    Few rows may hold most of such a sum, and a sample that lacks them can't know. So its error is
-    that of the sample or, if larger, that of the model v_r = r s_r (1 + τ ξ_r) with ξ_r of variance
-    1, which counts the rows that were not looked at (R. Royall, On finite population sampling
-    theory under certain linear regression models, 1970):
+    A few rows may hold most of such a sum, and a sample without them cannot show it. Its error is
+    therefore that of the sample or, if larger, that of the model v_r = r s_r (1 + τ ξ_r) with ξ_r
+    of variance 1, which includes the rows that were not sampled (R. Royall, On finite population
+    sampling theory under certain linear regression models, 1970):
 
         τ² r² [(S/S_seen − 1)² Σ_seen s_r² + Σ_rest s_r²],   τ² = mean of (v_r/(r s_r) − 1)²
 
     Args:
         of: the sum.
-        values: v_r of the sampled rows, 0 of idle ones.
+        values: v_r of the sampled rows, 0 for zero-gradient rows.
         sizes: s_r.
-        sample: the rows.
+        sample: the sampled rows.
     """
     found = by_ratio(of, over_rows(sizes.rows, sample), sizes.total, sample)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -203,10 +203,10 @@ def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
 
 
 def by_regression(of: Sum, by: Sum, exact: PerLayer) -> Sum:
-    """A sampled sum of either sign, told from its rows' slope on those of a sum that is known.
+    """Estimate a sampled sum of either sign by regression on a sum whose exact value is known.
 
-    `of.total + β (exact − by.total)`, β the slope of least squares (W. Cochran, Sampling
-    Techniques, ch. 7). Where `exact` is NaN, the sum as it is.
+    `of.total + β (exact − by.total)`, β the least-squares slope of the rows (W. Cochran, Sampling
+    Techniques, ch. 7). The sum is returned unchanged where `exact` is NaN.
     """
     known = ~np.isnan(exact)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -217,12 +217,12 @@ def by_regression(of: Sum, by: Sum, exact: PerLayer) -> Sum:
 
 
 def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample) -> Estimate:
-    """N Π_j S_j^p_j, less its bias of order 1/R, with its standard error by the delta method.
+    """Return N Π_j S_j^p_j minus its bias of order 1/R, with the delta method's standard error.
 
     Args:
         numerator: N, of either sign, perhaps 0.
         factors: S_j, not negative, and their powers p_j.
-        sample: the rows behind those of the sums that are not exact.
+        sample: the sampled rows of the sums that are not exact.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         share = sample.variance_share
@@ -232,8 +232,8 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         doubted = np.zeros_like(numerator.spread)  # the same, as far as errors go
         own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
         for factor, power in factors:
-            # A zero that is divided by has no direction, whatever the parameters say besides; a
-            # sum that overflowed is not known.
+            # A vector of length zero has no direction, even if the parameters give a nonzero
+            # numerator; a sum that overflowed is unknown.
             unknown = ((factor.total == 0) & (power < 0)) | np.isinf(factor.total)
             total = np.where(unknown, np.nan, factor.total)
             rest = rest * total**power
@@ -254,8 +254,8 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         bias = np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
         squares = by_chance(sample.mean(influence**2), share)
         error = np.sqrt(np.where(share == 0, 0.0, squares))  # exact, however large they are
-        # What is of order 1/R is less than what is of order 1/√R, or tells nothing; nor does it
-        # turn the sign of what has one for certain.
+        # The bias, of order 1/R, must not exceed the error, of order 1/√R, nor change the sign of
+        # a value whose numerator is exact.
         limit = np.where(np.isnan(error), np.inf, error)
         certain = ~numerator.spread.any(1)
         limit = np.where(certain, np.minimum(limit, np.abs(value) / 2), limit)
@@ -263,15 +263,15 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
 
 
 def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sample) -> Estimate:
-    """The mean over those rows that count; NaN where there are none."""
+    """Return the mean over the counted rows; NaN where there are none."""
     ones = over_rows(counted.astype(np.float64), s)
     return product(over_rows(np.where(counted, rows, 0.0), s), [(ones, -1)], s)
 
 
 def share_error(hits: PerLayer, rows: PerLayer, sample: Sample) -> PerLayer:
-    """Standard error of a share of rows; none of few rows is not yet none of all.
+    """Return the standard error of a share of rows; it is not 0 if no sampled row is a hit.
 
-    √(p(1 − p)) of p = (hits + 1)/(rows + 2), Laplace's rule, in place of the sample's own spread.
+    √(p(1 − p)) with p = (hits + 1)/(rows + 2), Laplace's rule, replaces the sample's own spread.
     """
     p = (hits + 1) / (rows + 2)
     spread = p * (1 - p) * sample.seen / np.maximum(rows, 1)
@@ -280,7 +280,7 @@ def share_error(hits: PerLayer, rows: PerLayer, sample: Sample) -> PerLayer:
 
 
 class Ends(NamedTuple):
-    """Between what the values of all rows lie; arrays are (layers, levels), NaN what is unknown."""
+    """Bounds of the values of all rows; arrays are (layers, levels), NaN where unknown."""
 
     least: np.ndarray | float
     most: np.ndarray | float
@@ -293,23 +293,23 @@ def quantiles(
     ends: Ends | None = None,
     rounding: PerLayer | float = 0.0,
 ) -> tuple[Float[np.ndarray, "layers levels"], Float[np.ndarray, "layers levels"]]:
-    """Quantiles of the entries that are not NaN, with linear interpolation, and their errors.
+    """Return linearly interpolated quantiles of the entries that are not NaN, and their errors.
 
-    The error is half the distance of the quantiles one standard error of the level,
-    √(p(1 − p) · share), to either side, or a quarter of the distance at two of them, whichever is
-    more (Woodruff 1952): near an end few entries lie within one. Where the quantile sits among
-    entries that are alike, it jumps from these to the next: the distance of the farther of those k
-    errors away by k, the largest of k = 1, 2, 3. And n alike ones don't exclude that up to 3/n of
-    all rows are others (rule of three): where that reaches the level, half the way to the end.
-    NaN for one entry of several. All NaN without entries.
+    The error is half the distance between the quantiles one standard error of the level,
+    √(p(1 − p) · share), to either side, or a quarter of the distance at two standard errors,
+    whichever is larger (Woodruff 1952): near an end few entries lie within one. A quantile among
+    equal entries jumps from these to the next value. There the error is the distance to the farther
+    of the two quantiles k standard errors away, divided by k, the largest for k = 1, 2, 3. And n
+    equal entries do not exclude that up to 3/n of all rows differ (rule of three): where that
+    reaches the level, the error is half the distance to the end. NaN for one entry of several. All
+    NaN without entries.
 
     Args:
-        values: the entries; NaN counts as none.
+        values: the entries; NaN is ignored.
         levels: 0 to 1.
         share: `Sample.variance_share`.
-        ends: the least and the most that any row may have; None: of rows that were not seen nothing
-            is to be reckoned with.
-        rounding: how far apart entries may lie that are alike.
+        ends: bounds of the values of all rows; None: the rule of three is not applied.
+        rounding: largest difference of entries that count as equal.
     """
     ordered = np.sort(values)  # NaN last
     counts = (ordered == ordered).sum(-1, keepdims=True)
@@ -336,13 +336,13 @@ def quantiles(
         to_ends = np.where(at <= others, _distance(ends.least, found), 0.0)
         to_ends = np.maximum(to_ends, np.where(1 - at <= others, _distance(found, ends.most), 0.0))
         error = np.where((error <= alike) & (width > 0), np.maximum(error, to_ends / 2), error)
-    alone = (counts == 1) & (width > 0)  # one row of several can't tell
-    error = np.where(width == 0, 0.0, error)  # also of what is not finite, or is not there
+    alone = (counts == 1) & (width > 0)  # one row of several has no spread
+    error = np.where(width == 0, 0.0, error)  # also where the quantile is not finite
     return found, np.where(alone, np.nan, error)
 
 
 def _distance(low: np.ndarray | float, high: np.ndarray | float) -> np.ndarray:
-    """How far apart two values are; infinite ones of one sign are the same."""
+    """Return high − low; 0 for two infinities of the same sign."""
     with np.errstate(invalid="ignore"):
         distance: np.ndarray = np.where(np.equal(high, low), 0.0, np.subtract(high, low))
     return distance
@@ -353,7 +353,7 @@ def _interpolated(
     counts: Float[np.ndarray, "layers 1"],
     levels: Float[np.ndarray, "layers levels"],
 ) -> Float[np.ndarray, "layers levels"]:
-    """Quantiles of the first so many entries."""
+    """Return quantiles of the first `counts` entries of every layer."""
     if ordered.shape[-1] == 0:
         return np.full(levels.shape, np.nan)
     last = np.maximum(counts - 1, 0)
@@ -369,12 +369,12 @@ def _interpolated(
 
 
 def by_chance(chance: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Their product; 0 where nothing was left to chance, whatever the other is."""
+    """Return `chance · other`; 0 where `chance` is 0, even if `other` is not finite."""
     with np.errstate(invalid="ignore"):
         found: np.ndarray = np.where(chance == 0, 0.0, chance * other)
     return found
 
 
 def bias_by_chance(share: PerLayer, second: PerLayer) -> PerLayer:
-    """Their product, the bias that terms of second order tell; 0 where one row can't tell it."""
+    """Return `share · second`, the bias by the second-order terms; 0 where `share` is infinite."""
     return by_chance(np.where(np.isfinite(share), share, 0.0), second)

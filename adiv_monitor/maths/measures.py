@@ -1,14 +1,14 @@
-"""The measures: what one optimizer step does to a layer's activations, against what it should do.
+"""The measures: the effect of one optimizer step on a layer's activations, against the ideal one.
 
 A layer that is linear in its parameters gives, for every *row* r (one use of its weights: a sample,
-a token, a patch), the output z_r = Θ φ_r with features φ_r. Gradient descent on Θ wants to move
-z_r by −η g_r, g_r = ∂L/∂z_r (*ideal*), but really moves it by −η Σ_k M_rk g_k, M = ΦΦᵀ (paper,
-eqns 46 and 54). The functions below compare the two. They know nothing of modules or hooks.
+a token, a patch), the output z_r = Θ φ_r with features φ_r. The ideal step of gradient descent
+would move z_r by −η g_r, g_r = ∂L/∂z_r, but the step on Θ moves it by −η Σ_k M_rk g_k, M = ΦΦᵀ
+(paper, eqns 46 and 54). The functions below compare the two, independently of modules and hooks.
 
     G      ∂L/∂z of all rows, in the units of the gradient that the optimizer saw
-    e      = M G = Φ (∂L/∂Θ)ᵀ: what a plain gradient step would do, per unit of learning rate
-    d      = −Φ ΔΘᵀ: what the optimizer's step did, as a descent direction
-    r      = z before − z after the step, all layers having moved: what really happened
+    e      = M G = Φ (∂L/∂Θ)ᵀ: the move of a plain gradient step, per unit of learning rate
+    d      = −Φ ΔΘᵀ: the move of the optimizer's step, as a descent direction
+    r      = z before − z after the step, all layers having moved: the realised move
     scale  = ‖φ_r‖², the diagonal D of M; ‖x‖² + 1 for an affine layer (eqn 11)
 
 A grouped layer is a set of independent layers, each with its own Φ: D is one number per row and
@@ -16,7 +16,7 @@ group; an elementwise gain has one group per feature. Only *active* rows count, 
 
 Nearly all measures follow from sums over the rows: the argument `d_G` is Σ_r d_r·g_r = ⟨d, G⟩,
 `G_G` is ‖G‖², and so on, each exact or estimated from sampled rows (`estimates.py`). A vector of
-length zero has no direction: what would need one is NaN. Many layers at once, float64.
+length zero has no direction: a measure that needs one is NaN. Many layers at once, float64.
 """
 
 import numpy as np
@@ -50,7 +50,7 @@ def gradient_cosine(e_G: Sum, e_e: Sum, G_G: Sum, sample: Sample) -> Estimate:
 
 
 def diagonal_cosine(own_G: Sum, own_own: Sum, G_G: Sum, sample: Sample) -> Estimate:
-    """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal."""
+    """cos(D G, G), in [0, 1]: the effect of the row scales alone; exactly 1 if all are equal."""
     return _cosine(own_G, own_own, G_G, sample)
 
 
@@ -60,15 +60,15 @@ def _cosine(a_b: Sum, a_a: Sum, b_b: Sum, sample: Sample) -> Estimate:
 
 
 def interference_ratio(rest_rest: Sum, own_own: Sum, sample: Sample) -> Estimate:
-    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49)."""
+    """‖e − D G‖ / ‖D G‖, ≥ 0: a row's move by the other rows against its own (eqn 49)."""
     return product(_one(sample), [(rest_rest, 0.5), (own_own, -0.5)], sample)
 
 
 def effective_lr(d_G: Sum, G_G: Sum, sample: Sample) -> Estimate:
-    """⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill.
+    """⟨d, G⟩ / ‖G‖²: the learning rate at which the activations move downhill.
 
-    η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. Its spread
-    between layers is what a per-layer learning rate could fix.
+    η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. A per-layer
+    learning rate could fix its spread between layers.
     """
     return product(d_G, [(G_G, -1)], sample)
 
@@ -84,7 +84,7 @@ def bias_share(A_A: Sum, B_B: Sum, sample: Sample) -> Estimate:
     A = Φ_W ΔΘ_Wᵀ, B = φ_b ⊗ ΔΘ_b.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        # By the smaller of the two, so that one of them may be zero.
+        # The ratio of the smaller norm to the larger, so that one of them may be zero.
         by_weight = product(_one(sample), [(A_A, 0.5), (B_B, -0.5)], sample)
         by_bias = product(_one(sample), [(B_B, 0.5), (A_A, -0.5)], sample)
         small = A_A.total < B_B.total
@@ -96,14 +96,14 @@ def bias_share(A_A: Sum, B_B: Sum, sample: Sample) -> Estimate:
 def descent(d_G: Sum, sample: Sample) -> Estimate:
     """⟨d, G⟩: first-order decrease of the loss by this layer's step, −⟨∂L/∂Θ, ΔΘ⟩.
 
-    With the gradient that the optimizer saw: of a clipped one it is smaller than the loss's own
-    decrease by the clipping factor.
+    The gradient is the one that the optimizer saw: if it was clipped, the result is smaller than
+    the loss's own decrease by the clipping factor.
     """
     return product(d_G, [], sample)
 
 
 def realised_cosine(r_G: Sum, r_r: Sum, G_G: Sum, sample: Sample) -> Estimate:
-    """cos(r, G), in [−1, 1], r = −(z after the step − z): did what really happened go downhill?
+    """cos(r, G), in [−1, 1], r = −(z after the step − z); 1: the realised move is downhill.
 
     z after the step is that of the same forward pass with the new weights: all layers before this
     one have moved as well (spec, section 4).
@@ -112,7 +112,7 @@ def realised_cosine(r_G: Sum, r_r: Sum, G_G: Sum, sample: Sample) -> Estimate:
 
 
 def single_layer_share(r_d: Sum, r_r: Sum, d_d: Sum, sample: Sample) -> Estimate:
-    """cos(r, d), in [−1, 1]: how much of what really happened is this layer's own step.
+    """cos(r, d), in [−1, 1]: how much of the realised move is this layer's own step.
 
     1 for a layer whose inputs have not changed, such as the first.
     """
@@ -120,11 +120,11 @@ def single_layer_share(r_d: Sum, r_r: Sum, d_d: Sum, sample: Sample) -> Estimate
 
 
 def first_order_error(b_b: Sum, r_r: Sum, sample: Sample) -> Estimate:
-    """2 ‖r − 2h‖ / ‖r‖, ≥ 0, h = what half the step does: how far r is from proportional to it.
+    """2 ‖r − 2h‖ / ‖r‖, ≥ 0, h = the move of half the step: how far z is from linear in the step.
 
-    With z(t) for the weights θ + t Δθ of the whole network, r − 2h = −z″/4 + O(‖Δθ‖³), so that this
-    is ‖Δz − J Δθ‖ / ‖Δz‖, what the first-order picture of the whole step leaves out, J = ∂z/∂θ, up
-    to terms of the next order. 0 where z is linear in the weights.
+    With z(t) for the weights θ + t Δθ of the whole network, r − 2h = −z″/4 + O(‖Δθ‖³). So this is
+    ‖Δz − J Δθ‖ / ‖Δz‖ with J = ∂z/∂θ, the relative error of the first-order approximation of the
+    whole step, up to terms of the next order. 0 where z is linear in the weights.
     """
     value, error = product(_one(sample), [(b_b, 0.5), (r_r, -0.5)], sample)
     return Estimate(2 * value, 2 * error)
@@ -138,14 +138,13 @@ def row_cosines(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
 def row_cosine_mean(cosines: PerRow, sample: Sample, rounding: PerLayer) -> Estimate:
     """Mean of the row cosines, in [−1, 1].
 
-    Where all rows seen are alike, or each at one of the two ends (those of a layer with one output
-    are ±1), its error is that of a share of rows: that none of few is otherwise tells little of
-    the rest.
+    Where the cosines of all sampled rows are equal, or all are ±1 (as in a layer with one output),
+    the error is that of a share of rows: a few equal rows say little about the others.
 
     Args:
-        cosines: of the rows seen; NaN without a direction.
-        sample: the rows.
-        rounding: by how much cosines may differ that are alike.
+        cosines: cosines of the sampled rows; NaN without a direction.
+        sample: the sampled rows.
+        rounding: largest difference of cosines that count as equal.
     """
     counted = ~np.isnan(cosines)
     value, error = mean_of_active(cosines, counted, sample)
@@ -164,7 +163,7 @@ def row_cosine_mean(cosines: PerRow, sample: Sample, rounding: PerLayer) -> Esti
 def harmed_fraction(d_G: PerRow, sample: Sample, d_d: Sum) -> Estimate:
     """Share of the active rows with d_r·g_r < 0, in [0, 1]: this step raises their loss.
 
-    NaN if no row is active, if the step moved nothing, and where numbers are not finite.
+    NaN if no row is active, if the step moved nothing, or where numbers are not finite.
     """
     harmed = (d_G < 0) & sample.active
     value, _ = mean_of_active(harmed.astype(np.float64), sample.active, sample)
@@ -174,11 +173,11 @@ def harmed_fraction(d_G: PerRow, sample: Sample, d_d: Sum) -> Estimate:
 
 
 def idle_share(sample: Sample, active: PerLayer) -> Estimate:
-    """Share of rows whose gradient is exactly zero, in [0, 1]: they ask for nothing.
+    """Share of zero-gradient rows, in [0, 1]: their gradient is exactly zero.
 
     Args:
-        sample: the rows looked at.
-        active: how many of all rows are active; NaN where only the sample tells.
+        sample: the sampled rows.
+        active: number of active rows among all; NaN where it is known from the sample only.
     """
     seen, total = sample.active.sum(1), np.maximum(sample.total, 1)
     with np.errstate(invalid="ignore"):
@@ -195,19 +194,19 @@ def scale_mean(sums: Sum, count: Sum, sample: Sample) -> Estimate:
 
     Args:
         sums: Σ_r ‖φ_r‖², over groups too.
-        count: how many numbers that are.
-        sample: the rows looked at.
+        count: number of summed scales.
+        sample: the sampled rows.
     """
     return product(sums, [(count, -1)], sample)
 
 
 def scale_cv(squared: PerLayer, sums: PerLayer, count: PerLayer) -> PerLayer:
-    """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected.
+    """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the divergence that differs by row; 0 if corrected.
 
     Args:
         squared: Σ (‖φ_r‖² − their mean)².
         sums: Σ ‖φ_r‖².
-        count: how many numbers that are.
+        count: number of summed scales.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         cv: PerLayer = np.sqrt(squared * count) / sums
@@ -217,14 +216,14 @@ def scale_cv(squared: PerLayer, sums: PerLayer, count: PerLayer) -> PerLayer:
 def scale_cv_of_rows(
     sums: PerRow, squares: PerRow, groups: PerLayer, pivot: PerLayer, sample: Sample
 ) -> Estimate:
-    """`scale_cv` from sampled rows, less its bias of order 1/R.
+    """Estimate `scale_cv` from sampled rows, minus its bias of order 1/R.
 
     Args:
         sums: Σ (‖φ_r‖² − pivot) over the row's groups.
         squares: Σ (‖φ_r‖² − pivot)² over the row's groups.
-        groups: how many groups there are.
-        pivot: a number near the scales of each layer, so that nothing cancels.
-        sample: the rows looked at.
+        groups: number of groups.
+        pivot: a number near the scales of each layer, against cancellation.
+        sample: the sampled rows.
     """
     rows, per_row = sample.active, groups[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -241,7 +240,7 @@ def scale_cv_of_rows(
         share = sample.share_of(rows) / np.maximum(rows.sum(1), 1)
         influence = value[:, None] * (of_variance / 2 - of_mean)
         error = np.sqrt(by_chance(share, (influence**2).sum(1)))
-        # The terms of second order; and a sample's variance lacks that of its mean, dm²m²/v.
+        # The second-order terms; a sample's variance lacks that of its mean, dm²m²/v.
         second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
         lacking = np.where(is_spread, (of_mean / value[:, None]) ** 2, 0.0)
         bias = bias_by_chance(share, (second - lacking / 2).sum(1))
@@ -251,8 +250,8 @@ def scale_cv_of_rows(
 def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
     """Largest ‖φ_r‖² of the sampled rows, which the largest of all rows may exceed.
 
-    By how much no sample can tell: the error is NaN, but 0 if all rows were looked at. NaN without
-    active rows.
+    No sample determines by how much: the error is NaN, or 0 if all rows were sampled. The value is
+    NaN without active rows.
     """
     top = np.where(sample.active, largest, -np.inf).max(1, initial=-np.inf)
     found = np.where(sample.active.any(1), top, np.nan)
@@ -262,12 +261,12 @@ def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
 def common_share(sum_square: PerLayer, count: PerLayer, squares: PerLayer) -> PerLayer:
     """‖mean_r φ_W,r‖² / mean_r ‖φ_W,r‖², in [0, 1]: how much of the rows is one common vector.
 
-    The mean feature: all rows share it, so that through it each disturbs every other. What centring
-    the inputs would take out (spec, "The mean feature").
+    That vector is the mean feature, through which each row disturbs every other. Centring the
+    inputs would remove it (spec, "The mean feature").
 
     Args:
         sum_square: ‖Σ_r φ_W,r‖².
-        count: over how many rows.
+        count: number of rows.
         squares: Σ_r ‖φ_W,r‖².
     """
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -278,13 +277,13 @@ def common_share(sum_square: PerLayer, count: PerLayer, squares: PerLayer) -> Pe
 def common_share_of_rows(
     products: PerRow, squares: PerRow, count: PerLayer, sample: Sample
 ) -> Estimate:
-    """`common_share` from sampled rows, less its bias: few rows look more alike than many.
+    """Estimate `common_share` from sampled rows, minus its bias, which is large for few rows.
 
     Args:
-        products: φ_r·Σ_k φ_k over the active rows seen.
+        products: φ_r·Σ_k φ_k over the sampled active rows.
         squares: ‖φ_r‖².
-        count: N, how many active rows there are in all.
-        sample: the rows looked at.
+        count: N, number of active rows among all.
+        sample: the sampled rows.
     """
     rows = sample.active
     n = rows.sum(1)
@@ -292,7 +291,7 @@ def common_share_of_rows(
         together = np.where(rows, products, 0.0).sum(1)
         alone = np.where(rows, squares, 0.0).sum(1)
         mean = alone / n
-        # Pairs of different rows tell the mean's length; each row's own square is known besides.
+        # Pairs of different rows estimate the mean's length; each row's own square is added below.
         pairs = np.where(n > 1, (together - alone) / (n * (n - 1.0)), 0.0)
         whole, rest = n >= count, 1 / np.maximum(count, n)
         ratio = pairs / mean
@@ -319,13 +318,13 @@ def projection_cosine(a_u: PerLayer, a_a: PerLayer, u_u: PerLayer) -> PerLayer:
     """cos(a, u), in [−1, 1]: the applied update a against the optimizer's u.
 
     They differ when code rescales, clips, projects or averages the weights after the step. Near 0
-    the projection made the update orthogonal; below 0 it fights it.
+    the applied update is orthogonal to the optimizer's; below 0 it points against it.
     """
     return _of_vectors(a_u, a_a, u_u)
 
 
 def applied_cosine(a_gamma: PerLayer, a_a: PerLayer, gamma_gamma: PerLayer) -> PerLayer:
-    """cos(a, −γ), in [−1, 1]: what was applied, after every projection, against the gradient."""
+    """cos(a, −γ), in [−1, 1]: the applied update, after every projection, against the gradient."""
     return -_of_vectors(a_gamma, a_a, gamma_gamma)
 
 
@@ -335,7 +334,7 @@ def _of_vectors(a_b: PerLayer, a_a: PerLayer, b_b: PerLayer) -> PerLayer:
 
 
 def _of_squares(a_b: PerRow, a_a: PerRow, b_b: PerRow) -> PerRow:
-    """a·b / (‖a‖ ‖b‖); NaN where a square overflowed, which is not known then."""
+    """Return a·b / (‖a‖ ‖b‖); NaN where a square overflowed."""
     with np.errstate(divide="ignore", invalid="ignore"):
         # Two divisions: the product of two small norms may underflow where neither norm does.
         cosines: PerRow = a_b / np.sqrt(a_a) / np.sqrt(b_b)
@@ -349,7 +348,7 @@ def _one(sample: Sample) -> Sum:
 def holds_more(
     e_G: Sum, gamma_gamma: PerLayer, terms: PerLayer, tolerance: PerLayer, sample: Sample
 ) -> Bool[np.ndarray, " layers"]:
-    """Whether γ is more than c·GᵀΦ of these rows, beyond what sampling and rounding explain.
+    """Whether γ differs from c·GᵀΦ of these rows by more than sampling and rounding explain.
 
     ⟨e, G⟩ = ⟨γ, GᵀΦ⟩ over all rows, which is ‖γ‖² if γ = GᵀΦ.
 
@@ -357,8 +356,8 @@ def holds_more(
         e_G: ⟨e, G⟩ from sampled rows.
         gamma_gamma: ‖γ‖².
         terms: Σ |e_r·g_r|.
-        tolerance: how far rounding may take them apart, relative to ‖γ‖² + Σ |e_r·g_r|.
-        sample: the rows looked at.
+        tolerance: largest difference by rounding, relative to ‖γ‖² + Σ |e_r·g_r|.
+        sample: the sampled rows.
     """
     value, error = descent(e_G, sample)
     with np.errstate(invalid="ignore"):
@@ -369,10 +368,10 @@ def holds_more(
 
 
 def represents(sampled: PerLayer, whole: PerLayer) -> Bool[np.ndarray, " layers"]:
-    """Whether a sample holds about as much of a sum as it should: no few rows hold most of it.
+    """Whether the estimate of a sum by a sample is close to the exact sum.
 
-    Otherwise it does not know its own error: where a loss still cares for three samples of 64, most
-    draws miss what they ask for.
+    Otherwise a few rows hold most of the sum, and the sample's estimate of its own error is wrong:
+    if three samples of 64 still have a large gradient, most draws miss them.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Bool[np.ndarray, " layers"] = np.abs(sampled / whole - 1) < _REPRESENTED
@@ -380,5 +379,5 @@ def represents(sampled: PerLayer, whole: PerLayer) -> Bool[np.ndarray, " layers"
 
 
 _REPRESENTED = 0.3
-_ERRORS = 5  # a heavy tail may look like two errors more than it is
-_ENOUGH = 32  # rows; fewer don't know their own error
+_ERRORS = 5  # standard errors; a heavy tail makes a deviation look two of them larger
+_ENOUGH = 32  # rows; the error estimated from fewer is unreliable

@@ -1,7 +1,7 @@
-"""From numbers on the host to the measures of each layer, with their standard errors.
+"""The measures of each layer, with standard errors, from the numbers on the host.
 
-Layers that were looked at alike are measured together: one operation for all of them costs little
-more than for one.
+Layers whose records have the same structure are measured together: one operation for all of them
+costs little more than for one.
 """
 
 import math
@@ -35,28 +35,28 @@ from adiv_monitor.maths.records import R, joined, present
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Moved, Vector, factor_of
 from adiv_monitor.report import QUANTILE_LEVELS
 
-# The quantiles that are taken: for histograms, and for p05, p50, p95.
+# The quantile levels: those of histograms, and p05, p50, p95.
 _PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
 G, E, Z, OWN, REST, D, BIAS = Vector
-# What a weight makes of a row, which grows with the row.
+# Vectors that a weight makes of a row: their norms grow with the row's.
 _GROWING = (D, E, REST, Z)
-# Layers with up to so many rows are filled up to one number; those with more, to less than twice.
+# Layers with at most this many rows are padded to one length; others to less than twice theirs.
 _FILLED = 255
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """A layer, and how far the parameters speak for its rows.
+    """A layer's record, and whether the parameters' dot products apply to its rows.
 
     Attributes:
-        layer: what is known of it.
-        exact: nothing speaks against γ = c·GᵀΦ with a known c, so that what the parameters say
-            holds for the rows.
+        layer: the layer's record.
+        exact: nothing contradicts γ = c·GᵀΦ with a known c, so that sums over the parameters are
+            exact for the rows.
         suspected: at the last measured step γ seemed to be more than c·GᵀΦ.
-        own_gamma: ⟨γ, γ′⟩, with γ′ what the layer has contributed to γ, which differs where others
-            use its parameters; NaN if unknown.
-        own_w: ⟨w, γ′⟩ likewise.
+        own_gamma: ⟨γ, γ′⟩ with γ′ the layer's contribution to γ, which differs from γ where other
+            layers use its parameters; NaN if unknown.
+        own_w: ⟨w, γ′⟩; NaN if unknown.
     """
 
     layer: LayerSums[Array]
@@ -71,13 +71,14 @@ class Measured:
     """The measures of one layer.
 
     Attributes:
-        values: by name.
-        errors: standard errors of those that are not exact.
-        quantiles: of `scale` and `row_cosine`, at `QUANTILE_LEVELS`.
-        idle_seen: idle rows among those seen.
+        values: the measures by name.
+        errors: standard errors of the measures that are not exact.
+        quantiles: quantiles of `scale` and `row_cosine`, at `QUANTILE_LEVELS`.
+        idle_seen: number of zero-gradient rows in the sample.
         suspected: γ seems to be more than c·GᵀΦ, beyond what sampling and rounding explain.
-        holds_more: it is.
-        common_unknown: rows are idle, and the sample was not asked how alike the others are.
+        holds_more: γ is more than c·GᵀΦ: the suspicion is confirmed.
+        common_unknown: some rows have zero gradient, and `common_share` was not computed from the
+            sample.
     """
 
     values: dict[str, float]
@@ -90,7 +91,7 @@ class Measured:
 
 
 def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Measured]:
-    """Every measure of every layer, without those that fail; `fail` gets path and exception."""
+    """Return all measures by layer, without failing layers: `fail` gets path and exception."""
     alike: dict[object, list[str]] = defaultdict(list)
     for path, judged in layers.items():
         alike[_kind(judged.layer)].append(path)
@@ -103,7 +104,7 @@ def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Meas
 
 
 def _kind(layer: LayerSums[Array]) -> object:
-    """What layers have in common that can be measured together."""
+    """Return a key that is equal for layers that can be measured together."""
     several = layer.totals, layer.blocks, layer.common
     single = layer.scale, layer.realised, layer.attainable, layer.dots.w_w, layer.dots.a_w
     return (
@@ -114,7 +115,7 @@ def _kind(layer: LayerSums[Array]) -> object:
 
 
 def _filled(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
-    """All of them in one array; those of different length are filled up."""
+    """Stack the arrays; pad those of different length with `fill`."""
     first = arrays[0].shape
     if all(array.shape == first for array in arrays):
         return np.array(arrays)
@@ -126,13 +127,13 @@ def _filled(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
 
 
 def _stacked(records: Iterable[R | None]) -> R | None:
-    """One record of those of several layers that are alike, its arrays (layers, …)."""
+    """Stack records of the same structure into one with arrays (layers, …); None if all are."""
     some = [record for record in records if record is not None]
     return joined(some, _filled) if some else None
 
 
 class _StackedLayers:
-    """Layers that are alike, as arrays (layers, …)."""
+    """Layers with records of the same structure, as arrays (layers, …)."""
 
     def __init__(self, judged: Sequence[Judged]) -> None:
         layers = self.layers = [x.layer for x in judged]
@@ -173,14 +174,14 @@ class _StackedLayers:
         )
         if whole is not None:
             self.holds_more &= measures.represents(G_G.total, whole)
-        # A sample is believed for good the second time; all rows are at once.
+        # A sample has to show it at two measured steps; all rows need to only once.
         twice = np.array([x.suspected for x in judged]) | (self.sample.variance_share == 0)
         self.suspected, self.holds_more = self.holds_more, self.holds_more & twice
         self.exact = expected & ~self.suspected
 
     @property
     def idle_seen(self) -> Index:
-        """How many of the rows seen are idle."""
+        """Number of zero-gradient rows in the sample."""
         found: Index = self.sample.seen.astype(np.int64) - self.sample.active.sum(1)
         return found
 
@@ -188,14 +189,14 @@ class _StackedLayers:
         return all(vector in self._place for vector in vectors)
 
     def rows(self, a: Vector, b: Vector) -> PerRow:
-        """a_r·b_r of the rows seen, 0 of idle ones."""
+        """Return a_r·b_r of the sampled rows; 0 for zero-gradient rows."""
         found: PerRow = self.products[:, :, self._place[a], self._place[b]]
         if a == b == G:
             return found
         return np.where(self.sample.active, found, 0.0)
 
     def sum(self, a: Vector, b: Vector, exact: PerLayer | None = None) -> Sum:
-        """⟨a, b⟩ over all rows: exact where that may be trusted."""
+        """Return ⟨a, b⟩ over all rows: `exact` where `self.exact` allows it, else estimated."""
         known = None if exact is None else np.where(self.exact, exact, np.nan)
         rows = self.rows(a, b)
         if a == b and a in _GROWING:
@@ -203,13 +204,13 @@ class _StackedLayers:
         return over_rows(rows, self.sample, known)
 
     def growing(self, rows: PerRow) -> Sum:
-        """The sum over all rows of what grows with their size, where that is known of all."""
+        """Return the sum over all rows of values that grow with ‖φ_r‖²: by size if it is known."""
         found = over_rows(rows, self.sample)
         return found if self.sizes is None else by_size(found, rows, self.sizes, self.sample)
 
     @cached_property
     def sizes(self) -> Sizes | None:
-        """‖φ_r‖² of the rows; None where no pass over all of them told their sum."""
+        """‖φ_r‖² of the rows; None where no pass over all rows determined its sum."""
         if self.scale is None or self.scales is None:
             return None
         rows = np.where(self.sample.active, self.scale, 0.0)
@@ -219,7 +220,7 @@ class _StackedLayers:
         return Sizes(rows, total, squares)
 
     def growing_with_gradients(self, rows: PerRow, whole: Array | None) -> Sum:
-        """The sum over all rows, exact if that is given, of what grows with ‖g_r‖²."""
+        """Return the sum over all rows of values that grow with ‖g_r‖²; exact if `whole` is set."""
         if whole is not None:
             return over_rows(rows, self.sample, self.in_units(whole))
         found = over_rows(rows, self.sample)
@@ -231,22 +232,22 @@ class _StackedLayers:
 
     @cached_property
     def active(self) -> PerLayer:
-        """How many of all rows are active; NaN where only the sample tells."""
+        """Number of active rows among all; NaN where it is known from the sample only."""
         if self.totals is None:
             return np.full(len(self.layers), np.nan)
         return self.whole(self.totals.active)
 
     @cached_property
     def G_G(self) -> PerLayer | None:
-        """‖G‖² of all rows, where a pass over them told."""
+        """‖G‖² of all rows; None if there was no pass over all rows."""
         return None if self.totals is None else self.in_units(self.totals.G_G)
 
     def whole(self, found: Array) -> PerLayer:
-        """What a pass over all rows gave, one number of each layer."""
+        """Return a result of the pass over all rows, one number per layer, as (layers,)."""
         return found.reshape(len(self.layers))
 
     def in_units(self, found: Array) -> PerLayer:
-        """The same of what grows with ‖G‖², in the units of the optimizer's gradient."""
+        """Return a result that scales with ‖G‖² in the units of the optimizer's gradient."""
         whole: PerLayer = self.whole(found) * self.unit**2
         return whole
 
@@ -255,7 +256,7 @@ def _measure_alike(layers: Sequence[Judged]) -> list[Measured]:
     x = _StackedLayers(layers)
     G_G = x.sum(G, G, x.G_G)
     found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, x.active)}
-    # Both sides of a ratio must be of one kind: the parameters', or the rows'.
+    # Both sides of a ratio must have the same source: the parameters or the rows.
     e_G, e_e = x.sum(E, G, x.own_gamma), x.sum(E, E)
     found["gradient_cosine"] = measures.gradient_cosine(e_G, e_e, G_G, x.sample)
     if x.has(REST):
@@ -285,7 +286,7 @@ def _each(
     found: Mapping[str, Estimate],
     distributions: Mapping[str, tuple[Array, Array]],
 ) -> list[Measured]:
-    """The measures layer by layer."""
+    """Split the measures of all layers into one record per layer."""
     n = len(QUANTILE_LEVELS)
     values = np.array([estimate.value for estimate in found.values()]).T.tolist()
     errors = np.array([estimate.error for estimate in found.values()]).T.tolist()
@@ -324,7 +325,7 @@ def _of_update(x: _StackedLayers, G_G: Sum) -> dict[str, Estimate]:
         nothing = Sum(np.zeros_like(d_d.total), np.zeros_like(d_d.spread))
         A_A, B_B = (nothing, d_d) if x.layers[0].about.bias_alone else (d_d, nothing)
     rate = measures.effective_lr(d_G, G_G, x.sample)
-    # Whatever the gradient holds besides these rows, it is part of the loss that descends.
+    # What the gradient holds besides these rows is part of the loss as well: no check is needed.
     descent = measures.descent(over_rows(x.rows(D, G), x.sample, x.own_w), x.sample)
     in_units = x.known_unit | ~np.isnan(x.own_w)
     return {
@@ -345,7 +346,7 @@ def _of_realised(x: _StackedLayers, moved: Array) -> dict[str, Estimate]:
     G_G = x.sum(G, G, x.G_G)
     known = np.where(x.exact, x.own_w, np.nan)
     return {
-        # This layer's own part of it is known exactly.
+        # The part by this layer's own step is known exactly.
         "realised_cosine": measures.realised_cosine(
             by_regression(r_G, total(Moved.D, Moved.G), known), r_r, G_G, x.sample
         ),
@@ -364,7 +365,7 @@ def _of_scales(x: _StackedLayers) -> dict[str, Estimate]:
         own_G, own_own = x.rows(OWN, G), x.rows(OWN, OWN)
     of_G = x.growing_with_gradients(own_G, None if x.totals is None else x.totals.own_G)
     of_own = x.growing_with_gradients(own_own, None if x.totals is None else x.totals.own_own)
-    # Of the rows' own gradients, as these sums are, whatever the parameters' gradient holds.
+    # These sums are over the rows' own gradients, whatever else the parameters' gradient holds.
     all_G = over_rows(x.rows(G, G), x.sample, x.G_G)
     ratio = measures.interference_ratio(x.sum(REST, REST), of_own, x.sample)
     return {
@@ -375,7 +376,7 @@ def _of_scales(x: _StackedLayers) -> dict[str, Estimate]:
 
 
 def _of_all_scales(x: _StackedLayers) -> dict[str, Estimate]:
-    """Mean, spread and largest: of all rows where a pass over them told, else from the sample."""
+    """Return the scales' mean, spread and maximum, from a pass over all rows or the sample."""
     groups = x.groups[:, None]
     if x.scales is not None:
         sums, count = x.whole(x.scales.sum), x.active
@@ -399,7 +400,7 @@ def _of_all_scales(x: _StackedLayers) -> dict[str, Estimate]:
 
 
 def _scales_of_rows(x: _StackedLayers) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
-    """Pivot; of every row Σ (s − pivot) and Σ (s − pivot)² over its groups, and the largest."""
+    """Return a pivot, and of every row Σ (s − pivot), Σ (s − pivot)² over groups, and maximum."""
     if x.scale is not None:
         pivot = x.scale[:, 0] if x.scale.shape[1] else np.zeros(len(x.scale))
         shifted = x.scale - pivot[:, None]
@@ -432,13 +433,13 @@ def _scale_distribution(x: _StackedLayers) -> dict[str, tuple[Array, Array]]:
         some = np.array([float(len(of_layer)) for of_layer in of_rows])
     else:
         return {}
-    # Entries of one row may be alike, so that they count as one; of all rows' some were chosen.
+    # Entries of one row may be equal, so they count as one; not all entries of the rows are here.
     share = variance_share(some, x.sample.seen * x.groups, (~np.isnan(entries)).sum(1))
     return {"scale": _of_entries(x, entries, share + x.sample.share_of(x.sample.active))}
 
 
 def _of_entries(x: _StackedLayers, entries: Array, share: PerLayer) -> tuple[Array, Array]:
-    """Quantiles of scales, of which no row's is negative, or beyond what a pass over all tells."""
+    """Return quantiles of the scales, bounded by 0 and by what a pass over all rows implies."""
     with np.errstate(invalid="ignore"):
         mean = np.nansum(entries, axis=1) / (~np.isnan(entries)).sum(1)
     if x.layers[0].about.bias_alone:
@@ -448,7 +449,7 @@ def _of_entries(x: _StackedLayers, entries: Array, share: PerLayer) -> tuple[Arr
     else:
         levels, count = np.asarray(LEVELS), x.active
         with np.errstate(invalid="ignore", divide="ignore"):
-            # So far off a share of the rows may be at most (Chebyshev).
+            # Chebyshev's inequality bounds how far a share of the rows lies from the mean.
             of_all = (x.whole(x.scales.sum) / count)[:, None]
             off = (x.whole(x.scales.deviation) ** 2 / count)[:, None]
             low = np.maximum(of_all - np.sqrt(off / levels), 0.0)
@@ -459,7 +460,10 @@ def _of_entries(x: _StackedLayers, entries: Array, share: PerLayer) -> tuple[Arr
 
 
 def _common_share(x: _StackedLayers) -> Estimate | None:
-    """Exact where no row is idle, else from the sample; None if that was not asked to tell."""
+    """Return `common_share`: exact without zero-gradient rows, else from the sample.
+
+    None if `common_share` was not requested.
+    """
     sampled = None
     if x.common is not None:
         estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
@@ -484,7 +488,7 @@ def _of_parameters(x: _StackedLayers) -> dict[str, PerLayer]:
     dots, found = x.dots, {}
     if dots.w_w is None or dots.w_gamma is None:
         return {}
-    # w = −u, and so is a
+    # w = −u, and a has the opposite sign of the applied update as well.
     found["parameter_cosine"] = measures.parameter_cosine(-dots.w_gamma, dots.w_w, dots.gamma_gamma)
     if dots.a_w is not None and dots.a_a is not None and dots.a_gamma is not None:
         found["projection_cosine"] = measures.projection_cosine(dots.a_w, dots.a_a, dots.w_w)

@@ -1,7 +1,7 @@
-"""Data classes that are generic in their numbers (`maths/sums.py`): all of these at once.
+"""Operations on all numbers at once of data classes that are generic in them (`maths/sums.py`).
 
-A field holds numbers if its annotation names the type variable: one, several in a tuple or by key,
-or records of them; None where there are none.
+A field holds numbers if its annotation names the type variable. It may hold one number, several in
+a tuple or dict, records of numbers, or None.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +16,15 @@ R = TypeVar("R")
 
 
 class _Kind:
-    """How records of one class are taken apart and put together, with few calls.
+    """The fields of a record class, to take records apart and rebuild them with few calls.
 
     Args:
         kind: the class.
 
     Attributes:
-        names: of its fields, in the order of its constructor.
-        values: a record's, in this order.
-        numbers: the places of those that hold numbers.
+        names: names of its fields, in the order of its constructor.
+        values: function that returns a record's field values in this order.
+        numbers: indices of the fields that hold numbers.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -42,11 +42,11 @@ def _learnt(kind: Any) -> _Kind | None:
     return _Kind(kind) if hasattr(kind, "__dataclass_fields__") else None
 
 
-_kind_of: Callable[[Any], _Kind | None] = cache(_learnt)  # None: no record
+_kind_of: Callable[[Any], _Kind | None] = cache(_learnt)  # None: the class is no record
 
 
 def numbers_of(record: object) -> list[Any]:
-    """All numbers of a record, in their order; a number alone is all there is."""
+    """Return all numbers of a record in a fixed order; a bare number gives itself."""
     found: list[Any] = []
     _collect((record,), found)
     return found
@@ -69,13 +69,13 @@ def _collect(value: Any, found: list[Any]) -> None:
 
 
 def with_numbers(record: R, numbers: Sequence[Any]) -> R:
-    """The record with other numbers, in the order of `numbers_of`."""
+    """Return the record with other numbers, given in the order of `numbers_of`."""
     made: R = _put((record,), numbers, 0)[0][0]
     return made
 
 
 def _put(value: Any, numbers: Sequence[Any], at: int) -> tuple[Any, int]:
-    """The value with numbers from a place on, and the place after them."""
+    """Return the value with the numbers from index `at` on, and the index after them."""
     kind = _kind_of(type(value))
     if kind is not None:
         parts: Any = list(kind.values(value))
@@ -97,12 +97,12 @@ def _put(value: Any, numbers: Sequence[Any], at: int) -> tuple[Any, int]:
     return (parts if type(value) is dict else tuple(parts)), at
 
 
-if TYPE_CHECKING:  # which fields there are, and of which types, is checked of that function alone
+if TYPE_CHECKING:  # mypy checks field names and types for `dataclasses.replace` only
     from dataclasses import replace as replaced
 else:
 
     def replaced(record: R, **values: object) -> R:
-        """The record with other values of some fields; as `dataclasses.replace`, in fewer calls."""
+        """Return the record with some fields replaced: `dataclasses.replace` in fewer calls."""
         kind = _kind_of(type(record))
         every = list(kind.values(record))
         for name, value in values.items():
@@ -111,7 +111,7 @@ else:
 
 
 def leaves(record: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The numbers of a record with the names of the fields that lead to them."""
+    """Yield the numbers of a record, each with the dotted names of the fields that hold it."""
     kind = _kind_of(type(record))
     if kind is not None:
         for place in kind.numbers:
@@ -125,7 +125,7 @@ def leaves(record: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def present(record: object) -> tuple[object, ...]:
-    """Equal for records that have the same numbers."""
+    """Return a key that is equal for records in which the same numbers are present."""
     kind = _kind_of(type(record))
     if kind is None:
         return (record is None,)
@@ -139,12 +139,12 @@ def present(record: object) -> tuple[object, ...]:
 
 
 def joined(records: Sequence[R], of: Callable[[list[Any]], Any]) -> R:
-    """The first of several records that are alike, with what a function makes of all numbers."""
+    """Combine records of the same structure: apply a function to the list of each number."""
     several = zip(*map(numbers_of, records), strict=True)
     return with_numbers(records[0], [of(list(numbers)) for numbers in several])
 
 
 def split(record: R, count: int, of: Callable[[Any], Sequence[Any]]) -> list[R]:
-    """Records alike, each with its part of what a function makes of every number."""
+    """Split a record into `count` records: a function splits each of its numbers."""
     parts = [of(number) for number in numbers_of(record)]
     return [with_numbers(record, [part[i] for part in parts]) for i in range(count)]

@@ -1,8 +1,8 @@
 """The record of one layer in a measured step, from the device to the readings.
 
-Its numbers are tensors until the one transfer of a step, and float64 arrays afterwards: `T` is
-which. Parts of it are missing (None) where nothing told them. What several ranks know of a
-layer is put together into the same record (`step/merge_rows.py`).
+Its numbers (type `T`) are tensors until the one transfer of a step, and float64 arrays afterwards.
+Unknown fields are None. The records of several ranks are merged into a record of the same kind
+(`step/merge_rows.py`).
 """
 
 import math
@@ -21,10 +21,11 @@ _FLOAT32 = float(np.finfo(np.float32).eps)
 
 
 class Vector(str, Enum):
-    """The vectors of a row whose dot products are taken, in their order.
+    """The vectors of a row whose dot products are computed, in their order.
 
-    G = ∂L/∂z, e what a plain gradient step does, z the output, e's parts by the row's own scale (of
-    rows with several scales) and by the other rows, d what the step did, and its part by the bias.
+    G = ∂L/∂z, e the move by a plain gradient step, z the output, the parts of e by the row's own
+    scale (of rows with several scales) and by the other rows, d the move by the optimizer's step,
+    and the part of d by the bias.
     """
 
     G = "G"
@@ -37,9 +38,9 @@ class Vector(str, Enum):
 
 
 class Moved(IntEnum):
-    """The vectors of a row of which `realised` has the dot products, by their places.
+    """Indices of the vectors of a row whose dot products are in `LayerSums.realised`.
 
-    r is what a step really did, and b = r − 2h (see `measures.first_order_error`).
+    r is the realised move of the step, and b = r − 2h (see `measures.first_order_error`).
     """
 
     G = 0
@@ -50,14 +51,14 @@ class Moved(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a layer is.
+    """Static properties of a layer.
 
     Attributes:
         kind: as in `LayerReading`.
-        module: name of its module's class.
-        features: how many numbers of a row the weight multiplies, where a row is such a vector.
+        module: name of the module's class.
+        features: number of features of a row, where a row is a vector that the weight multiplies.
         bias_alone: no weight is trained.
-        undefined: measures that such a layer does not have.
+        undefined: measures that are not defined for such a layer.
     """
 
     kind: str
@@ -69,14 +70,14 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Rows that a group of ranks chose together, each of which keeps some.
+    """One sample of rows of a group of ranks, each of which keeps a part of it.
 
     Attributes:
-        first: rank of the first of these ranks.
-        place: of this rank among them.
-        count: how many they are; 1 where each has all of them.
-        seen: rows that they look at, all together.
-        total: rows that there are.
+        first: rank of the first rank of the group.
+        place: index of this rank in the group.
+        count: number of ranks in the group; 1 where each has all rows.
+        seen: number of rows that all of them sample together.
+        total: number of all rows.
     """
 
     first: int
@@ -88,15 +89,15 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Which rows are looked at, of how many.
+    """The sampled rows of a layer and the number of all its rows.
 
     Attributes:
-        seen: R, rows that were looked at.
-        total: T, rows that received a gradient.
-        keys: of each row that is seen, where it is to be part of a larger sample: see
+        seen: R, number of sampled rows.
+        total: T, number of rows that received a gradient.
+        keys: random key of each sampled row, if the sample is to become part of a larger one: see
             `capture/sampling.py`.
-        bound: every row of this rank whose key is smaller is among them.
-        partition: what the rows are part of, if they were dealt out.
+        bound: every row of this rank with a smaller key is in the sample.
+        partition: the sample of the group of ranks, if its rows are partitioned across ranks.
     """
 
     seen: int
@@ -111,13 +112,13 @@ class Blocks(Generic[T]):
     """The scales of rows that have several, one for each group of outputs.
 
     Attributes:
-        groups: how many.
-        pivot: p, a number near the scales, so that nothing cancels.
+        groups: number of groups.
+        pivot: p, a number near the scales, against cancellation.
         sums: Σ (s − p) of every row, over its groups.
-        norms: √Σ (s − p)² likewise.
-        largest: of every row.
+        norms: √Σ (s − p)² of every row, over its groups.
+        largest: largest scale of every row.
         entries: all scales, row by row, or some of them.
-        entry_rows: of which row each of those is; None: all are there.
+        entry_rows: the row of each of the entries; None if all scales are there.
     """
 
     groups: int
@@ -129,7 +130,7 @@ class Blocks(Generic[T]):
     entry_rows: Index | None = None
 
     def rows_of_entries(self, seen: int) -> Index:
-        """Of which of so many rows each entry is."""
+        """Return the row of each entry, for `seen` sampled rows."""
         if self.entry_rows is not None:
             return self.entry_rows
         return np.arange(seen * self.groups) // self.groups
@@ -137,11 +138,11 @@ class Blocks(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made(Generic[T]):
-    """How a weight is made of parameters: see `step/weight_versions.py`.
+    """How a weight is computed from parameters: see `step/weight_versions.py`.
 
     Attributes:
-        deviations: for each way in which it was made, how far JJᵀ is from 1, and from diagonal.
-        groups: of the weight; its rows have scales for every output besides.
+        deviations: for each version of the weight, how far JJᵀ is from 1, and from diagonal.
+        groups: number of groups of the weight; its rows have a scale for every output as well.
     """
 
     deviations: T
@@ -150,13 +151,13 @@ class Made(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaleTotals(Generic[T]):
-    """Of the scales s_r of all active rows.
+    """Sums over the scales s_r of all active rows.
 
     Attributes:
         sum: Σ s_r.
         deviation: √(Σ (s_r − mean)²).
-        largest: the largest.
-        entries: the scales of some rows, chosen by chance; NaN of those without a gradient.
+        largest: max s_r.
+        entries: scales of a random subset of the rows; NaN for zero-gradient rows.
     """
 
     sum: T
@@ -167,17 +168,17 @@ class ScaleTotals(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Totals(Generic[T]):
-    """What one pass over all rows gave, with G in the units that backward left.
+    """Results of one pass over all rows, with G in the units that backward left.
 
     Attributes:
-        active: how many rows have a gradient.
+        active: number of rows with a nonzero gradient.
         G_G: Σ ‖g_r‖².
-        concentration: Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)², where that is needed.
-        own_G: Σ s_r ‖g_r‖², or what that is of rows with several scales.
-        own_own: Σ s_r² ‖g_r‖² likewise.
-        scales: of all of them.
+        concentration: Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)², where it is needed.
+        own_G: Σ s_r ‖g_r‖²; for rows with several scales, Σ s_ri g_ri².
+        own_own: Σ s_r² ‖g_r‖²; for rows with several scales, Σ s_ri² g_ri².
+        scales: sums over the scales.
         weight_squares: Σ ‖φ_W‖² over all rows.
-        weight_sum: ‖Σ φ_W‖ over all rows; of one of several ranks, Σ φ_W.
+        weight_sum: ‖Σ φ_W‖ over all rows; with several ranks, this rank's Σ φ_W.
     """
 
     active: T
@@ -192,12 +193,12 @@ class Totals(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Of the rows that a rank has seen, before some are left out.
+    """Counts over the sampled rows of a rank, before some are left out.
 
     Attributes:
-        active: how many have a gradient.
-        seen: how many there are.
-        squares: Σ ‖φ_W‖² of the active ones.
+        active: number of active rows.
+        seen: number of rows.
+        squares: Σ ‖φ_W‖² of the active rows.
     """
 
     active: int
@@ -207,13 +208,13 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Common(Generic[T]):
-    """How alike the features of the active rows are.
+    """Sums for `common_share`: how similar the features of the active rows are.
 
     Attributes:
-        products: φ_r·Σ_k φ_k of every row, over the active rows that are seen.
+        products: φ_r·Σ_k φ_k of every row, with the sum over the sampled active rows.
         norms: ‖φ_W‖ of every row.
-        sum: Σ_k φ_k; None: no other rank needs it.
-        counted: of which rows that is; None: of all that are here.
+        sum: Σ_k φ_k; None if no other rank needs it.
+        counted: counts over the rows of the sum; None if these are the rows of the record.
     """
 
     products: T
@@ -224,7 +225,7 @@ class Common(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CeilingSums(Generic[T]):
-    """Of the rows of one of several ranks, for `attainable_cosine`.
+    """Sums for `attainable_cosine` over the rows of one of several ranks.
 
     Attributes:
         gram: ΦᵀΦ.
@@ -239,13 +240,13 @@ class CeilingSums(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnDots(Generic[T]):
-    """Of a layer whose parameters others use too: its own part γ′ of their gradient.
+    """Dot products with γ′, a layer's own part of the gradient of shared parameters.
 
-    In the units that backward left.
+    They are in the units that backward left.
 
     Attributes:
         gamma: ⟨γ, γ′⟩.
-        w: ⟨w, γ′⟩; None: no step was taken.
+        w: ⟨w, γ′⟩; None if no step was taken.
     """
 
     gamma: T
@@ -256,16 +257,16 @@ class OwnDots(Generic[T]):
 class Dots(Generic[T]):
     """Dot products of vectors that hold all parameters of the layer.
 
-    `a_b` is ⟨a, b⟩: γ the gradient, w = −u what the optimizer's step took away, a what was taken
-    away in the end, negative too. None: that was not looked at.
+    `a_b` is ⟨a, b⟩, with γ the gradient, w = −u the negative of the optimizer's update, and a the
+    negative of the update that was applied in the end. None: not computed.
 
     Attributes:
         gamma_gamma: ‖γ‖².
-        w_w: ‖w‖²; likewise the others.
-        w_gamma: as said.
-        a_a: as said.
-        a_w: as said.
-        a_gamma: as said.
+        w_w: ‖w‖².
+        w_gamma: ⟨w, γ⟩.
+        a_a: ‖a‖².
+        a_w: ⟨a, w⟩.
+        a_gamma: ⟨a, γ⟩.
         partial: this rank holds a part of the parameters; the ranks' numbers add up.
     """
 
@@ -280,25 +281,26 @@ class Dots(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence(Generic[T]):
-    """What tells whether the layer's gradient γ is c·GᵀΦ of its rows, and c.
+    """Evidence on whether the layer's gradient γ is c·GᵀΦ of its rows, and the factor c.
 
     Attributes:
-        precision: rounding of the coarsest number that a gradient went through.
-        reason: why γ is not that of the rows, so that these speak alone; "" if nothing is known.
-        followed: autograd told all that the rows' calls hand on to the parameters.
-        terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the lengths of all that adds up to the gradient which the
-            backward passes left, as far as the rows tell.
+        precision: rounding of the coarsest dtype that a gradient passed through.
+        reason: why γ is not the gradient of the rows, so that only the rows are used; "" if there
+            is no such reason.
+        followed: autograd reported all contributions of the rows' calls to the parameters.
+        terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the backward
+            passes left, as far as the rows determine it.
         factor: c; None or NaN if unknown.
-        averaged: what of the factor the backward passes took by themselves, over ranks.
+        averaged: the part of the factor by which the backward passes average over ranks.
         then: some entries of the first parameter's gradient, as the backward passes left it.
-        now: by the place of a parameter in the layer, such entries as the optimizer sees them.
-        contributed: likewise, what calls have contributed to those.
-        since: the first parameter's now, and when the last pass was over; of parts that travel,
-            the factor between them and what is no multiple, for each rank.
-        foreign: ‖gradient‖ that was there before the rows'.
+        now: by index of a parameter in the layer, some entries as the optimizer sees them.
+        contributed: by index of a parameter, what the calls contributed to these entries.
+        since: the first parameter's entries now and at the end of the last pass; for parts that
+            travel between ranks, their factor and what is not a multiple, for each rank.
+        foreign: norm of the gradient that was there before the rows'.
         probe: γv − Gᵀ(Φv) and γv, see `plain_step.probe`.
-        rule_error: how far the layer's output is from what its rule says, relative to it.
-        replay_error: how far a call that was run again is from what it gave, likewise.
+        rule_error: relative difference of the layer's output from the output by its rule.
+        replay_error: relative difference of a rerun call's output from the original.
     """
 
     precision: float
@@ -318,42 +320,42 @@ class Evidence(Generic[T]):
 
     @property
     def tolerance(self) -> float:
-        """How far rounding may take two equal sums apart, relative to their terms."""
-        # Matrix products of float32 may be taken with fewer digits (TensorFloat-32).
+        """Largest difference by rounding of two equal sums, relative to their terms."""
+        # Matrix products of float32 may be computed with fewer digits (TensorFloat-32).
         return 1e-9 if self.precision < 1e-15 else max(1e-3, 4 * self.precision)
 
     @property
     def rounding(self) -> float:
-        """How far rounding may take two sums of the same terms apart, in whatever order.
+        """Largest difference by rounding of two sums of the same terms, in any order.
 
-        A gradient that is no longer than this may be nothing else: that of an attention's key bias
-        is zero in exact arithmetic. Nothing can be concluded from it.
+        A gradient with a norm up to this may be rounding alone: that of an attention's key bias is
+        zero in exact arithmetic. Nothing can be concluded from such a gradient.
         """
-        # Coarser numbers than float32 are summed up in float32.
+        # Coarser dtypes than float32 are summed in float32.
         return 4 * min(self.precision, _FLOAT32) * self.terms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSums(Generic[T]):
-    """What is known of one layer in a measured step.
+    """The record of one layer in a measured step.
 
     Attributes:
-        about: what it is.
-        rows: which of how many rows were looked at.
-        vectors: those of which there are products.
-        products: (rows, k, k), of every pair of them.
-        evidence: whether the parameters speak for the rows.
-        parameters: their dot products; None on the device, where they come by parameter.
+        about: static properties of the layer.
+        rows: the sampled rows, and the number of all rows.
+        vectors: the vectors whose dot products are in `products`.
+        products: (rows, k, k), the dot products of every pair of the vectors.
+        evidence: whether the parameters' gradient is that of the rows.
+        parameters: the parameters' dot products; None on the device, where they are by parameter.
         scale: ‖φ_r‖² of rows that have one scale.
-        blocks: the scales of rows that have several; neither: there is none.
-        totals: of all rows.
-        common: how alike the rows are.
-        asked_common: whether they were asked that.
-        realised: (rows, 4, 4), the products of `Moved`.
-        attainable: `attainable_cosine`, of all rows.
-        ceiling: the sums for that, of one of several ranks.
-        own: of a layer whose parameters others use too.
-        made: of a layer whose weight is made of parameters.
+        blocks: the scales of rows that have several; if `scale` is None too, there is no scale.
+        totals: sums over all rows.
+        common: sums for `common_share`.
+        asked_common: whether `common` was requested.
+        realised: (rows, 4, 4), the dot products of `Moved`.
+        attainable: `attainable_cosine`, over all rows.
+        ceiling: sums for `attainable_cosine`, of one of several ranks.
+        own: dot products for a layer whose parameters other layers use too.
+        made: how the weight is computed from parameters, if it is.
     """
 
     about: About
@@ -381,11 +383,11 @@ class LayerSums(Generic[T]):
 
 
 def of_rows(layer: LayerSums[Array], a: Vector, b: Vector) -> Array:
-    """a_r·b_r of every row of a layer, which has these vectors."""
+    """Return a_r·b_r of every sampled row of a layer that has these vectors."""
     found: Array = layer.products[:, layer.vectors.index(a), layer.vectors.index(b)]
     return found
 
 
 def factor_of(layer: LayerSums[Array]) -> float:
-    """The factor c in γ = c·GᵀΦ; NaN if unknown."""
+    """Return the factor c in γ = c·GᵀΦ; NaN if unknown."""
     return math.nan if layer.evidence.factor is None else float(layer.evidence.factor)

@@ -1,6 +1,6 @@
-"""What all rows of a layer say together, where one pass gave every row's ‖g_r‖², or its scale too.
+"""Sums over all rows of a layer, from a pass that gave every row's ‖g_r‖², and perhaps its scale.
 
-Layers with equally many rows are taken together: many small operations cost more than a large one.
+Layers with equally many rows are stacked: many small operations cost more than one large one.
 """
 
 from collections import defaultdict
@@ -23,14 +23,15 @@ MOST_ENTRIES = 2_048
 
 @dataclass(frozen=True)
 class AllRows:
-    """Of every row of a layer's step, over all its calls.
+    """Numbers of every row of a layer in a step, over all its calls.
 
     Attributes:
-        weight_square: ‖φ_W‖²; None where no pass over the input is cheap.
-        bias_square: φ_b², or one number for all of them.
+        weight_square: ‖φ_W‖²; None where a pass over the input would be expensive.
+        bias_square: φ_b², or one number for all rows.
         square: ‖g_r‖², in the units of the gradient that backward left.
-        own: where every row has several scales, Σ_i s_ri g_ri² and Σ_i s_ri² g_ri²; None: unknown.
-        weight_sum: Σ φ_W; None: unknown.
+        own: where every row has several scales, Σ_i s_ri g_ri² and Σ_i s_ri² g_ri²; None if
+            unknown.
+        weight_sum: Σ φ_W; None if unknown.
     """
 
     weight_square: Float[Tensor, " rows"] | None
@@ -47,13 +48,13 @@ def sums(
     *,
     across: bool = False,
 ) -> dict[str, Totals[Tensor]]:
-    """By layer, what all rows say; of scales, the entries of at most 2,048 rows chosen by chance.
+    """Return the totals of all rows by layer, with the scales of at most 2,048 random rows.
 
     Args:
-        layers: by path.
-        generator: the source of chance.
-        fail: gets path and exception of layers that fail, which are left out.
-        across: other ranks have rows too: `weight_sum` adds up before its norm is taken.
+        layers: the rows by path of the layer.
+        generator: random generator that chooses these rows.
+        fail: called with path and exception of layers that fail, which are left out.
+        across: other ranks have rows too, so `weight_sum` is summed before its norm is taken.
     """
 
     def together(paths: Sequence[str]) -> dict[str, Totals[Tensor]]:
@@ -69,7 +70,7 @@ def sums(
 
 
 def _of_alike(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:
-    """The totals of layers that are alike, stacked."""
+    """Return the stacked totals of layers of the same kind."""
     square = torch.stack([rows.square for rows in layers])
     known = [rows.weight_square for rows in layers if rows.weight_square is not None]
     if not known:
@@ -99,7 +100,7 @@ def _of_gradients(
 
 
 def concentration(square: Float[Tensor, "*layers rows"]) -> Float[Tensor, "*layers 1"]:
-    """Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)²: 1 where one row has all of the gradient; 0 where there is none."""
+    """Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)²: 1 if one row has all of the gradient; 0 if there is no gradient."""
     total = square.sum(-1, keepdim=True)
     return (square / torch.where(total == 0, 1, total)).square().sum(-1, keepdim=True)
 
@@ -122,7 +123,7 @@ def _of_stacked(
     own = scale * square
     masked = torch.where(active, scale, 0)
     count, total = active.sum(-1, keepdim=True), masked.sum(-1, keepdim=True)
-    # A pass of its own: scales that are all the same must read a spread of zero.
+    # A second pass over the rows, so that equal scales have a spread of exactly zero.
     off = torch.where(active, scale - total / count, 0)
     return Totals(
         active=count,

@@ -1,6 +1,7 @@
 """The largest stable learning rate of every layer: abc-parametrizations and a linear program."""
 
 from adiv_monitor.max_lr.apply import parametrize_model
+from adiv_monitor.max_lr.checkpoints import plain_state_dict
 from adiv_monitor.max_lr.exponents import (
     MFP,
     MUP,
@@ -33,6 +34,7 @@ __all__ = [
     "UpdateRule",
     "optimizer_groups",
     "parametrize_model",
+    "plain_state_dict",
     "solve_max_lr",
     "update_rule",
 ]

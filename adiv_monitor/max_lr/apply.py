@@ -1,5 +1,6 @@
 """A parametrization put onto a model: initialisation and multipliers of its layers."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import isclose
 
@@ -11,6 +12,7 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.layers import AlignedLayer
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.max_lr.base import Base
+from adiv_monitor.max_lr.checkpoints import accept_plain
 from adiv_monitor.max_lr.exponents import Parametrization, parametrization_named
 from adiv_monitor.max_lr.model import ModelNetwork
 from adiv_monitor.max_lr.multiplier import Multiplier
@@ -101,14 +103,21 @@ def _multiply(
     places: dict[tuple[nn.Module, str], tuple[str, float, float]] = {}
     for layer, ratio, a in chosen:
         path, *first = places.setdefault((layer.module, layer.name), (layer.path, ratio, a))
-        factors = first[0] ** -first[1], ratio**-a
-        if not isclose(*factors):
+        both = first[0] ** -first[1], ratio**-a
+        if not isclose(*both):
             raise ValueError(
                 f"parametrize_model: {path!r} and {layer.path!r} are one weight of one module, "
-                f"which has to be multiplied by {factors[0]:g} and by {factors[1]:g}: expected "
+                f"which has to be multiplied by {both[0]:g} and by {both[1]:g}: expected "
                 "the second use in a module of its own (head.weight = embedding.weight)"
             )
     of = parametrization_named(parametrization)
+    factors: dict[int, set[float]] = defaultdict(set)  # of each parameter, in all of its uses
+    for layer, ratio, a in chosen:
+        for parameter in layer.weights:
+            factors[id(parameter)].add(ratio**-a)
     for (module, name), (_, ratio, a) in places.items():
         if a != 0:
+            shared = any(len(factors[id(p)]) > 1 for p in module.parameters(recurse=False))
             parametrize.register_parametrization(module, name, Multiplier(ratio, a, of))
+            if not shared:
+                accept_plain(module)

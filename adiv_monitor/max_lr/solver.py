@@ -174,6 +174,9 @@ def _solve(
         if above := [i for i in used if values[i] > 1 + _ROUNDING]:
             why = f"{name} of layer {above[0]} is {values[above[0]]:g}: no alignment is above 1"
             return MaxLRSolution((), (), "infeasible", message=why)
+        if below := [i for i in used if values[i] < -_ROUNDING]:
+            why = f"{name} of layer {below[0]} is {values[below[0]]:g}: expected 0 to 1, clip it"
+            return MaxLRSolution((), (), "infeasible", message=why)
     c_full, why = _full(replace(network, frozen=frozenset(), fixed=frozenset()))
     if not c_full:
         return MaxLRSolution((), (), "infeasible", message=f"under full alignment: {why}")

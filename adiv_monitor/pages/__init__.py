@@ -1,4 +1,4 @@
-"""A diagnosis, or two side by side, as a page and as text: self-contained HTML, and Markdown."""
+"""Pages and texts of one diagnosis, or of two side by side: self-contained HTML, and Markdown."""
 
 from adiv_monitor.pages.compare_page import compare
 from adiv_monitor.pages.digest import digest

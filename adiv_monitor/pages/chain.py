@@ -1,13 +1,13 @@
-"""What lowers the cosine: each cause's part, from one measure to the next.
+"""The causes that lower the cosine of a step, and how much each of them takes.
 
 A step that moved the activations straight downhill would have a cosine of 1. The measures of the
-spec (sections 2 and 4) let one cause in after the other:
+spec (sections 2 and 4) add one cause after the other:
 
     1 ─scale→ diagonal_cosine ─interference→ gradient_cosine ─optimizer→ update_cosine
       ─depth→ realised_cosine
 
-so the differences between neighbours are the causes' parts, and add up to what is lost. A part may
-be negative: an optimizer can win back what interference took.
+so the differences between neighbours are the causes' parts, and sum to the loss of cosine. A part
+may be negative: an optimizer can win back cosine that was lost to interference.
 """
 
 import math
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from adiv_monitor.report import LayerReading
 
-# Cause → the measure that it leads to, in the order in which they come in.
+# Cause → the first measure that includes it, in the order of the chain.
 CHAIN: Mapping[str, str] = MappingProxyType(
     {
         "scale": "diagonal_cosine",
@@ -30,10 +30,10 @@ CHAIN: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Part:
-    """How far one cause lowers the cosine; several causes, if the measure between is missing.
+    """The loss of cosine by one cause, or by several if a measure between them is missing.
 
     Attributes:
-        causes: their names.
+        causes: names of the causes.
         before: the cosine without them; 1 for the first.
         after: the cosine with them.
         error: standard error of `before - after`, as if both were independent.
@@ -46,21 +46,21 @@ class Part:
 
     @property
     def taken(self) -> float:
-        """How much of the cosine is lost; negative: won back."""
+        """The loss of cosine; negative for a gain."""
         return self.before - self.after
 
 
 @dataclass(frozen=True)
 class MeanPart:
-    """How far one cause lowers the cosine, mean over several layers.
+    """The mean loss of cosine by one cause over several layers.
 
     Attributes:
-        cause: its name.
-        taken: mean over the layers.
-        error: standard error of it.
-        worst: the layer in which it lowers it most.
-        worst_taken: how much that is.
-        worst_error: standard error of it.
+        cause: name of the cause.
+        taken: mean loss over the layers.
+        error: standard error of `taken`.
+        worst: the layer with the largest loss.
+        worst_taken: the largest loss.
+        worst_error: standard error of `worst_taken`.
     """
 
     cause: str
@@ -72,7 +72,7 @@ class MeanPart:
 
 
 def chain(reading: LayerReading) -> tuple[Part, ...]:
-    """The causes' parts in one layer; measures that it does not have are passed over."""
+    """Return the causes' parts in one layer; measures that the layer lacks are skipped."""
     parts: list[Part] = []
     causes: tuple[str, ...] = ()
     before, error = 1.0, 0.0
@@ -88,12 +88,12 @@ def chain(reading: LayerReading) -> tuple[Part, ...]:
 
 
 def mean_chain(readings: Mapping[str, LayerReading]) -> tuple[tuple[MeanPart, ...], int]:
-    """Each cause's part in the mean of the layers in which all of them can be told apart.
+    """Return each cause's mean part over the layers that have all causes separately.
 
-    Depth is among them where all these layers have it.
+    Depth is included if all these layers have it.
 
     Returns:
-        The parts, in the chain's order, and the number of layers; nothing and 0 if there is none.
+        The parts, in the chain's order, and the number of layers; () and 0 if there are none.
     """
     whole = {}
     for path, reading in readings.items():
@@ -121,10 +121,10 @@ def _mean(parts: Iterable[tuple[str, Part]]) -> MeanPart:
 
 
 def mean_projection(readings: Mapping[str, LayerReading]) -> MeanPart | None:
-    """What code after the optimizer's step takes of the parameters' cosine; None: not measured.
+    """Return the mean loss of the parameters' cosine by code after the optimizer's step.
 
-    That is cos(u, −γ) − cos(a, −γ) = `parameter_cosine - applied_cosine`, in parameters, and so not
-    a link of the chain.
+    It is cos(u, −γ) − cos(a, −γ) = `parameter_cosine - applied_cosine`, in parameters, so it is not
+    a link of the chain. None: not measured.
     """
     parts = []
     for path, reading in readings.items():

@@ -1,4 +1,4 @@
-"""The page of two reports, side by side."""
+"""The page that compares two reports side by side."""
 
 import base64
 import math
@@ -31,12 +31,12 @@ _MEASURES = (
     "harmed_fraction",
     "effective_lr",
 )
-# Side by side as pictures.
+# Measures that are drawn side by side.
 _DRAWN = ("update_ratio", GRADIENT, "update_cosine")
 
 
 class _Line(NamedTuple):
-    """What was looked for: what was found of it, how strong that is, and what can't be told."""
+    """One question: its finding, the strength of it, and the reason if it could not be answered."""
 
     title: str
     found: str = ""
@@ -45,7 +45,7 @@ class _Line(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """One of the two: headline, what else the verdict says, the loss, and what was looked for."""
+    """One of the two runs: headline, further words of the verdict, loss, and the questions."""
 
     headline: str
     verdict: str
@@ -59,11 +59,11 @@ class Pair:
     """A measure of one layer in both reports.
 
     Attributes:
-        a: in the first.
-        b: in the second.
+        a: value in the first report.
+        b: value in the second report.
         difference: second minus first.
         told: whether they differ by more than two combined errors, and more than rounding.
-        verdict: "better" or "worse" where the difference is told and the measure has a bad end.
+        verdict: "better" or "worse" if `told` and the measure has a bad end, else "".
     """
 
     a: Cell
@@ -74,21 +74,21 @@ class Pair:
 
 
 def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
-    """Two reports as one self-contained HTML page, side by side.
+    """Return a self-contained HTML page that compares two reports side by side.
 
-    Layers are those of the same path. They are compared at the last step that was measured in both;
-    where there is none, each at its own last.
+    Layers are matched by path. They are compared at the last step that was measured in both runs,
+    or if there is none, each at its own last step.
 
     Args:
         a: the first report.
         b: the second report.
-        names: what they are called, e.g. their folders.
+        names: names of the reports, e.g. their folders.
 
     Returns:
         The text of the file, to be written as UTF-8.
 
     Raises:
-        ImportError: without the packages jinja2 and matplotlib.
+        ImportError: the package jinja2 or matplotlib is missing.
     """
     first, second = _steps(a, b)
     of_a = {} if first is None else dict(first.layers)
@@ -144,7 +144,7 @@ def _run(report: Diagnosis) -> _Run:
 
 
 def _loss(record: Record) -> str:
-    """How the loss went, and over which steps."""
+    """Return the first and the last loss with their steps, in words."""
     if not record.losses:
         return "Loss not known"
     steps = record.steps_of_losses
@@ -153,9 +153,9 @@ def _loss(record: Record) -> str:
 
 
 def _maps(*records: Record) -> list[tuple[str, list[str]]]:
-    """Measure → a picture of layers by steps of each run, as an address of its data.
+    """Return measure → heat map of layers by steps for each run, as a data URL.
 
-    Each measure has the same colours in all runs. A run without it has "".
+    Each measure has the same colours in all runs. The URL is "" for a run without the measure.
     """
     found = []
     for measure in _DRAWN:
@@ -171,11 +171,11 @@ def _address(png: bytes) -> str:
 
 
 def _steps(a: Diagnosis, b: Diagnosis) -> tuple[StepReport | None, StepReport | None]:
-    """The last step measured in both, if any; else the last of each."""
+    """Return the last step that was measured in both runs, if any, else the last of each."""
     of_a = {report.step: report for report in a.record.reports}
     of_b = {report.step: report for report in b.record.reports}
     if both := of_a.keys() & of_b.keys():
-        # A last step without any direction tells nothing.
+        # A last step without any direction is not informative.
         last = last_told([of_a[step] for step in sorted(both)])
         if last is not None:
             return last, of_b[last.step]
@@ -183,9 +183,9 @@ def _steps(a: Diagnosis, b: Diagnosis) -> tuple[StepReport | None, StepReport | 
 
 
 def _settings(report: Diagnosis) -> dict[str, str]:
-    """What was chosen, the optimizer's settings one by one; not how long a step took.
+    """Return the settings of a run, those of the optimizer one by one, without the step's time.
 
-    Of a training that is known by its reports: what these tell of it.
+    For a training that is known from its reports only, return the facts in these.
     """
     record = report.record
     if not record.is_audited:

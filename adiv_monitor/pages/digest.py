@@ -1,4 +1,4 @@
-"""A report in Markdown, short enough to paste: the words of the page, without its pictures."""
+"""A report as short Markdown to paste: the text of the page, without its pictures."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,10 +13,10 @@ from adiv_monitor.pages.report_page import headline, last_told, notes_of, settin
 from adiv_monitor.printable import code, markdown
 from adiv_monitor.report.wording import listed, not_measured, percent
 
-MARK = "<!-- written by adiv-monitor -->"  # tells its files from others of the same name
-# So that no run has more than 200 lines.
-_MOST_FINDINGS = 5  # with all that is said of them
-_MOST_OTHERS = 12  # by name
+MARK = "<!-- written by adiv-monitor -->"  # identifies files that this package wrote
+# Limits that keep every digest below 200 lines.
+_MOST_FINDINGS = 5  # findings in full
+_MOST_OTHERS = 12  # findings by name only
 _MOST_FIXES = 4
 _MOST_EVIDENCE = 3
 _MOST_NOTES = 6
@@ -25,14 +25,14 @@ _MOST_LOSSES = 8
 
 
 def digest(report: Diagnosis, count: int | None = None, alarms: Iterable[object] = ()) -> str:
-    """Verdict, evidence, fixes, what was not looked at, settings, loss and worst layers.
+    """Return verdict, evidence, fixes, open questions, settings, loss and worst layers.
 
-    At most 200 lines of Markdown, whatever the run.
+    The text has at most 200 lines of Markdown.
 
     Args:
-        report: of an audit, or of a training that is known by its reports.
-        count: how many steps were measured, where the record may hold fewer reports.
-        alarms: what rules of the user's have raised.
+        report: diagnosis of an audit, or of a training that is known from its reports.
+        count: number of measured steps, if the record may hold fewer reports.
+        alarms: alarms that rules of the user's have raised.
     """
     record, findings = report.record, report.findings
     parts = [
@@ -102,7 +102,7 @@ def _evidence(evidence: Evidence) -> str:
 
 
 def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:
-    """Three answers: found, looked at and nothing found, can't be told from here."""
+    """Yield one line per question: found, nothing found, or can't be answered from this record."""
     if record.is_audited:
         for check in checks(findings, record):
             found = ", ".join(check.findings)

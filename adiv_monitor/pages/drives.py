@@ -1,4 +1,4 @@
-"""What drives the loss of cosine: the causes, in words, with what each takes."""
+"""The causes that lower the cosine, in words, with the loss of cosine by each."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from adiv_monitor.pages.multiples import Block, bar
 from adiv_monitor.report import LayerReading, StepReport
 from adiv_monitor.report.wording import number
 
-# Cause → formula, and what it means.
+# Cause → formula, and its meaning.
 _CAUSES: Mapping[str, tuple[str, str]] = {
     "scale": (
         "1 − diagonal cosine",
@@ -40,7 +40,7 @@ _CAUSES: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Drive:
-    """One cause; `taken` and `worst` are None where it was not measured."""
+    """One cause in words; `taken` and `worst` are None if it was not measured."""
 
     cause: str
     formula: str
@@ -56,12 +56,12 @@ class Drives:
 
     Attributes:
         step: the measured step.
-        layers: how many the means are over.
-        of: how many there are.
-        sentence: what takes most, in words.
+        layers: number of layers that the means are over.
+        of: number of all layers.
+        sentence: the causes with the largest losses, in words.
         bar: the means, as a bar.
-        lowest: where the bar's axis begins.
-        causes: one by one.
+        lowest: lower end of the bar's axis.
+        causes: the causes one by one.
     """
 
     step: int
@@ -74,7 +74,7 @@ class Drives:
 
 
 def drives(report: StepReport) -> Drives | None:
-    """The causes at a step; None where no layer tells them apart."""
+    """Return the causes at a step; None if no layer has them separately."""
     parts, layers = mean_chain(report.layers)
     if not parts:
         return None
@@ -96,7 +96,7 @@ def drives(report: StepReport) -> Drives | None:
 
 
 def _links(parts: tuple[MeanPart, ...]) -> tuple[Part, ...]:
-    """The means as a chain again, which starts at 1."""
+    """Return the means as a chain that starts at 1."""
     links: list[Part] = []
     before = 1.0
     for part in parts:

@@ -1,4 +1,4 @@
-"""What the findings look like, and what was looked for."""
+"""The findings as they are printed, and the list of checks that were made."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ STRENGTH_WORDS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One family of what was looked for.
+    """One group of checks.
 
     Attributes:
-        title: the family.
-        asks: what was asked.
-        findings: titles of what was found.
+        title: name of the group.
+        asks: the question in words.
+        findings: titles of the findings.
         strength: the strongest of them; "" if there is none.
-        missing: why it was not, or not wholly, looked for; "" if it was.
+        missing: why the group was not, or not completely, checked; "" if it was.
     """
 
     title: str
@@ -65,7 +65,7 @@ def _of_wiring(record: Record) -> str:
 
 
 def _of_probes(record: Record) -> str:
-    """The questions to copies of the model that had no answer, and why."""
+    """Return the probes of copies of the model without an answer, and the reasons."""
     asked = record.probed.items()
     missing = [
         f"{finding_title(name)} ({probed.untold})" for name, probed in asked if probed.untold
@@ -73,7 +73,8 @@ def _of_probes(record: Record) -> str:
     return "; ".join(missing) if asked else "whatever copies of the model tell (none was asked)"
 
 
-# Title, question, the findings that answer it, what it takes; causes before symptoms.
+# Title, question, findings that answer it, and a function that returns what is missing; causes
+# come before symptoms.
 _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] = (
     (
         "Wiring",
@@ -130,6 +131,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
             *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
             *("samples-mixed", "reshape-scrambles", "gradient-cut"),
+            *("input-partly-ignored", "order-ignored"),
         ),
         _of_probes,
     ),
@@ -137,7 +139,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
 
 
 def checks(findings: Sequence[Finding], record: Record) -> tuple[Check, ...]:
-    """All that was looked for, with what was found of it."""
+    """Return all groups of checks, with their findings."""
     known = {name for _, _, names, _ in _CHECKS for name in names}
     made = [
         _check(title, asks, [f for f in findings if f.name in names], missing(record))
@@ -155,7 +157,7 @@ def _check(title: str, asks: str, found: Sequence[Finding], missing: str) -> Che
 
 
 def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
-    """The evidence as it is printed."""
+    """Return the evidence in printable form."""
     return [
         {
             "measure": measure_title(e.measure),
@@ -170,14 +172,14 @@ def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
 
 
 def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
-    """Every trial on the run's own batches, each fix once; those that paid most first."""
+    """Return every trial on the run's own batches, each fix once; those with most gain first."""
     tried = [a.trial for finding in findings for a in finding.advice if a.trial is not None]
     by_fix = {trial.fix: trial for trial in (*record.rates.values(), *tried)}
     return sorted(by_fix.values(), key=lambda trial: -trial.gain)
 
 
 def significant(value: float) -> str:
-    """Three significant digits; a whole number as it is."""
+    """Format a value with three significant digits; a whole number in full."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

@@ -1,8 +1,8 @@
-"""All layers at all measured steps, per measure: the data of the page's heat map.
+"""The data of the page's heat map: all layers at all measured steps, per measure.
 
-Hundreds of layers by a hundred steps by every measure must stay light, and each value is to be read
-as tables print it, so the texts are made here, once for each that differs, and a cell is the number
-of its text.
+The data must stay small for hundreds of layers by a hundred steps by every measure, and each value
+reads as tables print it. So each distinct text is made here once, and a cell is the index of its
+text.
 """
 
 import base64
@@ -44,11 +44,11 @@ HEAT_MEASURES = (
     *REALISED_MEASURES,
 )
 COLOURS = 64
-_BLANK, _BROKEN = -1, -2  # no colour, and that of what is not finite
+_BLANK, _BROKEN = -1, -2  # no colour, and the colour of values that are not finite
 
 
 def heat_measures(record: Record, findings: Sequence[Finding] = ()) -> list[str]:
-    """The measures that some layer has at some step; first those that findings rest on."""
+    """Return the measures that some layer has at some step; those that are evidence come first."""
     costly = [finding for finding in findings if finding.strength != "note"]
     named = [evidence.measure for finding in costly for evidence in finding.evidence]
     order = dict.fromkeys([*(name for name in named if name in HEAT_MEASURES), *HEAT_MEASURES])
@@ -56,11 +56,11 @@ def heat_measures(record: Record, findings: Sequence[Finding] = ()) -> list[str]
 
 
 def heat_map(record: Record, shown: Iterable[str]) -> dict[str, Any] | None:
-    """What the page's script draws the heat map from; None where there is nothing to draw.
+    """Return the data from which the page's script draws the heat map; None without any.
 
-    `texts` of a measure are what its cells read, `levels` their colours (-1: none, -2: not finite),
-    `cells` the number of each cell's text, layer by layer, as base64 of little-endian numbers of
-    `bytes` bytes.
+    For each measure, `texts` are the distinct texts of its cells, `levels` their colours (-1: none,
+    -2: not finite), `cells` the index of each cell's text, layer by layer, as base64 of
+    little-endian numbers of `bytes` bytes.
     """
     layers = layers_of(record)
     found = grids(record, shown, layers)
@@ -82,7 +82,7 @@ def heat_map(record: Record, shown: Iterable[str]) -> dict[str, Any] | None:
 
 def _measure(record: Record, found: Grid) -> dict[str, Any]:
     texts = [_text(record, found, row, column) for row, column in np.ndindex(found.values.shape)]
-    numbers: dict[tuple[str, int], int] = {}  # of each text with its colour
+    numbers: dict[tuple[str, int], int] = {}  # index of each pair of text and colour
     cells = [
         numbers.setdefault(cell, len(numbers))
         for cell in zip(texts, _levels(found).ravel().tolist(), strict=True)
@@ -90,7 +90,7 @@ def _measure(record: Record, found: Grid) -> dict[str, Any]:
     width = 2 if len(numbers) < 1 << 16 else 4
     packed = np.asarray(cells, dtype=f"<u{width}").tobytes()
     name, meant = found.measure, bar(found.measure)
-    # Which end is bad is said where the colours don't.
+    # The bad end is named if the colours don't show it.
     bad = None if is_judged(name) else WORST.get(name)
     return {
         "name": name,
@@ -109,7 +109,7 @@ def _measure(record: Record, found: Grid) -> dict[str, Any]:
 
 
 def _text(record: Record, found: Grid, row: int, column: int) -> str:
-    """A value as tables print it, be it comparable or not; "" where there is none."""
+    """Format a value as tables print it, comparable or not; "" if there is none."""
     reading = record.reports[column].layers.get(found.layers[row])
     known = reading is not None and not math.isnan(found.values[row, column])
     value = found.values[row, column] if known else getattr(reading, found.measure, None)
@@ -121,13 +121,13 @@ def _text(record: Record, found: Grid, row: int, column: int) -> str:
 
 
 def _levels(found: Grid) -> NDArray[np.int_]:
-    """The number of every cell's colour."""
+    """Return the index of every cell's colour."""
     places = found.places
     levels = np.nan_to_num(places * (COLOURS - 1)).round().astype(int)
     return np.where(found.not_finite, _BROKEN, np.where(np.isnan(places), _BLANK, levels))
 
 
 def _ramp(measure: str) -> tuple[str, ...]:
-    """Its colours, from small to large."""
+    """Return the measure's colours, from small to large."""
     ramp = painted(measure, np.linspace(0, 1, COLOURS))
     return tuple(f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in ramp.tolist())

@@ -1,4 +1,4 @@
-"""The table of layers: one row each, at one measured step."""
+"""The table of layers at one measured step, with a row per layer."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ COLUMNS = (
     "effective_lr",
     "update_ratio",
 )
-# Those whose worst layer the verdict names.
+# Measures whose worst layer the verdict names.
 _NAMED_WORST = (
     "update_cosine",
     "gradient_cosine",
@@ -35,10 +35,10 @@ _COSINES = Axis(-1.0, 1.0)
 
 @dataclass(frozen=True)
 class Cell:
-    """A value as it is printed, and for sorting; `worst` where errors tell that it is.
+    """A value as it is printed, and for sorting; `worst` if the errors leave one candidate.
 
-    `blanks` of a digit's width stand for the decimals that are missing to three: right-aligned,
-    decimal points are then below each other.
+    `blanks` as wide as a digit replace the decimals that are missing up to three, so that
+    right-aligned decimal points are below each other.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def blanks(self) -> str:
-        """For the decimals that are missing."""
+        """Blanks in place of missing decimals."""
         _, point, decimals = self.text.partition(".")
         if "e" in self.text or not self.text[-1:].isdigit():
             return ""
@@ -56,13 +56,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a layer's cosine, as a bar.
+    """The remaining cosine of a layer, as a bar.
 
     Attributes:
-        bar: its blocks; empty without a direction.
-        words: what they say.
-        share: what is kept; None without a direction.
-        ceiling: the most that any step of the layer could keep; None: not measured.
+        bar: blocks of the bar; empty without a direction.
+        words: the bar in words.
+        share: the remaining cosine; None without a direction.
+        ceiling: the largest cosine that any step of the layer could keep; None: not measured.
     """
 
     bar: tuple[Block, ...]
@@ -76,9 +76,9 @@ class Distribution:
     """A distribution over rows, as the outline of a histogram.
 
     Attributes:
-        outline: an SVG path; "" without quantiles.
-        words: its ends and median.
-        middle: the median, by which the table sorts.
+        outline: SVG path; "" without quantiles.
+        words: ends and median of the distribution.
+        middle: the median, by which the table is sorted.
     """
 
     outline: str
@@ -87,7 +87,7 @@ class Distribution:
 
     @classmethod
     def of(cls, quantiles: Sequence[float], axis: Axis) -> "Distribution":
-        """The distribution of these quantiles, evenly spaced from the least to the largest."""
+        """Return the distribution of evenly spaced quantiles from the smallest to the largest."""
         if not quantiles:
             return cls("", "", None)
         low, middle, high = quantiles[0], quantiles[len(quantiles) // 2], quantiles[-1]
@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Layers:
-    """The table."""
+    """The table of layers."""
 
     step: int
     measures: tuple[str, ...]
@@ -120,12 +120,12 @@ class Layers:
 
 @dataclass(frozen=True)
 class End:
-    """The bad end of a measure; both ends are told where none is bad.
+    """The bad end of a measure, or one of both ends if neither is bad.
 
     Attributes:
-        measure: its name.
-        text: the value there.
-        layers: those that may have it; one, where errors tell which.
+        measure: name of the measure.
+        text: the value at this end.
+        layers: layers that may have the value; one, if the errors leave one candidate.
     """
 
     measure: str
@@ -134,7 +134,7 @@ class End:
 
 
 def layer_table(report: StepReport) -> Layers:
-    """The layers of a report."""
+    """Return the table of the layers of a report."""
     measures = taken(report, COLUMNS)
     axis = scale_axis(r.scale_quantiles for r in report.layers.values())
     chains = {path: chain(reading) for path, reading in report.layers.items()}
@@ -149,7 +149,7 @@ def layer_table(report: StepReport) -> Layers:
 
 
 def worst(report: StepReport) -> list[End]:
-    """What the verdict says of the worst layers, as far as the errors tell them apart."""
+    """Return the ends of measures that the verdict names, as far as errors separate the layers."""
     said: list[End] = []
     for measure, summary in report.summary().items():
         if measure not in _NAMED_WORST or summary.min_layers == summary.max_layers:

@@ -1,6 +1,6 @@
-"""Small pictures that stand in the rows of a table: a distribution, and a bar of the causes.
+"""Small pictures in the rows of a table: a distribution, and a bar of the causes.
 
-They are a few hundred characters each, so that a table of hundreds of layers stays light.
+Each takes a few hundred characters, so that a table of hundreds of layers stays small.
 """
 
 import math
@@ -17,12 +17,12 @@ _BINS = 40
 
 @dataclass(frozen=True)
 class Axis:
-    """What the horizontal of all pictures of a column stands for.
+    """The horizontal axis of all pictures of a column.
 
     Attributes:
-        low: its left end.
-        high: its right end.
-        logarithmic: whether equal ways are equal ratios.
+        low: value at the left end.
+        high: value at the right end.
+        logarithmic: whether equal distances are equal ratios.
     """
 
     low: float
@@ -30,7 +30,7 @@ class Axis:
     logarithmic: bool = False
 
     def at(self, value: float) -> float:
-        """Where a value lies, from 0 to 1; beyond the ends, at them."""
+        """Return the position of a value, from 0 to 1, clipped at the ends."""
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = math.log(low), math.log(high), math.log(max(value, self.low))
@@ -39,7 +39,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a bar, from left to right in units of the picture."""
+    """A block of a bar, from left to right, in units of the picture."""
 
     cause: str
     x: float
@@ -47,19 +47,19 @@ class Block:
 
 
 def scale_axis(quantiles: Iterable[Sequence[float]]) -> Axis:
-    """The axis of row scales that holds all these distributions."""
+    """Return the axis of row scales that covers all these distributions."""
     ends = [q for of_layer in quantiles for q in of_layer if q > 0 and math.isfinite(q)]
     low, high = (min(ends), max(ends)) if ends else (1.0, 1.0)
-    if high < 2 * low:  # else rounding would look like a distribution
+    if high < 2 * low:  # on a shorter axis, rounding would look like a distribution
         middle = math.sqrt(low * high)
         low, high = middle / 2, middle * 2
     return Axis(low, high, True)
 
 
 def distribution(quantiles: Sequence[float], axis: Axis) -> str:
-    """The outline of a histogram, as an SVG path; "" where there is no distribution.
+    """Return the outline of a histogram as an SVG path; "" if there is no distribution.
 
-    Between two quantiles the share grows evenly along the axis; the fullest bin fills the height.
+    Between two quantiles the share grows evenly along the axis. The fullest bin has full height.
     """
     if not quantiles or not all(map(math.isfinite, quantiles)):
         return ""
@@ -81,10 +81,10 @@ def distribution(quantiles: Sequence[float], axis: Axis) -> str:
 
 
 def bar(parts: Sequence[Part], lowest: float) -> tuple[Block, ...]:
-    """The causes' parts as blocks on an axis from `lowest` (at most 0) to 1, in drawing order.
+    """Return the causes' parts as blocks, in drawing order, on an axis from `lowest` (≤ 0) to 1.
 
-    What is kept reaches from 0 to the last cosine. A part that wins back lies on top of those that
-    it wins from; its cause is called "won".
+    The remaining cosine reaches from 0 to the last cosine. A part that wins cosine back lies on top
+    of those that it wins from; its cause is called "won".
     """
     if not parts:
         return ()

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, as SVG that takes the page's colours and letters."""
+"""Matplotlib pictures as SVG that uses the page's colours and fonts."""
 
 import io
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Drawn in these, which nothing else is, and replaced by the page's colours, light or dark.
+# Unique placeholder colours, which are replaced by the page's colours, light or dark.
 _COLOURS = {
     "ink": "#010101",
     "muted": "#020202",
@@ -32,9 +32,9 @@ _COLOURS = {
     "optimizer": "#0a0a0a",
     "depth": "#0b0b0b",
 }
-_STYLE: dict[Any, Any] = {  # matplotlib's names of them are no plain strings to mypy
-    "svg.fonttype": "none",  # letters stay letters
-    "svg.hashsalt": "adiv-monitor",  # the same picture has the same text
+_STYLE: dict[Any, Any] = {  # mypy does not accept plain strings as matplotlib's names
+    "svg.fonttype": "none",  # keep text as text
+    "svg.hashsalt": "adiv-monitor",  # makes the output deterministic
     "text.parse_math": False,
     "font.size": 12,
     "axes.edgecolor": _COLOURS["line"],
@@ -53,11 +53,11 @@ _STYLE: dict[Any, Any] = {  # matplotlib's names of them are no plain strings to
     "axes.axisbelow": True,
 }
 _MOST_TRIALS = 8
-_HIGHEST = 1e300  # beyond it, axes have no end that is a number
+_HIGHEST = 1e300  # above it, the ends of an axis overflow
 
 
 def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
-    """Loss and gradient norm, where that is known, by step; measured steps, and trials' losses."""
+    """Draw loss and, if known, gradient norm by step; with measured steps and trials' losses."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -73,7 +73,7 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
         figure.subplots_adjust(left=0.07, right=right, top=0.97, bottom=bottom, hspace=0.16)
         _draw_losses(loss, record.steps_of_losses, record.losses, "accent")
         shown = _several(trials)
-        # Before the measured steps are marked, which takes no room on the axis.
+        # Set before marking the measured steps, whose marks need no room on the axis.
         _draw_trials(loss, shown, len(record.losses))
         _set_scale(loss, [*record.losses, *(trial.loss for trial in shown)])
         if record.chance is not None and _is_drawn(record.chance):
@@ -105,9 +105,9 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
 
 
 def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
-    """What is left of the cosine, and how far each cause lowers it, mean over layers, by step.
+    """Draw the mean remaining cosine and each cause's part by step.
 
-    None where fewer than two steps tell.
+    Return None if fewer than two steps have them.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -124,7 +124,7 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
         causes = list(CHAIN)[: min(map(len, courses.values()))]
         for i, cause in enumerate(causes):
             lower = [u - parts[i].taken for u, parts in zip(upper, courses.values(), strict=True)]
-            # Where it wins back it takes nothing.
+            # A cause that wins back cosine takes none.
             bottom = [min(u, v) for u, v in zip(upper, lower, strict=True)]
             axes.fill_between(steps, bottom, upper, color=_COLOURS[cause], linewidth=0)
             upper = lower
@@ -142,7 +142,7 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
 
 
 def two_losses(records: Sequence[Record]) -> "Markup":
-    """The losses of two runs, A and B, each at its own steps."""
+    """Draw the losses of two runs, A and B, each at its own steps."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -188,7 +188,7 @@ def _draw_losses(axes: "Axes", steps: Sequence[int], losses: Sequence[float], co
 
 
 def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
-    """Each at its loss over the last quarter of its steps, which that is the mean of."""
+    """Draw each trial's loss over the last quarter of its steps, the range that it averages."""
     for trial in trials:
         if _is_drawn(trial.loss):
             begin, end = 0.75 * trial.steps, trial.steps - 1
@@ -209,15 +209,15 @@ def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
 
 
 def _is_drawn(value: float) -> bool:
-    """Whether there is room for the value on an axis."""
-    return abs(value) < _HIGHEST  # NaN is not
+    """Return whether the value is finite and small enough for an axis."""
+    return abs(value) < _HIGHEST  # False for NaN
 
 
 def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
-    """Texts in colours, to the right of the axes at their values; moved apart so none overlap."""
+    """Place coloured texts to the right of the axes at their values, apart from each other."""
     if not labels:
         return
-    axes.get_ylim()  # settles where values stand
+    axes.get_ylim()  # updates the data limits that transData uses
     to_axes = axes.transData + axes.transAxes.inverted()
     placed = sorted(
         (min(max(to_axes.transform((0, value))[1], 0.0), 1.0) if _is_drawn(value) else 1.0, i)
@@ -247,7 +247,7 @@ def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> Non
 
 
 def _several(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that paid most, each fix once."""
+    """Return the trials with most gain, each fix once."""
     by_fix: dict[str, Trial] = {}
     for trial in trials:
         by_fix.setdefault(trial.fix, trial)
@@ -273,7 +273,7 @@ def _course_words(losses: Sequence[float], steps: Sequence[int]) -> str:
 
 
 def _svg(figure: "Figure", name: str, words: str) -> "Markup":
-    """The figure as an element of the page, with words for those who can't see it."""
+    """Return the figure as an SVG element of the page, with a description for screen readers."""
     from markupsafe import Markup, escape
 
     file = io.StringIO()
@@ -282,7 +282,7 @@ def _svg(figure: "Figure", name: str, words: str) -> "Markup":
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Identifiers of their own; letters of the page; colours of the page.
+    # Make identifiers unique; use the page's fonts and colours.
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r"font: (?:\w+ )*?([\d.]+px) [^;\"]*", r"font-size: \1", svg)
     for colour, drawn in _COLOURS.items():

@@ -1,4 +1,4 @@
-"""Templates to text: everything is escaped, nothing is loaded from elsewhere."""
+"""Rendering of templates: everything is escaped, and pages load nothing from elsewhere."""
 
 import base64
 import hashlib
@@ -33,9 +33,9 @@ _HERE = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that a template makes of values; all of them are escaped, and printable.
+    """Render a template with values, all of which are escaped and made printable.
 
-    The page's own content security policy allows no script but ours, by its hash, and no request.
+    The page's content security policy allows our script only, by its hash, and no requests.
     """
     from markupsafe import Markup
 
@@ -46,13 +46,13 @@ def render(template: str, **values: Any) -> str:
 
 
 def _colours() -> str:
-    """Those of heat maps, as the style sheet names them."""
+    """Return the colours of heat maps as CSS variables."""
     named = {"healthy": HEALTHY, "too-little": TOO_LITTLE, "too-much": TOO_MUCH}
     named["not-finite"] = NOT_FINITE[1]
     return f":root {{ {' '.join(f'--{name}: {colour};' for name, colour in named.items())} }}\n"
 
 
-# What all templates may call.
+# Names that all templates may use.
 _WORDS: dict[str, Any] = {
     "finding_title": finding_title,
     "measure_title": measure_title,
@@ -90,7 +90,7 @@ def _environment() -> "Environment":
 
 
 def path(name: str) -> "Markup":
-    """A module's path, which may break after its dots."""
+    """Format a module's path, with possible line breaks after its dots."""
     from markupsafe import Markup, escape
 
     if not name:
@@ -99,7 +99,7 @@ def path(name: str) -> "Markup":
 
 
 def code(text: str) -> "Markup":
-    """A sentence in which what stands between backquotes is code."""
+    """Format a sentence in which text between backquotes becomes code."""
     from markupsafe import Markup, escape
 
     parts = printable(text).split("`")
@@ -110,14 +110,14 @@ def code(text: str) -> "Markup":
 
 
 def _shown(value: object) -> object:
-    """What a template writes; its own parts, which are markup, stay as they are."""
+    """Make a template's values printable; markup stays as it is."""
     from markupsafe import Markup
 
     return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value)
 
 
 def explained(finding: str) -> "dict[str, Markup]":
-    """What docs/findings say of a finding: "means", "hurts", "problems"; nothing of others."""
+    """Return "means", "hurts" and "problems" of a finding from docs/findings; {} for others."""
     from markupsafe import Markup
 
     known: dict[str, str] = json.loads(_asset("findings.json")).get(finding, {})

@@ -1,4 +1,4 @@
-"""The page of one report."""
+"""The page of one audit report."""
 
 import math
 from collections import Counter
@@ -24,16 +24,16 @@ from adiv_monitor.report.wording import not_measured, number
 
 
 def page(report: Diagnosis) -> str:
-    """A report as one self-contained HTML page, which asks for nothing over a network.
+    """Return a report as a self-contained HTML page, which makes no network requests.
 
     Args:
-        report: what an audit found.
+        report: diagnosis of an audit.
 
     Returns:
         The text of the file, to be written as UTF-8.
 
     Raises:
-        ImportError: without the packages jinja2 and matplotlib.
+        ImportError: the package jinja2 or matplotlib is missing.
     """
     record = report.record
     last = last_told(record.reports)
@@ -65,12 +65,12 @@ def page(report: Diagnosis) -> str:
         alignment=None if last is None else alignment_table(last),
         what_if=what_if_tables(report.what_if),
         settings=settings(record),
-        outcome=outcome,  # pages of runs that nothing is tried of have none
+        outcome=outcome,  # pages of runs without trials do not pass it
     )
 
 
 def headline(findings: Sequence[Finding]) -> str:
-    """What there is to do, in a few words."""
+    """Return the number of findings to fix or to watch, in words."""
     counts = Counter(finding.strength for finding in findings)
     if counts["act"]:
         things = "one thing" if counts["act"] == 1 else f"{counts['act']} things"
@@ -82,7 +82,7 @@ def headline(findings: Sequence[Finding]) -> str:
 
 
 def settings(record: Record) -> dict[str, str]:
-    """Facts about the model and the run, by name, as they are printed."""
+    """Return facts about the model and the run by name, in printable form."""
     facts = record.facts
     hidden = without_secrets(facts.settings)
     optimizer = ", ".join(f"{name} {_plain(value)}" for name, value in hidden.items())
@@ -105,7 +105,7 @@ def settings(record: Record) -> dict[str, str]:
 
 
 def _changes(record: Record) -> list[dict[str, float]]:
-    """Of the measured steps, how the loss should have changed and how it has."""
+    """Return expected and realised change of the loss at the measured steps."""
     changes = []
     for report in record.reports:
         realised = record.realised.get(report.step, report.realised_loss_change)
@@ -128,7 +128,7 @@ def _plain(value: object) -> str:
 
 
 def last_told(reports: Sequence[StepReport]) -> StepReport | None:
-    """The last step in which layers had a direction; else the last that there is."""
+    """Return the last report in which a layer has a direction, else the last one."""
     for report in reversed(reports):
         values = (reading.update_cosine for reading in report.layers.values())
         if any(value is not None and math.isfinite(value) for value in values):
@@ -137,23 +137,23 @@ def last_told(reports: Sequence[StepReport]) -> StepReport | None:
 
 
 def is_taken(reports: Sequence[StepReport], measure: str) -> bool:
-    """Whether some layer has the measure at some step."""
+    """Return whether some layer has the measure at some step."""
     return any(taken(report, (measure,)) for report in reports)
 
 
 def strengths_of(findings: Sequence[Finding]) -> Mapping[str, int]:
-    """How many findings there are of each strength."""
+    """Return the number of findings of each strength."""
     return {strength: sum(f.strength == strength for f in findings) for strength in STRENGTHS}
 
 
 def notes_of(record: Record) -> list[str]:
-    """What the record and its reports say, each once."""
+    """Return the notes of the record and of its reports, each once."""
     notes = [*record.notes, *(note for report in record.reports for note in report.notes)]
     return list(dict.fromkeys(notes))
 
 
 def attention_table(report: StepReport) -> dict[str, Any] | None:
-    """A row for each module that attends; None where none was looked at."""
+    """Return a table with a row per attention module; None if none was measured."""
     if not report.attention:
         return None
     measures = taken(report, ATTENTION_MEASURES)
@@ -173,7 +173,7 @@ def attention_table(report: StepReport) -> dict[str, Any] | None:
 
 
 def alignment_table(report: StepReport) -> dict[str, Any] | None:
-    """A row for each layer of the probe; None where none was asked for."""
+    """Return a table with a row per layer of the probe; None if no probe was requested."""
     if not report.alignment:
         return None
     rows = [

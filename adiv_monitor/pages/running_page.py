@@ -1,4 +1,4 @@
-"""The page of a training that goes on, from its reports alone."""
+"""The page of a running training, from its reports alone."""
 
 from collections.abc import Sequence
 
@@ -29,19 +29,19 @@ from adiv_monitor.report.wording import not_measured
 def running_page(
     record: Record, findings: Sequence[Finding], count: int, alarms: Sequence[object] = ()
 ) -> str:
-    """A training as far as it has come, as one self-contained HTML page.
+    """Return a self-contained HTML page of a training so far.
 
     Args:
-        record: with one report at least, and nothing else that is known.
-        findings: what rules find in it.
-        count: how many steps were measured; the record may hold fewer reports.
-        alarms: what rules of the user's have raised, in words.
+        record: record with at least one report, and no facts of an audit.
+        findings: findings of the rules in the record.
+        count: number of measured steps; the record may hold fewer reports.
+        alarms: alarms that rules of the user's have raised.
 
     Returns:
         The text of the file, to be written as UTF-8.
 
     Raises:
-        ImportError: without the packages jinja2 and matplotlib.
+        ImportError: the package jinja2 or matplotlib is missing.
     """
     reports = record.reports
     last = last_told(reports) or reports[-1]

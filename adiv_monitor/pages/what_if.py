@@ -1,4 +1,4 @@
-"""The what-if tables: a measure of each layer as it is and as it would be."""
+"""The what-if tables: a measure of each layer as it is and under alternatives."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from adiv_monitor.diagnosis.record import Alternative
 from adiv_monitor.pages.layers import Cell
 from adiv_monitor.report.wording import number
 
-# Measure → heading of its table; the first is open where a page has room for one only.
+# Measure → heading of its table; the first is open if a page has room for only one.
 WHAT_IF_MEASURES = {
     "gradient_cosine": "Cosine of a plain gradient step: nearer to 1 is better",
     "scale_cv": "Spread of the row scales: 0 is best",
@@ -20,7 +20,7 @@ WHAT_IF_MEASURES = {
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One table."""
+    """A what-if table of one measure."""
 
     measure: str
     heading: str
@@ -30,7 +30,7 @@ class WhatIf:
 
 
 def what_if_tables(what_if: Mapping[str, Mapping[str, Alternative]]) -> list[WhatIf]:
-    """One table per measure, with a row per layer and a column per alternative."""
+    """Return one table per measure, with a row per layer and a column per alternative."""
     if not what_if:
         return []
     names = tuple(dict.fromkeys(name for of_layer in what_if.values() for name in of_layer))

@@ -1,1 +1,1 @@
-"""What is drawn of layers by steps: one heat map, its colours, and pictures of it."""
+"""Drawings of layers by steps: the heat map, its colours, and pictures of it."""

@@ -1,4 +1,4 @@
-"""The colour that a value has: the same for one measure in all runs, so that pictures compare."""
+"""Colours of values: the same for a measure in all runs, so that pictures are comparable."""
 
 import math
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from adiv_monitor.report import WORST
 
 TOO_LITTLE, HEALTHY, TOO_MUCH = "#08519c", "#e3ebdf", "#b30000"
 _OF_HEALTH = (TOO_LITTLE, HEALTHY, HEALTHY, HEALTHY, TOO_MUCH)
-# viridis of matplotlib, without its darkest eighth.
+# Viridis of Matplotlib, without its darkest eighth.
 _IN_ORDER = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
-# Two colours in stripes, so that neither is taken for a value: at these cells there is none.
+# Striped cells have no value; the stripes prevent either colour from being read as a value.
 NOT_FINITE, NO_VALUE = ("#000000", "#ff3fd8"), ("#ffffff", "#c9ced6")
-_STRIPES = 6  # pixels from one to the next
+_STRIPES = 6  # pixels from one stripe to the next
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Scale(NamedTuple):
-    """Of a measure whose values are coloured in their order, not by how healthy they are.
+    """The colour scale of a measure whose values are coloured by order, not by health.
 
     Attributes:
-        low: what is less has the colour of this.
-        high: what is more has the colour of this.
-        healthy: what the layers of 30 healthy runs read
-            (tests/benchmarks/results/separation.md), rounded; None: that is not known.
-        logarithmic: values are told apart by their ratios.
+        low: lower end; smaller values have the same colour.
+        high: upper end; larger values have the same colour.
+        healthy: range of the layers of 30 healthy runs
+            (tests/benchmarks/results/separation.md), rounded; None: not known.
+        logarithmic: whether equal distances are equal ratios.
     """
 
     low: float = 0.0
@@ -38,8 +38,8 @@ class Scale(NamedTuple):
     logarithmic: bool = False
 
 
-# Wide enough for all of 182 runs, healthy or not. All other measures are cosines and shares, of the
-# plain scale from 0 to 1.
+# Scales that cover all of 182 runs, healthy or not. All other measures are cosines and shares, on
+# the default scale from 0 to 1.
 SCALES: Mapping[str, Scale] = MappingProxyType(
     {
         "descent": Scale(1e-6, 10, (4e-4, 0.3), True),
@@ -50,20 +50,20 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
         "first_order_error": Scale(1e-3, 10, None, True),
     }
 )
-# Cosines that may be negative; all other measures are lengths, or shares of them.
+# Cosines that may be negative; all other measures are norms, or shares of them.
 _SIGNED = frozenset(
     ("update_cosine", "gradient_cosine", "row_cosine_p50", "parameter_cosine", "projection_cosine")
 ).union(("realised_cosine", "single_layer_share"))
 
 
 class Bar(NamedTuple):
-    """What the colours of a measure stand for.
+    """The colour bar of a measure.
 
     Attributes:
-        low: the place of its lower end.
-        high: the place of its upper end.
-        ticks: place → value in words; what matters most comes first.
-        healthy: places between which healthy layers lie, where colours don't say it.
+        low: place of its lower end.
+        high: place of its upper end.
+        ticks: place → value in words; the most important first.
+        healthy: places between which healthy layers lie, if the colours don't show it.
     """
 
     low: float
@@ -73,12 +73,12 @@ class Bar(NamedTuple):
 
 
 def is_judged(measure: str) -> bool:
-    """Whether its colours say how healthy a value is, not just where it lies."""
+    """Return whether the measure's colours show how healthy a value is, not just its order."""
     return measure in HEALTH and bool(HEALTH[measure].knots)
 
 
 def places(measure: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where values lie among the measure's colours, 0 to 1; NaN stays."""
+    """Return the places of values among the measure's colours, 0 to 1; NaN stays."""
     if is_judged(measure):
         return (HEALTH[measure].level(values) + 1) / 2
     low, high, _, logarithmic = SCALES.get(measure, Scale())
@@ -89,7 +89,7 @@ def places(measure: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def bar(measure: str) -> Bar:
-    """The measure's colours in words: the limits of healthy values, then the ends."""
+    """Return the measure's colour bar: the limits of healthy values, then the ends."""
     limits, healthy = {}, None
     if is_judged(measure):
         at = {(level + 1) / 2: value for value, level in HEALTH[measure].knots}
@@ -112,16 +112,16 @@ def bar(measure: str) -> Bar:
 
 
 def _bounds(measure: str) -> tuple[float, float]:
-    """What the measure can't be less or more than."""
+    """Return the smallest and the largest possible value of the measure."""
     least = -1.0 if measure in _SIGNED else 0.0
     is_share = "cosine" in measure or measure.endswith(("_share", "_fraction"))
     return least, 1.0 if is_share else math.inf
 
 
 def painted(measure: str, places: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """The colours at some of its `places`: their shape × red, green and blue; NaN is white.
+    """Return the colours at places of the measure: shape × red, green, blue; NaN is white.
 
-    Those in order are darkest at the bad end.
+    Colours by order are darkest at the bad end.
     """
     anchors = _OF_HEALTH if is_judged(measure) else _IN_ORDER
     if anchors is _IN_ORDER and WORST.get(measure) == "max":
@@ -141,7 +141,7 @@ def stripe(pixels: NDArray[np.uint8], where: NDArray[np.bool_], colours: tuple[s
 
 
 def plain(colour: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """One colour all over."""
+    """Return pixels of a single colour."""
     return np.full((*shape, 3), _rgb(colour), dtype=np.uint8)
 
 
@@ -151,7 +151,7 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 
 
 def _shortly(value: float) -> str:
-    """Far powers of ten as such.
+    """Format a value, with large and small powers of ten in exponent form.
 
     >>> _shortly(0.009), _shortly(70.0), _shortly(1e-6)
     ('0.009', '70', '10⁻⁶')

@@ -1,4 +1,4 @@
-"""A picture as a figure of matplotlib."""
+"""A picture as a Matplotlib figure."""
 
 import io
 
@@ -11,7 +11,8 @@ _DPI = 100
 class PictureFigure(Figure):
     """A figure that holds one picture, pixel for pixel at its own resolution.
 
-    It is no part of pyplot's state: a notebook shows it as a cell's value, and `savefig` writes it.
+    It is not registered with pyplot: a notebook shows it as a cell's value, and `savefig` writes
+    it.
     """
 
     def __init__(self, png: bytes) -> None:
@@ -23,7 +24,7 @@ class PictureFigure(Figure):
         axes.imshow(pixels, aspect="auto", interpolation="antialiased")
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows, with or without pyplot."""
+        """Return the PNG that a notebook shows, with or without pyplot."""
         target = io.BytesIO()
         self.savefig(target, format="png", dpi=_DPI)
         return target.getvalue()

@@ -1,4 +1,4 @@
-"""A heat map: one measure of all layers at all kept steps. Pages and pictures show the same."""
+"""The heat map of one measure over all layers and all kept steps, for pages and pictures."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ class Grid(NamedTuple):
     """The cells of a heat map.
 
     Attributes:
-        measure: its name.
+        measure: name of the measure.
         layers: paths, in the network's order.
         steps: numbers of the steps.
         values: layers × steps; NaN: no direction, not measured, or not comparable.
-        not_finite: layers × steps; where inputs, outputs, gradient or update of the layer, or the
-            value itself, were NaN or infinite.
+        not_finite: layers × steps; True where inputs, outputs, gradient or update of the layer, or
+            the value itself, are NaN or infinite.
     """
 
     measure: str
@@ -32,17 +32,17 @@ class Grid(NamedTuple):
 
     @property
     def places(self) -> NDArray[np.float64]:
-        """Where the values lie among the measure's colours, 0 to 1; NaN stays."""
+        """Places of the values among the measure's colours, 0 to 1; NaN stays."""
         return places(self.measure, self.values)
 
 
 def grid(record: Record, measure: str, layers: Sequence[str] | None = None) -> Grid | None:
-    """The heat map of one measure in all reports; None where no layer has it.
+    """Return the heat map of one measure in all reports; None if no layer has it.
 
     Args:
-        record: the reports.
-        measure: its name, or `GRADIENT`.
-        layers: which layers it shows, be they without it; None: those that have it somewhere.
+        record: record with the reports.
+        measure: name of the measure, or `GRADIENT`.
+        layers: layers to show, even without the measure; None: those that have it at some step.
     """
     columns = [value_of(record, report, measure) for report in record.reports]
     having = [path for path in layers_of(record) if any(path in column for column in columns)]
@@ -61,13 +61,13 @@ def grid(record: Record, measure: str, layers: Sequence[str] | None = None) -> G
 def grids(
     record: Record, measures: Iterable[str], layers: Sequence[str] | None = None
 ) -> dict[str, Grid]:
-    """By measure, the heat maps of those that some layer has; arguments of `grid`."""
+    """Return the heat maps by measure, of measures that some layer has; arguments as in `grid`."""
     found = {measure: grid(record, measure, layers) for measure in measures}
     return {measure: one for measure, one in found.items() if one is not None}
 
 
 def layers_of(record: Record) -> tuple[str, ...]:
-    """All layers of the reports, in the network's order."""
+    """Return all layers of the reports, in the network's order."""
     return tuple(dict.fromkeys(path for report in record.reports for path in report.layers))
 
 
@@ -75,9 +75,9 @@ class Mark(NamedTuple):
     """One entry of a legend.
 
     Attributes:
-        kind: names what is drawn beside the words: "healthy", "too-little", "too-much",
+        kind: name of the symbol beside the words: "healthy", "too-little", "too-much",
             "healthy-range", "not-finite" or "no-value".
-        words: what it means.
+        words: meaning of the symbol.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Mark(NamedTuple):
 
 
 def legend(measure: str) -> tuple[Mark, ...]:
-    """What the colours of a measure's heat map mean, beside the bar from small to large."""
+    """Return the legend of a measure's heat map, beside its colour bar."""
     order = Mark("healthy-range", "30 healthy runs read")
     health = (
         Mark("healthy", "as in healthy runs"),

@@ -1,4 +1,4 @@
-"""Pictures of layers × steps, in the network's order: one measure, or what to know at a glance."""
+"""Pictures of layers × steps, in the network's order: one measure, or an overview."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -27,18 +27,18 @@ from adiv_monitor.report.blocks import blocks, common_stem
 
 _WIDTH, _MARGIN, _GAP = 860, 12, 18  # pixels
 _MOST_BLOCKS = 40
-_HEADLINE, _SMALLEST_HEADLINE = 37, 22  # sizes; longer headlines are smaller, then in two lines
+_HEADLINE, _SMALLEST_HEADLINE = 37, 22  # sizes; longer headlines shrink, then use two lines
 _MOST_LINES = 7
-_APART = 6  # pixels between two texts of a row
+_APART = 6  # minimal pixels between two texts of a row
 
 
 class _Style(NamedTuple):
-    """How large what is; all sizes in pixels."""
+    """Sizes of the parts of a picture, in pixels."""
 
     title: Font
     small: Font
-    most_names: int  # more layers have the names of their blocks beside them
-    names: float  # share of the width that names have at most
+    most_names: int  # with more layers, blocks are named instead
+    names: float  # largest share of the width for names
     bar: int
 
 
@@ -48,7 +48,7 @@ _STEP = _Style(Font(11), Font(11, colour=MUTED), 60, 0.2, 12)  # nine panels
 
 
 def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
-    """One measure: a row per layer, a column per kept step, and what the colours mean.
+    """Draw one measure, with a row per layer, a column per kept step, and a legend.
 
     Args:
         found: the values.
@@ -61,7 +61,7 @@ def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
     top = picture.lines(_MARGIN, _MARGIN - 4, words, title) + 2
     words = reads.wrapped(how_to_read(found.measure), room)
     top = picture.lines(_MARGIN, top, words, reads) + 6
-    # A name of twelve pixels has its line, as far as there are names.
+    # Each named layer has room for a line of twelve pixels.
     layers = len(found.layers)
     rows = 16 * layers if layers <= _SINGLE.most_names else max(3 * layers, 900)
     _panels(picture, top, (found,), named, max(rows, 64), _SINGLE)
@@ -71,9 +71,9 @@ def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
 def overview_picture(
     grids: Sequence[Grid], headline: str, paragraphs: Iterable[str], named: Collection[str]
 ) -> Picture:
-    """What to know in one screen: the verdict in words, and the measures side by side.
+    """Draw an overview of one screen: the verdict in words, and the measures side by side.
 
-    As wide and as large in type as TensorBoard's cards, which are small, want it.
+    Width and type size suit the small cards of TensorBoard.
     """
     picture = Picture(_WIDTH)
     room = _WIDTH - 2 * _MARGIN
@@ -99,7 +99,7 @@ def overview_picture(
 
 
 def step_picture(grids: Sequence[Grid], headline: str, lines: Iterable[str]) -> Picture:
-    """One step: layers by measures, each of which is a grid of one step."""
+    """Draw one step: layers by measures, each of which is a grid of one step."""
     picture = Picture(_WIDTH)
     head = Font(17)
     top = _MARGIN - 4.0
@@ -123,7 +123,7 @@ def _panels(
     rows: int,
     style: _Style,
 ) -> None:
-    """Grids of the same layers side by side, `rows` pixels high, with names, bars and legend."""
+    """Draw grids of the same layers side by side, `rows` pixels high, with names and legend."""
     groups = _named(grids[0].layers, style.most_names)
     font = style.small._replace(colour=INK)
     most = style.names * _WIDTH
@@ -150,7 +150,7 @@ def _panels(
 def _cells(
     found: Grid, rows: int, columns: int, groups: dict[str, tuple[str, ...]]
 ) -> NDArray[np.uint8]:
-    """The pixels of a grid; white lines between blocks where names are those of blocks."""
+    """Return the pixels of a grid, with white lines between blocks if blocks are named."""
     levels, not_finite = _pooled(found, most=rows // 2)
     layers, steps = levels.shape
     down, across = np.arange(rows) * layers // rows, np.arange(columns) * steps // columns
@@ -165,9 +165,9 @@ def _cells(
 
 
 def _pooled(found: Grid, most: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Of neighbouring layers that share a row, the one furthest from healthy, or darkest.
+    """Reduce layers that share a pixel row to the one that is furthest from healthy, or darkest.
 
-    What is not finite goes before all others.
+    Values that are not finite take precedence.
     """
     levels = found.places
     together = -(-len(levels) // most)
@@ -184,14 +184,14 @@ def _pooled(found: Grid, most: int) -> tuple[NDArray[np.float64], NDArray[np.boo
 
 
 def _named(layers: tuple[str, ...], most: int) -> dict[str, tuple[str, ...]]:
-    """Name → its layers: each of its own, or blocks of neighbours where there are too many."""
+    """Return name → layers: single layers, or blocks of neighbours if there are too many."""
     if len(layers) <= most:
         return {path: (path,) for path in layers}
     return blocks(layers, most=min(most, _MOST_BLOCKS))
 
 
 def _short(groups: dict[str, tuple[str, ...]]) -> list[str]:
-    """Their names without what all paths begin with."""
+    """Return the groups' names without the common prefix of all paths."""
     stem = printable(common_stem(path for block in groups.values() for path in block))
     names = [printable(name) for name in groups]
     return [name.removeprefix(stem) or name for name in names]
@@ -206,7 +206,7 @@ def _name_rows(
     named: Collection[str],
     font: Font,
 ) -> None:
-    """Names that would lie on each other give way, those that no finding names first."""
+    """Draw names; of overlapping ones, keep those that a finding names."""
     sizes = [len(block) for block in groups.values()]
     ends = np.cumsum(sizes)
     middles = [(end - size / 2) * rows / ends[-1] for end, size in zip(ends, sizes, strict=True)]
@@ -223,7 +223,7 @@ def _name_rows(
 def _steps(
     picture: Picture, left: float, top: float, width: float, steps: tuple[int, ...], font: Font
 ) -> None:
-    """Numbers below a grid: of the first and the last step, and of some between."""
+    """Draw step numbers below a grid: the first, the last, and some between."""
     last = len(steps) - 1
     chosen = dict.fromkeys([last, 0, *(round(last * part / 4) for part in (2, 1, 3))])
     each = width / len(steps)
@@ -233,7 +233,7 @@ def _steps(
 def _bar(
     picture: Picture, left: float, top: float, width: int, measure: str, style: _Style
 ) -> None:
-    """What the colours stand for: healthy limits, and the ends."""
+    """Draw the colour bar, with the healthy limits and the ends."""
     meant = bar(measure)
     span = meant.high - meant.low
     ramp = painted(measure, np.linspace(meant.low, meant.high, width))
@@ -251,7 +251,7 @@ def _bar(
 def _row(
     picture: Picture, left: float, top: float, width: float, labels: dict[float, str], font: Font
 ) -> None:
-    """Labels centred at their places, but within the width; earlier ones before later ones."""
+    """Draw labels centred at their places, within the width; earlier labels take precedence."""
     kept: list[Box] = []
     for place, words in labels.items():
         wide = font.width(words)
@@ -263,11 +263,11 @@ def _row(
 
 
 def _legend(picture: Picture, top: float, measures: Sequence[str], font: Font) -> None:
-    """What the colours mean, in as many lines as it takes."""
+    """Draw the legend, in as many lines as needed."""
     shape = (font.size, 2 * font.size)
     marks = dict.fromkeys(mark for measure in measures for mark in legend(measure))
     left = float(_MARGIN)
-    # What all measures have stands last.
+    # Entries common to all measures come last.
     for mark in sorted(marks, key=lambda mark: mark.kind in ("not-finite", "no-value")):
         wide = shape[1] + 5 + font.width(mark.words)
         if left > _MARGIN and left + wide > _WIDTH - _MARGIN:
@@ -282,7 +282,7 @@ _STRIPED = {"not-finite": NOT_FINITE, "no-value": NO_VALUE}
 
 
 def _swatch(kind: str, shape: tuple[int, int]) -> NDArray[np.uint8]:
-    """What a legend shows for a kind of `Mark`."""
+    """Return the legend's pixels for a kind of `Mark`."""
     pixels = plain(_PLAIN.get(kind, "#ffffff"), shape)
     if kind in _STRIPED:
         stripe(pixels, np.ones(shape, dtype=bool), _STRIPED[kind])

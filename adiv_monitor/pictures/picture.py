@@ -1,4 +1,4 @@
-"""A picture of texts and pixels, drawn by Pillow, in which each text knows how wide it is."""
+"""Pictures of texts and pixels, drawn by Pillow, with measured text widths."""
 
 import io
 from bisect import bisect_left
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
 
 INK, MUTED, BAD = "#1f2328", "#6b7280", "#b30000"
-LINE = 1.3  # height of a line over the size of its letters
+LINE = 1.3  # line height over font size
 
 
 class Font(NamedTuple):
-    """Size in pixels, and how the letters look."""
+    """A font: its size in pixels, weight and colour."""
 
     size: int
     bold: bool = False
     colour: str = INK
 
     def width(self, words: str) -> float:
-        """Pixels that the words take."""
+        """Return the width of the words in pixels."""
         return _loaded(self.size, self.bold).getlength(words)
 
     @property
     def line(self) -> int:
-        """Pixels from one line to the next."""
+        """The line height in pixels."""
         return round(LINE * self.size)
 
     def wrapped(self, words: str, width: float) -> list[str]:
-        """Lines of at most this width; a word that is wider is broken."""
+        """Wrap words into lines of at most this width; a word that is wider is broken."""
         lines = [""]
         for word in words.split():
             longer = f"{lines[-1]} {word}".strip()
@@ -50,13 +50,13 @@ class Font(NamedTuple):
         return lines
 
     def shortened(self, path: str, width: float) -> str:
-        """The path, its longest pieces without so many letters that it is no wider than this.
+        """Shorten a path to this width by cutting letters from its longest components.
 
-        Short pieces, such as a block's number, stay, unless nothing else is left to shorten.
+        Short components, such as a block's number, stay, unless the path is still too wide.
         """
         pieces = path.split(".")
         for several in (pieces, [path]):
-            # Of the most letters that a piece may have, from the longest down.
+            # Candidates for the longest component allowed, in decreasing order.
             most = range(max(map(len, several)), 2, -1)
             at = bisect_left(most, True, key=lambda n: self.width(_cut(several, n)) <= width)
             if at < len(most):
@@ -65,7 +65,7 @@ class Font(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Pixels, from the picture's upper left corner."""
+    """A rectangle in pixels, from the picture's upper left corner."""
 
     left: float
     top: float
@@ -73,7 +73,7 @@ class Box(NamedTuple):
     bottom: float
 
     def overlaps(self, other: "Box", apart: float = 0.0) -> bool:
-        """Whether they share a pixel, or lie closer to each other than `apart`."""
+        """Return whether the boxes share a pixel, or are closer than `apart`."""
         return (
             self.left < other.right + apart
             and other.left < self.right + apart
@@ -83,11 +83,11 @@ class Box(NamedTuple):
 
 
 class Picture:
-    """What lies where; it becomes as high as what lies lowest.
+    """A picture with placed texts and pixels; its height follows from the lowest of them.
 
     Attributes:
         width: in pixels.
-        texts: where the ink of each text lies, and its words.
+        texts: bounding box of each text's ink, and the text.
     """
 
     def __init__(self, width: int) -> None:
@@ -98,7 +98,7 @@ class Picture:
         self._pixels: list[tuple[tuple[int, int], NDArray[np.uint8]]] = []
 
     def text(self, left: float, top: float, words: str, font: Font) -> None:
-        """One line of words."""
+        """Draw one line of words."""
         if not words:
             return
         at = round(left), round(top)
@@ -109,18 +109,18 @@ class Picture:
         self.height = max(self.height, at[1] + font.line)
 
     def lines(self, left: float, top: float, lines: list[str], font: Font) -> float:
-        """Several, one below the other; where the next one would begin."""
+        """Draw several lines below each other; return the top of the next line."""
         for i, words in enumerate(lines):
             self.text(left, top + i * font.line, words, font)
         return top + len(lines) * font.line
 
     def pixels(self, left: float, top: float, colours: NDArray[np.uint8]) -> None:
-        """Rows × columns × red, green and blue."""
+        """Draw pixels, rows × columns × (red, green, blue)."""
         self._pixels.append(((round(left), round(top)), colours))
         self.height = max(self.height, round(top) + len(colours))
 
     def png(self, margin: int = 10) -> bytes:
-        """The picture as a file, with so many pixels below what lies lowest."""
+        """Return the picture as a PNG file, with a margin in pixels below the lowest content."""
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", (self.width, round(self.height) + margin), "white")
@@ -135,7 +135,7 @@ class Picture:
 
 
 def _cut(pieces: list[str], letters: int) -> str:
-    """Longer pieces with so many letters, a third of them from the beginning."""
+    """Cut longer components to this many letters, a third of them from the beginning."""
     cut = (
         p
         if len(p) <= letters
@@ -155,10 +155,10 @@ def _loaded(size: int, bold: bool) -> "FreeTypeFont":
 
 @cache
 def _fonts() -> Path:
-    """The folder of matplotlib's fonts, which have all signs of formulas.
+    """Return the folder of Matplotlib's fonts, which have all signs of formulas.
 
-    It is asked for it only where it does not lie in the package: importing it takes longer than
-    drawing does.
+    The package is imported only if the folder is not found in it: importing takes longer than
+    drawing.
     """
     spec = find_spec("matplotlib")
     for package in (spec.submodule_search_locations or ()) if spec is not None else ():

@@ -1,7 +1,7 @@
-"""What the monitor reports, as plain, frozen data: no tensors, and nothing to compute.
+"""The monitor's reports: plain, frozen data without tensors.
 
 A measure is a float. NaN means "no direction" (a zero vector has none; it is shown as "–"), None
-means "not asked for, or not defined for this layer". The definitions are in `maths/measures.py`.
+means "not requested, or not defined for this layer". `maths/measures.py` has the definitions.
 """
 
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading

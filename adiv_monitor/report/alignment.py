@@ -1,4 +1,4 @@
-"""What is said of one layer's alignment with its inputs."""
+"""The reading of one layer's alignment with its inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,32 +9,33 @@ from adiv_monitor.report.written import read
 
 @dataclass(frozen=True)
 class AlignmentReading:
-    """How one layer's weights and their change are aligned with its inputs. See `alignment/`.
+    """Alignment of one layer's weights, and of their change, with its inputs. See `alignment/`.
 
-    With W₀, z₀ the weight and the inputs at the reference point, dW and dz what has changed since:
+    W₀ and z₀ are the weight and the inputs at the reference point, dW and dz their changes since.
 
     Attributes:
         role: "embedding", "hidden", "readout" or "excluded".
-        kind: "linear", "convolution", "embedding", "table" (one that is indexed or added), "lstm",
-            "gru", "rnn_tanh", "rnn_relu", "experts", or that of a rule of the module's class.
-        fan_in: n, the base of the logarithms; of embeddings and tables, their rows.
-        fan_out: outputs, of blocks those of each; of embeddings and tables, how wide they are.
+        kind: "linear", "convolution", "embedding", "table" (indexed or added), "lstm", "gru",
+            "rnn_tanh", "rnn_relu", "experts", or the kind of a rule for the module's class.
+        fan_in: n, the base of the logarithms; for embeddings and tables, the number of rows.
+        fan_out: number of outputs, for blocks those of each block; for embeddings and tables, the
+            width.
         predecessors: the layers whose outputs make up the input.
-        rows: inputs that were looked at, over all ranks of the probe.
+        rows: inputs that were examined, over all ranks of the probe.
         alpha: A(dW, z₀), the update on old features. None wherever a ratio is undefined.
         omega: A(W₀, dz), old weights on the change of features.
-        u: A(dW, dz), the update on that change.
+        u: A(dW, dz), the update on the change of features.
         cumulative: A(W, z).
-        kappa_alpha: n^(alpha − 1), 0 to 1: what stays where the width grows, as alpha does not.
-        kappa_omega: the same of omega.
-        kappa_u: the same of u.
-        kappa_cumulative: the same of A(W, z).
-        effective_rank: of A(W, z): over how many directions weights and inputs are spread alike.
+        kappa_alpha: n^(alpha − 1), 0 to 1; stays constant as the width grows, unlike alpha.
+        kappa_omega: n^(omega − 1).
+        kappa_u: n^(u − 1).
+        kappa_cumulative: n^(cumulative − 1).
+        effective_rank: of A(W, z): number of directions that weights and inputs share.
         output_rms: RMS of W z, without bias.
         output_change_rms: RMS of W z − W₀ z₀.
     """
 
-    _null_is_nan: ClassVar[bool] = True  # what is None is left out
+    _null_is_nan: ClassVar[bool] = True  # values that are None are left out
     role: str
     kind: str
     fan_in: int
@@ -55,27 +56,27 @@ class AlignmentReading:
 
     @property
     def standard_error(self) -> Mapping[str, float]:
-        """None: the rows of a probe are the same at each step, and all are looked at."""
+        """Empty: every step of a probe uses the same rows, and all of them."""
         return {}
 
     def measures(self) -> dict[str, float]:
-        """The measures that are defined, by name."""
+        """Return the defined measures, by name."""
         taken = ((name, getattr(self, name)) for name in ALIGNMENT_MEASURES)
         return {name: value for name, value in taken if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, without the measures that are undefined."""
+        """Return the reading as plain data, without the measures that are undefined."""
         record = {name: getattr(self, name) for name in ("role", "kind", "fan_in", "fan_out")}
         record |= {"predecessors": list(self.predecessors), "rows": self.rows}
         return {**record, **self.measures()}
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "AlignmentReading":
-        """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
+        """Read the reading back from a record of `to_dict`; see `StepReport.from_dict`."""
         return read(AlignmentReading, record)
 
 
-# Every measure of alignment, in the order of tables and dashboards.
+# All measures of alignment, in the order of tables and dashboards.
 ALIGNMENT_MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(AlignmentReading) if f.default is None
 )

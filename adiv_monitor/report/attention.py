@@ -1,4 +1,4 @@
-"""What is said of one attention."""
+"""The reading of one attention module."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,19 +9,20 @@ from adiv_monitor.report.written import read
 
 @dataclass(frozen=True)
 class AttentionReading:
-    """One attention at one step: what the step did to its scores. See `maths/attention.py`.
+    """One attention module at one step: how the step changed its scores. See `maths/attention.py`.
 
     Attributes:
-        samples_seen: samples of the batch that were looked at, with all heads.
-        samples_total: samples that there were.
-        standard_error: measure → standard error; those that are missing are exact.
+        samples_seen: samples of the batch that were examined, with all heads.
+        samples_total: samples of the batch.
+        standard_error: measure → standard error; missing measures are exact.
         heads: measure → its value for every head.
-        heads_standard_error: measure → standard error of every head's value; as above.
+        heads_standard_error: measure → standard error of every head's value; missing measures are
+            exact.
 
     All other attributes are the measures, over all heads together.
     """
 
-    _null_is_nan: ClassVar[bool] = True  # what is None is left out
+    _null_is_nan: ClassVar[bool] = True  # values that are None are left out
     samples_seen: int
     samples_total: int
     attention_cosine: float | None = None
@@ -39,12 +40,12 @@ class AttentionReading:
             raise ValueError(f"got measures of {several} heads, expected as many heads of each")
 
     def measures(self) -> dict[str, float]:
-        """The measures that were taken, by name; NaN where there is no direction."""
+        """Return the measures that were taken, by name; NaN where there is no direction."""
         taken = ((name, getattr(self, name)) for name in ATTENTION_MEASURES)
         return {name: value for name, value in taken if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, without the measures that were not taken."""
+        """Return the reading as plain data, without the measures that were not taken."""
         return {
             "samples_seen": self.samples_seen,
             "samples_total": self.samples_total,
@@ -58,11 +59,11 @@ class AttentionReading:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "AttentionReading":
-        """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
+        """Read the reading back from a record of `to_dict`; see `StepReport.from_dict`."""
         return read(AttentionReading, record)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One flat record per head, with `<measure>_standard_error` for what is not exact."""
+        """Return a flat record per head, with `<measure>_standard_error` for inexact measures."""
         columns = dict(self.heads)
         columns |= {f"{m}_standard_error": e for m, e in self.heads_standard_error.items()}
         return [
@@ -71,7 +72,7 @@ class AttentionReading:
         ]
 
 
-# Every measure of attention, in the order of tables and dashboards.
+# All measures of attention, in the order of tables and dashboards.
 ATTENTION_MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(AttentionReading) if f.name.startswith("attention_")
 )

@@ -1,4 +1,4 @@
-"""Layers grouped by the block of the network that holds them, as their paths tell."""
+"""Layers grouped by the block of the network that holds them, according to their paths."""
 
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
@@ -7,10 +7,10 @@ MOST_BLOCKS = 8
 
 
 def blocks(paths: Iterable[str], most: int = MOST_BLOCKS) -> dict[str, tuple[str, ...]]:
-    """Name of the block → its layers; all in the network's order.
+    """Group layers into blocks: name of the block → its layers, in the network's order.
 
-    What holds a large part of the layers is taken apart into the blocks that it holds, as long as
-    no more than `most` come of it. Numbered ones that are too many for that go in ranges:
+    A block that holds a large part of the layers is split into the blocks inside it, as long as
+    there are no more than `most` in all. Numbered blocks that are too many are merged into ranges:
     "encoder.0-5", "encoder.6-11". A block of one layer has the layer's name.
 
     >>> list(blocks(["stem", "net.0.conv", "net.0.norm", "net.1.conv", "net.1.norm"], most=3))
@@ -19,7 +19,7 @@ def blocks(paths: Iterable[str], most: int = MOST_BLOCKS) -> dict[str, tuple[str
     layers = tuple(paths)
     order = {layer: i for i, layer in enumerate(layers)}
     found = {"": layers}
-    whole: set[str] = set()  # what can't be taken apart
+    whole: set[str] = set()  # blocks that can't be split
     while large := [n for n, b in found.items() if len(b) > 2 * len(order) / most and len(b) > 1]:
         large = [name for name in large if name not in whole]
         if not large:
@@ -39,7 +39,7 @@ def blocks(paths: Iterable[str], most: int = MOST_BLOCKS) -> dict[str, tuple[str
 
 
 def _parts(name: str, layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """By the next piece of their paths; a range has no next piece but what it is a range of."""
+    """Split a block by the next component of its layers' paths; a range by its first component."""
     stem = name.rpartition(".")[0] if _is_range(name) else name
     depth = len(stem.split(".")) if stem else 0
     parts: dict[str, tuple[str, ...]] = {}
@@ -57,7 +57,7 @@ def _is_range(name: str) -> bool:
 def _ranges(
     name: str, parts: Mapping[str, tuple[str, ...]], room: int
 ) -> dict[str, tuple[str, ...]]:
-    """Neighbours whose names are numbers together, in as many ranges as there is room for."""
+    """Merge neighbouring blocks with numbers as names into as many ranges as there is room for."""
     stem = name.rpartition(".")[0] if _is_range(name) else name
     numbered = [part for part in parts if part.rpartition(".")[2].isdigit()]
     others = {part: layers for part, layers in parts.items() if part not in numbered}
@@ -77,7 +77,7 @@ def _ranges(
 
 
 def common_stem(paths: Iterable[str]) -> str:
-    """What all paths begin with, up to and with a dot: "model." of "model.a" and "model.b.c"."""
+    """Return the common prefix up to a dot: "model." of "model.a" and "model.b.c"."""
     pieces = [path.split(".")[:-1] for path in paths]
     same = takewhile(lambda level: len(set(level)) == 1, zip(*pieces, strict=False))
     return "".join(f"{level[0]}." for level in same)

@@ -1,4 +1,4 @@
-"""The ends of a measure over all layers, as far as the errors of its values tell."""
+"""Smallest and largest values of a measure over all layers, given their standard errors."""
 
 import math
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class Extreme(NamedTuple):
-    """The end of a measure, as far as the errors of its values tell.
+    """The smallest or largest value of a measure, given the standard errors of its values.
 
     Attributes:
-        value: of the layer there, or what the layers there have in common.
-        layers: those that may be the one, by value; it is told which only if there is one.
+        value: value of the extreme layer; of several candidates, their common value.
+        layers: layers that may have the extreme value, by value; a single one if it is certain.
     """
 
     value: float
@@ -20,26 +20,26 @@ class Extreme(NamedTuple):
 
 
 def smallest(estimates: Iterable[tuple[float, float, str]]) -> Extreme:
-    """The smallest of several values that are known to their standard errors; of one at least.
+    """Return the smallest of one or more values that are known to within their standard errors.
 
-    A layer is told to lie below another where the gap between their values is more than two
-    combined errors, 2·√(σ₁² + σ₂²), and more than rounding. The layers below which no other is told
-    to lie may be the smallest. No two of these are told apart, so one value fits all of them:
-    their mean weighted by 1/σ², an exact value (σ = 0) where there is one.
+    A layer is certain to lie below another if the gap between their values is more than two
+    combined errors, 2·√(σ₁² + σ₂²), and more than rounding. The candidates for the smallest value
+    are the layers below which no other layer is certain to lie. One value fits all candidates:
+    their mean weighted by 1/σ², or an exact value (σ = 0) if there is one.
 
-    It is the plain smallest value where it is told which layer has that. Elsewhere that would be
-    noise: of layers that are equal it lies further below their value the more they are, which this
-    does a fifth to a third as much (4 to 200 layers).
+    With one candidate, this is the plain smallest value. With several, the plain smallest value
+    would be noise: for equal layers it lies further below their value the more layers there are.
+    The mean does so a fifth to a third as much (4 to 200 layers).
 
     Args:
-        estimates: (value, standard error, layer); a NaN error is one that may be anything.
+        estimates: (value, standard error, layer); a NaN error means that the value is unknown.
     """
     kept: list[tuple[float, float, str]] = []
-    surest: list[tuple[float, float]] = []  # of those kept, each with a smaller error than before
+    surest: list[tuple[float, float]] = []  # kept ones, each with a smaller error than before
     for value, error, layer in sorted(estimates, key=lambda estimate: estimate[0]):
         error = math.inf if math.isnan(error) else error
-        # What lies below a layer that lies below this one also lies below this one; and what does
-        # so with a larger error and a larger value than another, the other does, too.
+        # If a is below b and b is below c, a is below c. So it suffices to compare with the kept
+        # layers. Among those, one with larger value and larger error adds nothing.
         if not any(_is_below(v, e, value, error) for v, e in surest):
             kept.append((value, error, layer))
             if not surest or error < surest[-1][1]:
@@ -64,10 +64,10 @@ def _common(kept: list[tuple[float, float, str]]) -> float:
 
 @dataclass(frozen=True)
 class MeasureSummary:
-    """One measure over all layers that have it (NaN left out).
+    """One measure over all layers that have it, without NaN values.
 
-    Where the standard errors don't tell which layer is at an end, `min` and `max` are not some
-    layer's noise but what fits the layers that may be (see `smallest`), never beyond the median.
+    If the standard errors leave several candidates for an end, `min` and `max` are the value that
+    fits all candidates (see `smallest`), never beyond the median, rather than one layer's noise.
 
     Attributes:
         min: the smallest value.
@@ -85,17 +85,17 @@ class MeasureSummary:
 
     @property
     def min_layer(self) -> str | None:
-        """The layer of the smallest value; None where it can't be told which that is."""
+        """The layer of the smallest value; None if several layers may have it."""
         return self.min_layers[0] if len(self.min_layers) == 1 else None
 
     @property
     def max_layer(self) -> str | None:
-        """The layer of the largest value; None where it can't be told which that is."""
+        """The layer of the largest value; None if several layers may have it."""
         return self.max_layers[0] if len(self.max_layers) == 1 else None
 
 
 def summary(estimates: list[tuple[float, float, str]]) -> MeasureSummary:
-    """Smallest, median and largest of (value, standard error, layer)."""
+    """Return smallest, median and largest of (value, standard error, layer)."""
     middle = median(value for value, _, _ in estimates)
     low = smallest(estimates)
     high = smallest((-value, error, layer) for value, error, layer in estimates)

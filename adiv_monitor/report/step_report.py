@@ -1,4 +1,4 @@
-"""All that is said of one step."""
+"""The report of one step."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Ways(NamedTuple):
-    """How reports are shown, by what lies above plain data; see `show_by`."""
+    """Functions that show reports, set by a higher layer of the package; see `show_by`."""
 
     text: Callable[["StepReport"], str]
     html: Callable[["StepReport"], str]
     figure: Callable[["StepReport"], "Figure"]
 
 
-_ways: list[Ways] = []  # one, as soon as the package is imported
+_ways: list[Ways] = []  # has one element once the package is imported
 
 
 def show_by(ways: Ways) -> None:
-    """Have `print`, notebooks and `plot` show all reports so."""
+    """Set the functions by which `print`, notebooks and `plot` show all reports."""
     _ways[:] = [ways]
 
 
@@ -37,11 +37,11 @@ class Alarm:
     """A rule of the user's that holds in a layer.
 
     Attributes:
-        rule: as it was written; the name of a function.
-        layer: where it holds.
-        value: of the measure that the rule compares; None of a function.
-        standard_error: of the value.
-        non_finite: of the rule `non_finite`: what is not finite, in words.
+        rule: the rule as written; for a function, its name.
+        layer: path of the layer in which the rule holds.
+        value: value of the measure that the rule compares; None for a function.
+        standard_error: standard error of the value.
+        non_finite: for the rule `non_finite`, what is not finite, in words.
     """
 
     rule: str
@@ -62,14 +62,14 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Turn:
-    """Whose turn it is, where the layers are measured in turn.
+    """The modules whose turn it is, if layers are measured in turn.
 
     Attributes:
         first: number of the first module with parameters of its own that is measured in this step,
             from 1.
-        last: of the last one.
-        of: how many there are; modules that share a parameter count as one.
-        elements: of their trained parameters.
+        last: number of the last one.
+        of: number of all such modules; modules that share a parameter count as one.
+        elements: number of elements of the trained parameters whose turn it is.
     """
 
     first: int
@@ -83,33 +83,33 @@ class Turn:
 
 @dataclass(frozen=True)
 class StepReport:
-    """All layers at one step; with `Monitor(layers_per_step=…)`, those whose turn it is.
+    """Readings of all layers at one step; with `Monitor(layers_per_step=…)`, of those in turn.
 
     Attributes:
         step: optimizer steps taken before this one: the first is 0.
         layers: readings by module path.
-        unsupported: module path → why this module, which has parameters, was not measured; the
-            parameter's path where it is one parameter of a module.
-        coverage: share of the elements of all parameters that the optimizer trains (without one: of
-            all that are trainable) that lie in measured layers, 0 to 1. In turns, of those whose
-            turn it is: what can't be measured at all has none.
-        notes: what else a reader must know to trust the numbers, one sentence each.
-        unmeasured: the parameters that are trained and were asked for but lie in no measured layer,
-            with the number of their elements.
-        interval: steps from one measured step to the next, as it stood at this one.
-        attention: readings by the path of the module that attends; empty unless asked for.
-        realised_loss_change: how much larger the loss of this step's batch is after the step, the
-            mean over the calls of the loss; None unless asked for.
-        realised_loss_changes: the same of each sample, in the order of the batches; empty where
-            the loss says nothing of single samples.
-        alignment: readings of the probe right after this step, by layer; empty unless asked for.
-        alarms: where a rule of the user's holds (`Monitor(alarms=…)`).
-        turn: whose turn it is; None where all layers are measured.
-        losses: optimizer step → loss of that step's batch before the step, of the steps since the
-            last report up to this one, as far as it is known (`Monitor.log_loss`,
-            `Monitor(loss=…)`); empty where nobody said it.
-        learning_rates: `lr` of each of the optimizer's parameter groups, as the step used it; empty
-            without an optimizer, or where a group has none.
+        unsupported: module path → why this module, which has parameters, was not measured; for a
+            single parameter of a module, the parameter's path.
+        coverage: share of the elements of all parameters that the optimizer trains (without
+            optimizer: of all trainable ones) that lie in measured layers, 0 to 1. With layers in
+            turn, of those whose turn it is; unsupported modules have no turn.
+        notes: further facts needed to interpret the numbers, one sentence each.
+        unmeasured: trained, chosen parameters that lie in no measured layer, with the number of
+            their elements.
+        interval: steps from one measured step to the next, as of this step.
+        attention: readings by the path of the attention module; empty unless requested.
+        realised_loss_change: loss of this step's batch after the step minus the loss before it, the
+            mean over the calls of the loss; None unless requested.
+        realised_loss_changes: the same for each sample, in the order of the batches; empty where
+            the loss has no values per sample.
+        alignment: readings of the probe right after this step, by layer; empty unless requested.
+        alarms: rules of the user's that hold (`Monitor(alarms=…)`), with their layers.
+        turn: the modules whose turn it is; None if all layers are measured.
+        losses: optimizer step → loss of that step's batch before the step, for the steps since the
+            last report up to this one, as far as known (`Monitor.log_loss`, `Monitor(loss=…)`);
+            empty if no loss was passed.
+        learning_rates: `lr` of each of the optimizer's parameter groups, as used by the step; empty
+            without an optimizer, or if a group has none.
     """
 
     step: int
@@ -144,25 +144,25 @@ class StepReport:
         return _ways[0].text(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         return _ways[0].html(self)
 
     def plot(self) -> "Figure":
-        """The layers of this step by measures, as colours; a figure that is not shown.
+        """Draw the layers of this step by measures, as colours; the figure is not shown.
 
         Raises:
-            ImportError: without the package matplotlib.
+            ImportError: the package matplotlib is missing.
             ValueError: there is nothing to draw.
         """
         return _ways[0].figure(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: the fields, not what was made of them."""
+        """Return the state for copies and pickles: the fields, without cached properties."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def lean(self) -> "StepReport":
-        """The report without distributions over rows: what histories keep, each the same one."""
+        """The report without distributions over rows, as run histories keep it; always the same."""
         layers = {path: reading.lean() for path, reading in self.layers.items()}
         return replace(self, layers=layers)
 
@@ -173,20 +173,20 @@ class StepReport:
 
     @property
     def ends_round(self) -> bool:
-        """Whether no layer waits for its turn any more."""
+        """Whether this report completes a round: no layer is left whose turn is still to come."""
         return self.turn is None or self.turn.last == self.turn.of
 
     @property
     def first_non_finite(self) -> tuple[str, str] | None:
-        """What of the step was not finite first, in the order of computation, and its layer.
+        """The first non-finite tensor of the step, in the order of computation, and its layer.
 
-        Forwards "inputs" and "outputs" of layers, then the "loss" (of no layer: ""), backwards the
-        "gradient", then the "update". None: everything that was looked at is finite.
+        The order is: forward "inputs" and "outputs" of layers, then the "loss" (without a layer:
+        ""), backward the "gradient", then the "update". None: all examined tensors are finite.
         """
         return next(self.non_finite(), None)
 
     def non_finite(self) -> Iterator[tuple[str, str]]:
-        """All that was not finite in the step, in the order of `first_non_finite`."""
+        """Iterate over all non-finite tensors of the step, in the order of `first_non_finite`."""
         layers = list(self.layers.items())
         yield from _broken(layers, "inputs", "outputs")
         if self.loss is not None and not math.isfinite(self.loss):
@@ -196,16 +196,16 @@ class StepReport:
 
     @property
     def descent(self) -> float | None:
-        """Σ of the layers' descents: how far the loss falls to first order; None if there are none.
+        """Σ of the layers' descents: the first-order decrease of the loss; None without descents.
 
-        Of the gradient that the optimizer saw: of a clipped one, or one that is the sum over
-        micro-batches, it is in that one's units, and not in those of `realised_loss_change`.
+        It belongs to the gradient that the optimizer saw. If that was clipped, or is a sum over
+        micro-batches, its units differ from those of `realised_loss_change`.
         """
         descents = [r.descent for r in self.layers.values() if r.descent is not None]
         return math.fsum(descents) if descents else None
 
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
-        """The report as nested plain data; with the layers' quantiles if asked."""
+        """Return the report as nested plain data, with the layers' quantiles on request."""
         return {
             "step": self.step,
             "interval": self.interval,
@@ -230,18 +230,19 @@ class StepReport:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "StepReport":
-        """The report that `to_dict` made a record of, exactly.
+        """Read a report back from a record of `to_dict`, exactly.
 
-        A line that the JSON-lines sink wrote is read, too: numbers may be "Infinity", "-Infinity"
-        or "NaN", and a null where there must be a number is NaN.
+        Lines of the JSON-lines sink are read, too: numbers may be "Infinity", "-Infinity" or "NaN",
+        and null in place of a number is NaN.
 
         Raises:
-            ValueError: something does not fit; where, what is there, and what is expected.
+            ValueError: a value does not fit; the message says where, what it is and what is
+                expected.
         """
         return read(StepReport, record)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One flat record per layer, ready for a data frame.
+        """Return a flat record per layer, ready for a data frame.
 
         Measures that rest on sampled rows in some layer have their standard errors in a column
         `<measure>_standard_error` (0: exact in this layer).
@@ -257,7 +258,7 @@ class StepReport:
         return rows
 
     def attention_rows(self) -> list[dict[str, Any]]:
-        """One flat record per head of every attention, ready for a data frame."""
+        """Return a flat record per head of every attention module, ready for a data frame."""
         return [
             {"step": self.step, "attention": path, **row}
             for path, reading in self.attention.items()
@@ -265,7 +266,7 @@ class StepReport:
         ]
 
     def alignment_rows(self) -> list[dict[str, Any]]:
-        """One flat record per layer of the probe, ready for a data frame."""
+        """Return a flat record per layer of the probe, ready for a data frame."""
         return [
             {"step": self.step, "layer": path, **reading.to_dict()}
             for path, reading in self.alignment.items()
@@ -276,13 +277,13 @@ class StepReport:
     ) -> (
         Mapping[str, LayerReading] | Mapping[str, AttentionReading] | Mapping[str, AlignmentReading]
     ):
-        """Those that may have this measure, by path."""
+        """Return the readings of the kind that has this measure, by path."""
         if measure in ALIGNMENT_MEASURES:
             return self.alignment
         return self.attention if measure in ATTENTION_MEASURES else self.layers
 
     def summary(self) -> dict[str, MeasureSummary]:
-        """Smallest, median and largest value of every measure, and the layers they belong to."""
+        """Return smallest, median and largest value of every measure, with their layers."""
         return {
             measure: summary(estimates)
             for measure in (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
@@ -298,7 +299,7 @@ class StepReport:
 
 
 def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
-    """Those of the measures that some layer of the report has, be it as NaN."""
+    """Return those of the measures that some layer of the report has, including NaN values."""
     return tuple(
         measure
         for measure in measures
@@ -309,7 +310,7 @@ def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
 
 
 def _broken(layers: Iterable[tuple[str, LayerReading]], *kinds: str) -> Iterator[tuple[str, str]]:
-    """What of the layers was not finite, of these kinds."""
+    """Yield the non-finite tensors of these kinds, with their layers."""
     for path, reading in layers:
         yield from ((kind, path) for kind in kinds if kind in reading.non_finite)
 

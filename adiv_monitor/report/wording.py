@@ -1,4 +1,4 @@
-"""How the sinks for human readers say it: numbers with errors, shares, what was not measured."""
+"""Wording for human readers: numbers with errors, shares, and layers that were not measured."""
 
 import math
 from collections import defaultdict
@@ -7,15 +7,15 @@ from adiv_monitor.printable import code, layer_words
 from adiv_monitor.report import StepReport
 
 _MOST_LINES = 12
-NOT_FINITE = "NaN"  # in place of a reading of a layer in which something is not finite
+NOT_FINITE = "NaN"  # shown for a reading of a layer with values that are not finite
 
 
 def number(value: float, error: float = 0.0) -> str:
-    """The value to three decimals, or as a power of ten, without digits that its error blurs.
+    """Format a value with three decimals or as a power of ten, without digits below its error.
 
-    The last digit stands where the first digit of the standard error does. "≈0" is a value that
-    lies closer to zero than its error: it has no sign. "–" is no direction (NaN), "?" a value of
-    which nothing is known, because its error is not finite.
+    The last digit stands where the first digit of the standard error does. "≈0" is a value closer
+    to zero than its error, so without a known sign. "–" is no direction (NaN), "?" an unknown
+    value, whose error is not finite.
     """
     if math.isnan(value):
         return "–"
@@ -37,30 +37,30 @@ def number(value: float, error: float = 0.0) -> str:
 
 
 def percent(share: float) -> str:
-    """A share between 0 and 1; "100%" is all and "0%" nothing, and what is close is neither."""
+    """Format a share between 0 and 1; only exact 0 and 1 become "0%" and "100%"."""
     if share in (0, 1):
         return f"{share:.0%}"
     return f"{min(max(share, 0.001), 0.999):.1%}"
 
 
 def non_finite_words(report: StepReport, what: str, layer: str = "") -> str:
-    """What was not finite, and where, as a part of a sentence: "the outputs of Linear 'net.0'"."""
+    """Return words for a non-finite tensor and its layer: "the outputs of Linear 'net.0'"."""
     if what == "loss":
         return "the loss"
     return f"the {what} of {layer_words(layer, report.layers[layer].module)}"
 
 
 def trained(report: StepReport) -> str:
-    """Of which parameters the report's coverage is a share."""
+    """Return words for the parameters that the report's coverage refers to."""
     return "the trained parameters" + ("" if report.turn is None else f" of {report.turn}")
 
 
 def not_measured(report: StepReport, *, as_code: bool = False) -> list[str]:
-    """What was not measured: where, how much and why; one line per reason, the largest first.
+    """List what was not measured: where, how much and why; one line per reason, largest first.
 
     Args:
-        report: the report.
-        as_code: whether names are code in Markdown.
+        report: the report to describe.
+        as_code: whether to format names as Markdown code.
     """
     paths: dict[str, list[str]] = defaultdict(list)
     for path, reason in report.unsupported.items():
@@ -68,7 +68,7 @@ def not_measured(report: StepReport, *, as_code: bool = False) -> list[str]:
     parameters: dict[str, dict[str, int]] = defaultdict(dict)
     for name, elements in report.unmeasured.items():
         owner = name if name in report.unsupported else name.rpartition(".")[0]
-        if owner in report.unsupported:  # else the step as a whole was not measured: a note says so
+        if owner in report.unsupported:  # else the whole step was not measured, as a note says
             parameters[report.unsupported[owner]][name] = elements
     lines = [
         (
@@ -87,7 +87,7 @@ def not_measured(report: StepReport, *, as_code: bool = False) -> list[str]:
 
 
 def _where(paths: list[str], parameters: dict[str, int], as_code: bool) -> str:
-    """The modules (of one module: its parameters too) and how much they hold."""
+    """Name the modules (for one module, also its parameters) and the number of their elements."""
     names = listed([path or "the model itself" for path in paths], as_code=as_code)
     if not parameters:
         return names
@@ -99,7 +99,7 @@ def _where(paths: list[str], parameters: dict[str, int], as_code: bool) -> str:
 
 
 def listed(names: list[str], *, as_code: bool = False) -> str:
-    """Three names and how many more there are; a name that is empty is that of the whole model."""
+    """List three names and the number of further ones; "" stands for the whole model."""
     said = (code(name) if as_code and name else name or "the model itself" for name in names[:3])
     shown = ", ".join(said)
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"

@@ -1,4 +1,4 @@
-"""Data classes from plain data, as JSON has it: what does not fit them is refused, once, here."""
+"""Reading of data classes from plain data such as JSON, with checks of every value."""
 
 import math
 import reprlib
@@ -16,7 +16,7 @@ _LARGEST = 2**63 - 1
 
 
 class _Misfit(Exception):
-    """A value that does not fit; every container that it lies in adds where."""
+    """Error for a value that does not fit; each enclosing container adds its place."""
 
     def __init__(self, said: str) -> None:
         self.said = said
@@ -28,14 +28,14 @@ class _Misfit(Exception):
 
 
 def read(kind: type[T], value: Any) -> T:
-    """A data class from nested plain data, with every value of the type that its field has.
+    """Read a data class from nested plain data, with every value of its field's type.
 
-    Fields that are missing take their defaults, and those that the class does not have are passed
-    over: what an earlier or later version wrote can be read. Numbers that are not finite are the
-    texts "NaN", "Infinity" and "-Infinity"; null is NaN where there must be a number.
+    Missing fields take their defaults, and unknown fields are ignored, so records of earlier and
+    later versions can be read. Numbers that are not finite are the texts "NaN", "Infinity" and
+    "-Infinity"; null in place of a number is NaN.
 
     Raises:
-        ValueError: a value does not fit, or one is missing that has no default.
+        ValueError: a value does not fit, or a field without default is missing.
     """
     try:
         return cast(T, _reader(cast(Hashable, kind))(value))
@@ -53,7 +53,7 @@ def _misfit(value: Any, expected: str) -> _Misfit:
 
 @cache
 def _reader(kind: Hashable) -> Reader:
-    """What reads a value of a field of this type."""
+    """Return the function that reads a value of a field of this type."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, arguments = get_origin(kind), get_args(kind)
@@ -70,7 +70,7 @@ def _reader(kind: Hashable) -> Reader:
 
 
 def _object(kind: type) -> Reader:
-    """Of a data class. With `_null_is_nan`, fields that are None were left out, not null."""
+    """Return the reader of a data class; with `_null_is_nan`, null means NaN, absence None."""
     hints = get_type_hints(kind)
     required = {
         f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
@@ -95,7 +95,7 @@ def _object(kind: type) -> Reader:
                 raise error.inside(f".{name}") from None
         try:
             return kind(**found)
-        except ValueError as error:  # what its fields are together
+        except ValueError as error:  # raised for a combination of fields
             raise _Misfit(str(error)) from None
 
     return read_object
@@ -138,7 +138,7 @@ def _list(inner: Reader) -> Reader:
 
 
 def _mapping(kind: Any, inner: Reader) -> Reader:
-    """Of an object with keys of the data's own; JSON has them as text."""
+    """Return the reader of an object with arbitrary keys, which JSON stores as text."""
 
     def read_mapping(value: Any) -> Any:
         if not isinstance(value, Mapping):

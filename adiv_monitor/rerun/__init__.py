@@ -1,7 +1,7 @@
-"""What ran in a step is run again, unseen by the run.
+"""Reruns of calls of a training step, without side effects on the training run.
 
-There is one way. What a call depends on besides its inputs and parameters is noted when it is made
-(`Surroundings`); it runs within `untouched`, after which all is as if nothing had run: the very
-modules that ran, where whole forward passes are repeated, or a `Twin` of one module, which is a
-function of its parameters. How what such a function gives moves with the parameters: `jvp`.
+When a call is made, `Surroundings` records what it depends on besides its inputs and parameters.
+The rerun happens inside `untouched`, which restores all state afterwards. Whole forward passes are
+repeated with the original modules; a single module is rerun as a `Twin`, a function of its
+parameters. `jvp` computes the derivative of such a function by its parameters.
 """

@@ -1,4 +1,4 @@
-"""How what a function gives moves with its parameters: J t for a change t of them."""
+"""Jacobian-vector products: J t of a function's results for a change t of its parameters."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,21 +13,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 Parameters = Mapping[str, Tensor]
-"""By name; a change of them has the same names, but for those that stay."""
+"""Parameters by name; a change of them lacks the names of those that do not change."""
 
 
 def jvp(
     function: Callable[[Parameters], T], parameters: Parameters, tangents: Parameters
 ) -> tuple[T, T]:
-    """What a function gives, and J t, by forward-mode derivatives, for which no_grad hides nothing.
+    """Return a function's result and J t by forward-mode derivatives, which work under no_grad.
 
     Args:
-        function: of the parameters; gives tensors in any structure.
-        parameters: where.
+        function: a function of the parameters that returns tensors in any structure.
+        parameters: the point at which J is taken.
         tangents: t.
 
     Raises:
-        RuntimeError: something that it calls has no forward-mode derivative.
+        RuntimeError: the function calls something without a forward-mode derivative.
     """
     _load_derivatives()
     with torch.no_grad(), forward_ad.dual_level():
@@ -41,18 +41,18 @@ def jvp_by_gradients(
     tangents: Parameters,
     precision: float,
 ) -> tuple[T, T]:
-    """What a function gives, and J t, by differentiating its backward: of custom functions, too.
+    """Return a function's result and J t by differentiating its backward, also a custom one.
 
     Args:
         function: see `jvp`.
         parameters: see `jvp`.
         tangents: see `jvp`.
-        precision: rounding of the coarsest numbers that the function computes with on the way.
+        precision: rounding of the coarsest dtype that the function computes in.
 
     Raises:
         RuntimeError: a backward inside can't be differentiated.
     """
-    # Those hooks of the run, such as checkpointing's, must not see what is saved here.
+    # Saved-tensor hooks of the run, such as checkpointing's, must not see what is saved here.
     unseen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.enable_grad(), unseen:
         leaves = {
@@ -76,18 +76,18 @@ def pushed_forward(
     tangents: Sequence[Tensor],
     precision: float | None = None,
 ) -> list[Tensor]:
-    """J t of what was made of leaves, by two backward passes through its graph, which stays.
+    """Return J t of tensors by two backward passes through their graph, which is kept.
 
     v ↦ Jᵀv is linear, and the derivative of ⟨Jᵀv, t⟩ by v is J t (J. Townsend, "A new trick for
-    calculating Jacobian vector products", 2017). So each function needs a backward pass that is
-    differentiable, which more of them have than a forward-mode derivative.
+    calculating Jacobian vector products", 2017). So each function needs a differentiable backward
+    pass, which more of them have than a forward-mode derivative.
 
     Args:
-        made: what was made, with its graph.
-        leaves: what it was made of.
-        tangents: t, of each leaf.
-        precision: see `jvp_by_gradients`; None: that the backward passes were linear in v, as only
-            custom ones may not be, is not looked at, for which the host would wait for the device.
+        made: the tensors, with their graph.
+        leaves: the leaves of the graph.
+        tangents: t, one tensor per leaf.
+        precision: see `jvp_by_gradients`; None: do not check that the backward passes are linear in
+            v (only custom ones may not be), since the check makes the host wait for the device.
 
     Raises:
         RuntimeError: a backward pass can't be differentiated.
@@ -106,7 +106,7 @@ def pushed_forward(
         found = torch.autograd.grad(gradients, v, directions, allow_unused=True)
         moves = [a if b is None else b for a, b in zip(still, found, strict=True)]
     if precision is not None and used:
-        # What is linear in v is its derivative times v.
+        # A function that is linear in v equals its derivative times v.
         whole, again = _sums(used), _sums(zip(moves, v, strict=True))
         if (whole[0] - again[0]).abs() > tolerance(precision) * (whole[1] + again[1]):
             raise RuntimeError("a custom backward inside can't be differentiated itself")
@@ -114,18 +114,18 @@ def pushed_forward(
 
 
 def tolerance(precision: float) -> float:
-    """What rounding may do: matrix products of float32 may be taken in TensorFloat-32."""
+    """Return the relative error that rounding explains; float32 products may be TensorFloat-32."""
     return 1e-9 if precision < 1e-15 else max(1e-3, 4 * precision)
 
 
 def pattern(like: Tensor) -> Tensor:
-    """Numbers of which none is zero."""
+    """Return a tensor of nonzero numbers with the shape, dtype and device of `like`."""
     numbers = torch.linspace(0.5, 1.5, like.numel(), dtype=like.dtype, device=like.device)
     return numbers.view(like.shape)
 
 
 def _sums(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Σ ⟨a, b⟩, and the sum of the terms' sizes."""
+    """Return Σ ⟨a, b⟩ and the sum of the absolute values of its terms."""
     terms = [_at_least_single(a.detach()) * _at_least_single(b.detach()) for a, b in pairs]
     return torch.stack([torch.stack((t.sum(), t.abs().sum())) for t in terms]).sum(0)
 
@@ -154,7 +154,7 @@ def _move(dual: Tensor) -> Tensor:
 
 @cache
 def _load_derivatives() -> None:
-    """Torch loads some forward-mode derivatives when one is first taken, and may warn of that."""
+    """Make torch load its forward-mode derivatives, which it does at first use, with a warning."""
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.simplefilter("ignore")
         forward_ad.make_dual(torch.zeros(1), torch.zeros(1))  # type: ignore[no-untyped-call]

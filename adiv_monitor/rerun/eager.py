@@ -1,4 +1,4 @@
-"""Compiled models run eagerly while anything is armed: hooks of inner modules fire only then."""
+"""Eager execution of compiled models while a monitor is armed, so that inner hooks fire."""
 
 import atexit
 import sys
@@ -10,17 +10,17 @@ import torch
 
 from adiv_monitor.rerun.thread import surely
 
-# Monitors may be in several threads, and dropped without being closed.
+# Monitors may live in several threads, and may be dropped without being closed.
 _holders: set[weakref.ref["forced_eager"]] = set()
-_outside: Any = None  # the stance that was there before the first of them; None: it is there
+_outside: Any = None  # the stance before the first holder; None while there is no holder
 
 
 class forced_eager:
-    """Holds compiled code back; what is already compiled stays so and is used again afterwards.
+    """Context in which compiled models run eagerly; their compiled code is kept for afterwards.
 
-    Monitors of several optimizers overlap without being nested, so the first one that enters sets
-    the stance and the last one that leaves, or is gone, puts it back. What was interrupted can be
-    done again.
+    Monitors of several optimizers overlap without being nested. The first one that enters sets the
+    stance, and the last one that leaves, or is garbage-collected, restores it. An interrupted
+    operation can be repeated.
     """
 
     def __enter__(self) -> None:
@@ -31,7 +31,7 @@ class forced_eager:
         surely(self.leave)
 
     def leave(self) -> None:
-        """Hold it back no more, if it is."""
+        """Leave the context, if it was entered."""
         _leave(weakref.ref(self))
 
 
@@ -41,9 +41,9 @@ def _leave(holder: weakref.ref[forced_eager]) -> None:
 
 
 def _settle() -> None:
-    """Let the stance be that of whether there are holders."""
+    """Set the stance to eager if there are holders, and restore it if there are none."""
     global _outside
-    while bool(_holders) is (_outside is None):  # in another thread it may be settled as well
+    while bool(_holders) is (_outside is None):  # another thread may change it meanwhile
         from torch._dynamo import eval_frame  # loads the compiler: not on import
 
         if _holders:
@@ -56,21 +56,21 @@ def _settle() -> None:
 
 @atexit.register
 def _leave_all() -> None:
-    """Of monitors that nobody closed: later torch can't any more."""
+    """Restore the stance for monitors that were not closed, while torch still can."""
     _holders.clear()
     _settle()
 
 
 def in_compiled_code() -> bool:
-    """Whether the caller is called by code that `torch.compile` made, held back though it may be.
+    """Whether the caller is called by code of `torch.compile`, even if it runs eagerly.
 
-    That code is compiled for the hooks that are on the modules; others would have it recompiled.
+    That code is compiled for the present hooks of the modules; other hooks would recompile it.
     """
     from torch._dynamo.eval_frame import OptimizeContext  # loads the compiler: not on import
 
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # Of several decorators in that file, this one's frames hold its context.
+        # Several decorators share that file; frames of this one hold an `OptimizeContext`.
         if frame.f_globals.get("__name__") == OptimizeContext.__module__ and isinstance(
             frame.f_locals.get("self"), OptimizeContext
         ):

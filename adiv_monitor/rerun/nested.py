@@ -1,4 +1,4 @@
-"""Tensors in what a call gets, or gives: by themselves, or in tuples, lists and dicts."""
+"""Tensors in the arguments or results of a call: bare, or inside tuples, lists and dicts."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def mapped(value: Any, of_tensor: Callable[[Tensor], Any], of_other: Callable[[Any], Any]) -> Any:
-    """An argument with something else in place of its tensors, and of what is no tensor.
+    """Replace the tensors and the other leaves of an argument by the results of two functions.
 
-    Tuples, lists and dicts stay what they are.
+    Tuples, lists and dicts keep their types.
     """
     if isinstance(value, Tensor):
         return of_tensor(value)
@@ -23,7 +23,7 @@ def mapped(value: Any, of_tensor: Callable[[Tensor], Any], of_other: Callable[[A
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors among values, and in their lists."""
+    """Return the tensors among the values, and in their tuples, lists and dicts."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The random numbers that training draws: drawn again as they were, and as if nothing had been."""
+"""States of random number generators: saved, replayed and restored."""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# How the state of a generator is read, and how it is set.
+# Functions that read and set the state of a generator.
 Generator = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class Randomness:
-    """Where generators stand now, so that what draws from them can be run again.
+    """The present states of random number generators, to rerun code that draws from them.
 
     Args:
-        devices: those whose generators of torch count.
-        modules: None: no others count. Else Python's, numpy's and those that these modules hold.
+        devices: the devices whose torch generators are saved.
+        modules: None: save no other generators. Otherwise also save those of Python and numpy, and
+            those that are attributes of these modules.
     """
 
     def __init__(
@@ -29,19 +30,19 @@ class Randomness:
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """Those whose generators of torch count."""
+        """The devices whose torch generators are saved."""
         return self._states.keys()
 
     def now(self) -> "Randomness":
-        """Where torch's generators of the same devices stand now."""
+        """Save the present states of torch's generators of the same devices."""
         return Randomness(self._states)
 
     def is_still(self, other: "Randomness") -> bool:
-        """Whether nothing was drawn from torch's generators between the two."""
+        """Whether nothing was drawn from torch's generators between the two saved states."""
         return all(torch.equal(state, other._states[d]) for d, state in self._states.items())
 
     def set(self) -> None:
-        """Let the generators go on from here; if that is interrupted, it can be done once more."""
+        """Set the generators to the saved states; after an interrupt, it can be called again."""
         for device, state in self._states.items():
             _set_state(state, device)
         for put, state in self._others:
@@ -49,13 +50,13 @@ class Randomness:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw as then; afterwards all generators, Python's and numpy's too, are as before."""
+        """Replay the saved states; on exit, restore all generators, also Python's and numpy's."""
         before = Randomness(self._states, ())
         try:
             self.set()
             yield
             before.set()
-        finally:  # again, where that was interrupted
+        finally:  # once more, in case an interrupt hit the first call
             before.set()
 
 
@@ -74,7 +75,7 @@ def _set_state(state: Tensor, device: torch.device) -> None:
 
 
 def _others(modules: Iterable[nn.Module]) -> Iterator[Generator]:
-    """Those of Python, of numpy, and of modules."""
+    """Yield the generators of Python, of numpy, and those that are attributes of modules."""
     yield random.getstate, random.setstate
     yield np.random.get_state, np.random.set_state
     for own in (x for module in modules for x in vars(module).values()):

@@ -1,4 +1,4 @@
-"""What a call depends on besides inputs and parameters, and how it is run again unseen."""
+"""The state that a call depends on besides inputs and parameters; reruns without side effects."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -14,19 +14,19 @@ from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import ThreadState, function_modes, set_function_modes
 
-# Attributes that a forward pass may ask for, or count with; others may be large, or hold a graph.
+# Types of attributes that a forward pass may read or update; others may be large or hold a graph.
 _SETTING = (bool, int, float, str, NoneType)
 T = TypeVar("T")
 
 
 class Buffers:
-    """Copies of buffers: one of each for as long as it doesn't change."""
+    """Copies of buffers; a buffer is copied again only after it has changed."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def copy(self, buffer: Tensor) -> Tensor:
-        """The buffer as it is now."""
+        """Return a copy of the buffer's present value."""
         key = id(buffer), version(buffer)
         if key not in self._copies:
             self._copies[key] = buffer, buffer.detach().clone()
@@ -34,15 +34,15 @@ class Buffers:
 
 
 class Surroundings:
-    """What a call depends on besides its inputs and parameters, as it is now.
+    """The present state that a call depends on besides its inputs and parameters.
 
-    Random numbers, autocast, the default device, whether kernels are to be deterministic; of
-    modules their buffers and settings.
+    This is the state of random number generators, autocast, the default device, the deterministic
+    mode, and the buffers and settings of modules.
 
     Args:
-        random: where the generators stood.
-        modules: those whose buffers and settings count; a twin has its own.
-        buffers: takes copies of theirs.
+        random: saved states of the generators.
+        modules: the modules whose buffers and settings are saved; a twin has its own.
+        buffers: makes the copies of the buffers.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Surroundings:
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """Those on which random numbers may be drawn."""
+        """The devices on which random numbers may be drawn."""
         return self._random.devices
 
     @property
     def cast_to(self) -> set[torch.dtype]:
-        """The dtypes that autocast computes in."""
+        """The dtypes that autocast casts to, where it is enabled."""
         return {dtype for _, dtype, enabled in self._autocast if enabled}
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within, they are as they were. Afterwards only `untouched` puts them back."""
+        """Set the saved state within the context; only `untouched` restores it afterwards."""
         self._random.set()
         stand_ins: dict[int, Tensor] = {}
         for module, settings in self._settings.items():
@@ -98,7 +98,7 @@ class Surroundings:
         with ExitStack() as contexts:
             for kind, dtype, enabled in self._autocast:
                 contexts.enter_context(
-                    # Its cache would keep what was made of weights that are not the run's.
+                    # A cache would keep casts of weights that are not the run's.
                     torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
                 )
             if self._device.type != "cpu":
@@ -109,15 +109,18 @@ class Surroundings:
 def untouched(
     modules: Collection[nn.Module], devices: Iterable[torch.device], run: Callable[[], T]
 ) -> T:
-    """What a function gives that runs something again; afterwards all is as if it had not run.
+    """Call a function that reruns something, and restore all state afterwards.
 
-    That is: random numbers, buffers and attributes of the modules, modes; but not what is written
-    into objects that attributes refer to.
+    Restored are random numbers, buffers and attributes of the modules, and modes, but not contents
+    of objects that attributes refer to.
 
     Args:
-        modules: those that run themselves; none where it is a twin of them.
-        devices: those on which random numbers may be drawn, besides the host.
+        modules: the original modules that run; empty if a twin runs.
+        devices: the devices on which random numbers may be drawn, besides the host.
         run: the function.
+
+    Returns:
+        The function's result.
     """
     random = Randomness({torch.device("cpu"), *devices}, modules)
     attributes = {module: dict(vars(module)) for module in modules}
@@ -150,12 +153,12 @@ def untouched(
             found = run()
         put_back()
         return found
-    finally:  # again, where that was interrupted
+    finally:  # once more, in case an interrupt hit the first call
         put_back()
 
 
 class _Rerun(threading.local):
-    """Whether a thread runs something of a training step again, which is no step itself."""
+    """Flag of a thread: whether it reruns part of a training step, which is no step itself."""
 
     under_way = False
 
@@ -164,21 +167,21 @@ _rerun = _Rerun()
 
 
 def is_rerun() -> bool:
-    """Whether what runs in this thread is a repetition of something earlier."""
+    """Whether this thread is rerunning an earlier call."""
     return _rerun.under_way
 
 
 def devices_of(modules: Iterable[nn.Module]) -> set[torch.device]:
-    """Those on which the modules may draw random numbers: the host, and where their tensors are."""
+    """Return the devices on which the modules may draw random numbers: host and their tensors'."""
     held = {x.device for m in modules for x in (*m.parameters(), *m.buffers())}
     return {torch.device("cpu"), *(device for device in held if device.type != "meta")}
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a tensor that has its own numbers."""
+    """Whether the tensor is no subclass with other storage, and not lazy."""
     return type(tensor.data) is Tensor and not nn.parameter.is_lazy(tensor)
 
 
 def version(tensor: Tensor) -> int:
-    """Grows when something is written into the tensor."""
+    """Return a number that grows with every write into the tensor; −1 for inference tensors."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,7 +1,8 @@
-"""How torch is set in a thread, to be put back.
+"""Thread-local settings of torch: saved and restored, even if a KeyboardInterrupt hits.
 
-The keyboard may interrupt between any two byte codes. A `with` leaves some uncovered: those that
-call what ends it. So whatever is put back can be put back again, and is, where it was interrupted.
+An interrupt may arrive between any two byte codes, and a `with` does not protect the call of its
+own `__exit__`. Every restoring operation here can therefore be repeated, and is repeated if it was
+interrupted.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +18,13 @@ from torch.overrides import (
 
 
 class ThreadState:
-    """How torch is set in this thread, to be put back where an interrupt kept a `with` from it.
+    """Torch's settings in this thread, to restore if an interrupt kept a `with` from doing so.
 
-    As a context: put back if an exception leaves it.
+    As a context manager, it restores them if an exception leaves the block.
 
     Args:
-        whole: what autocast is set to is kept where it is off, too: forward passes are repeated in
-            the autocast that they had, and nothing else of ours turns it on.
+        whole: save autocast's settings even if autocast is off. Needed for reruns of forward
+            passes, which turn on the autocast that they had; nothing else here turns it on.
     """
 
     __slots__ = ("_autocast", "_caches", "_dual_level", "_gradients", "_nesting", "_overrides")
@@ -50,7 +51,7 @@ class ThreadState:
             self.put_back()
 
     def put_back(self) -> None:
-        """Set torch so again; if that is interrupted, it can be done once more."""
+        """Restore the settings; after an interrupt, it can be called again."""
         torch._C._set_grad_enabled(self._gradients)
         if self._overrides and not torch._C._is_torch_function_enabled():
             _ENABLED.__exit__(None, None, None)
@@ -59,30 +60,30 @@ class ThreadState:
             torch.set_autocast_dtype(kind, dtype)
         if self._autocast is not None:
             torch.set_autocast_cache_enabled(self._caches)
-            while [*map(_CALL, _NESTING)][1] > self._nesting:  # else what it caches would stay
+            while [*map(_CALL, _NESTING)][1] > self._nesting:  # otherwise its cache would stay
                 torch.autocast_decrement_nesting()
         while forward_ad._current_level > self._dual_level:
             forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
 
 
-# That torch looks for overrides can be set by nothing but the end of a context in which it doesn't.
+# Only the exit of a `DisableTorchFunction` context can enable torch functions again.
 _ENABLED = torch._C.DisableTorchFunction()
 _ENABLED.__enter__()
 _ENABLED.__exit__(None, None, None)
 _KINDS = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-# How deep contexts of autocast are nested is told by nothing but a change; both in one byte code.
+# Only a change returns autocast's nesting depth; one byte code increments and decrements it.
 _NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _CALL: Callable[[Callable[[], int]], int] = type(torch.autocast_increment_nesting).__call__
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """The modes of torch functions that are on in this thread, the outermost first."""
+    """Return the torch function modes that are active in this thread, the outermost first."""
     modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return modes
 
 
 def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
-    """Let these be on, and no others; if that is interrupted, it can be done once more."""
+    """Make these the only active modes; after an interrupt, it can be called again."""
     modes = function_modes()
     alike = 0
     while alike < min(len(modes), len(wanted)) and modes[alike] is wanted[alike]:
@@ -94,7 +95,7 @@ def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
 
 
 def surely(action: Callable[..., object], *args: object) -> None:
-    """Call what may be called again; where it was interrupted, once more."""
+    """Call a repeatable action; if it raises or is interrupted, call it once more and re-raise."""
     try:
         action(*args)
     except BaseException:

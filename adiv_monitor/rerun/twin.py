@@ -1,7 +1,7 @@
-"""A module's forward as a function of its parameters: a copy of the module is run on the same data.
+"""A module's forward as a function of its parameters: a copy of the module runs on the same data.
 
-Nothing of the run is touched: what runs is a twin of the module, without its hooks, with copies of
-its parameters, buffers and other state, on copies of the inputs.
+The training run is not affected: the copy has no hooks, has its own copies of the parameters,
+buffers and other state, and runs on copies of the inputs.
 """
 
 import copy
@@ -24,25 +24,25 @@ from adiv_monitor.rerun.surroundings import Surroundings, untouched
 T = TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Through = Callable[[nn.Module, Callable[[], Any]], T]
-"""(the copy that runs, what runs it) → what is wanted of that."""
-# Of a module's hooks.
+"""Function of (the copied module, a function that calls it) that returns the wanted result."""
+# Names of the attributes that hold a module's hooks.
 _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
 
 
 class Twin:
-    """One call of a module as a function of its parameters, with inputs and randomness held.
+    """One call of a module as a function of its parameters, with fixed inputs and randomness.
 
-    Hooks are not run, but those of `torch.nn.utils` that make weights: where another one changes
-    the output, that is not what it was. No other rank is waited for.
+    Only those hooks of `torch.nn.utils` run that compute weights: if another hook changes the
+    output, the twin's output differs. The twin does not communicate with other ranks.
 
     Args:
-        module: the module, whose forward runs or has just run.
-        arguments: what the forward got, in copies that nobody else writes to.
-        surroundings: what it found when it began.
-        written: by id, what tensors of the module's were then that were written to since.
-        own: by id, what stands for its trained parameters; copies are made of those that are not
-            there, and kept there for other twins.
-        cast: gives its other parameters, its buffers and other tensors in another precision.
+        module: the module, whose forward is running or has just run.
+        arguments: copies of the forward's arguments, to which nobody else writes.
+        surroundings: the state when the forward began.
+        written: by id, the values at that time of tensors of the module that were written to since.
+        own: by id, the stand-ins of its trained parameters; missing ones are copied, and kept there
+            for other twins.
+        cast: casts its untrained parameters, buffers and other tensors to another precision.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Twin:
         self.parameters = dict(self._copy.named_parameters())
 
     def run(self, parameters: Parameters, through: Through[T]) -> T:
-        """What comes of the forward with these values of some parameters.
+        """Run the forward with these values of some parameters, and return the result.
 
         Args:
             parameters: the values, by name in the module.
@@ -72,14 +72,14 @@ class Twin:
         return self._unseen(partial(self._call, through, parameters))
 
     def jvp(self, parameters: Parameters, tangents: Parameters, through: Through[T]) -> tuple[T, T]:
-        """What comes of the forward, and how that moves with the parameters, to first order.
+        """Return the forward's result and its first-order change with the parameters.
 
-        By forward-mode derivatives, or where a function has none by those of its backward.
+        Uses forward-mode derivatives, or the derivative of backward where a function has none.
 
         Args:
             parameters: see `run`.
             tangents: the change of some of them.
-            through: makes the call, which may be made twice; gives tensors in any structure.
+            through: makes the call, perhaps twice; returns tensors in any structure.
 
         Raises:
             RuntimeError: a function has no derivatives.
@@ -90,7 +90,7 @@ class Twin:
 
     @property
     def precision(self) -> float:
-        """Rounding of the coarsest numbers that the forward computes with."""
+        """Rounding of the coarsest dtype that the forward computes in."""
         dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
         if not dtypes <= {torch.float64}:
             dtypes |= self._surroundings.cast_to
@@ -102,12 +102,12 @@ class Twin:
         if self._has_forward_mode:
             try:
                 return jvp(function, parameters, tangents)
-            except RuntimeError:  # of which NotImplementedError is one
+            except RuntimeError:  # NotImplementedError is a RuntimeError
                 self._has_forward_mode = False
         return jvp_by_gradients(function, parameters, tangents, self.precision)
 
     def _call(self, through: Through[T], parameters: Parameters) -> T:
-        # The forward may change its inputs and its own state: both are as they were for the next.
+        # The forward may change its inputs and its state: each call gets copies of both.
         memo: dict[int, Any] = {id(p): p for p in self._copy.parameters()}
         module, (args, kwargs) = copy.deepcopy((self._copy, self._arguments), memo)
         call = partial(functional_call, module, dict(parameters), args, kwargs)
@@ -115,7 +115,7 @@ class Twin:
             return through(module, call)
 
     def _unseen(self, run: Callable[[], T]) -> T:
-        """On paths that have derivatives, and waiting for nobody."""
+        """Run a function unseen, on kernels that have derivatives and without communication."""
 
         def derivable() -> T:
             around = ExitStack()
@@ -123,7 +123,7 @@ class Twin:
                 with around:
                     self._stand_apart(around)
                     return run()
-            finally:  # where an interrupt came before the end of the `with`
+            finally:  # in case of an interrupt before the end of the `with`
                 around.close()
 
         return untouched((), self._surroundings.devices, derivable)
@@ -135,13 +135,13 @@ class Twin:
             stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
         if self._recurrent:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            # Its `flags` would set more than they are asked to, with a warning.
+            # `mkldnn.flags` would also set other flags, with a warning.
             set_flags = torch.backends.mkldnn.set_flags
             stack.callback(set_flags, *set_flags(_enabled=False))  # type: ignore[no-untyped-call]
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets no function wait for other ranks, which may not run what this one does."""
+    """Mode that raises at collectives: the other ranks may not be running this call."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -157,7 +157,7 @@ def _copy(
     own: dict[int, nn.Parameter],
     cast: Callable[[Tensor], Tensor],
 ) -> nn.Module:
-    """The module without its hooks; see `Twin`."""
+    """Copy the module without its hooks; see `Twin`."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         state = vars(part)
@@ -165,7 +165,7 @@ def _copy(
             kept = [(key, hook) for key, hook in state[name].items() if _makes_weights(hook)]
             memo[id(state[name])] = OrderedDict(kept)
         for tensor in tensors_in(*state.values()):
-            if not isinstance(tensor, nn.Parameter):  # torch copies no tensor with a graph
+            if not isinstance(tensor, nn.Parameter):  # deepcopy refuses tensors with a graph
                 memo[id(tensor)] = cast(written.get(id(tensor), tensor).detach().clone())
             elif tensor.requires_grad:
                 if id(tensor) not in own:
@@ -182,5 +182,5 @@ def _fixed(value: Tensor) -> nn.Parameter:
 
 
 def _makes_weights(hook: object) -> bool:
-    """Whether it is one of torch's own, of weight_norm or spectral_norm."""
+    """Whether the hook is torch's own, of weight_norm or spectral_norm."""
     return type(hook).__module__.startswith("torch.nn.utils.")

@@ -1,4 +1,4 @@
-"""Where reports go. Every sink has `write(report)` and `close()`; more of them are easily written.
+"""Sinks for reports. Every sink has `write(report)` and `close()`, so more are easily written.
 
 The packages that a sink needs are imported when it is constructed, not when this module is.
 """

@@ -1,4 +1,4 @@
-"""What a dashboard shows of a training so far: pictures, and findings in words."""
+"""The content of dashboards: pictures of the training so far, and findings in words."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
     '[audit]")'
 )
-_GROWTH = 1.4  # pictures are drawn anew when there are so many times as many reports
+_GROWTH = 1.4  # pictures are redrawn when the number of reports has grown by this factor
 _FIRST = 0.3  # seconds, on the slower of two processors: imports and the pictures of a small net
-_MOST_EVIDENCE = 2  # panels of the overview that show what findings rest on
+_MOST_EVIDENCE = 2  # panels of the overview that show the evidence of findings
 _UNTOLD = (
     "Reports can't tell whether another learning rate does better, nor see wiring, single units "
     "or labels: run adiv-audit."
@@ -34,14 +34,15 @@ _UNTOLD = (
 
 
 class Board:
-    """Collects reports, and says when pictures are due and what is in them.
+    """Collects reports, decides when pictures are due, and draws them.
 
-    Pictures show the whole course, so that only the last of them matters. They are due whenever
-    there are two fifths more reports, so that a run's file stays small, as far as a twentieth of
-    the time since the first report allows: a short run has those of its end alone.
+    Each picture shows the whole course, so only the last one matters. Pictures are due whenever the
+    number of reports has grown by two fifths, which keeps a run's file small, and as long as
+    drawing takes at most a twentieth of the time since the first report. A short run only has the
+    pictures of its end.
 
     Args:
-        owner: the class that warns where pictures can't be drawn.
+        owner: name of the class that warns if pictures can't be drawn.
     """
 
     def __init__(self, owner: str) -> None:
@@ -54,54 +55,54 @@ class Board:
         self._shown = 0
 
     def add(self, report: StepReport) -> bool:
-        """Take a report; whether pictures and findings are due."""
+        """Add a report; return whether pictures and findings are due."""
         self._running.add(report)
         self._count += 1
         return self._budget.allows() and self._count > self._shown * _GROWTH
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
+        """Add the losses of the steps after the last report."""
         self._running.add_losses(losses)
-        self._count += bool(self._count)  # what is shown lacks them
+        self._count += bool(self._count)  # the pictures do not show these losses yet
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are reports that no picture has shown."""
+        """Whether there are reports that no picture shows yet."""
         return self._shown < self._count
 
     @contextmanager
     def showing(self) -> Iterator[None]:
-        """In here what is there is shown; what fails was not, and is not tried again too soon."""
+        """Mark all reports as shown after the body; time a failure, so that a retry waits."""
         with self._budget.spending():
             yield
         self._shown = self._count
 
     @property
     def last(self) -> StepReport:
-        """The last report, or what the last round has come to."""
+        """The last report; with layers in turn, the merged reports of the last round."""
         return self._running.last
 
     @property
     def alarms(self) -> tuple[Raised, ...]:
-        """What rules of the user's have raised so far."""
+        """The alarms that rules of the user's have raised so far."""
         return self._running.alarms
 
     @property
     def record(self) -> Record:
-        """The training as its reports tell of it."""
+        """The record of the training, as known from its reports."""
         return self._running.record()
 
     def findings(self) -> tuple[Finding, ...]:
-        """What the audit's rules find in the reports; strongest first."""
+        """Return the findings of the audit's rules in the reports, strongest first."""
         return self._running.findings()
 
     def pictures(self, findings: Iterable[Finding], name: str = "") -> dict[str, bytes]:
-        """Tag → PNG: `adiv/overview`, and `adiv/per_layer/<measure>` of each that tells something.
+        """Draw pictures, tag → PNG: `adiv/overview` and informative `adiv/per_layer/<measure>`.
 
         Args:
-            findings: what the overview says.
-            name: tells several monitors of one run apart: `adiv/overview/<name>` and so on, so
-                that the overviews of all come first.
+            findings: findings that the overview states.
+            name: distinguishes several monitors of one run: `adiv/overview/<name>` and so on, so
+                that all overviews come first.
         """
         record = self._running.record()
         shown = grids(record, HEALTH)
@@ -119,7 +120,7 @@ class Board:
 
 
 def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Picture | None:
-    """What to know of a training in one picture; None where no layer has anything to draw."""
+    """Draw the overview of a training; return None if no layer has anything to draw."""
     known = grids(record, HEALTH)
     panels = _panels(known, findings)
     if not panels:
@@ -134,7 +135,7 @@ def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Pic
 
 
 def _panels(known: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str, ...]:
-    """Measures of the overview: those in front, the last of which give way to what findings name.
+    """Choose the overview's measures; the last defaults make room for evidence of findings.
 
     >>> from adiv_monitor.diagnosis.finding import Evidence, Finding
     >>> scale = Finding("input-scale", (), "act", (Evidence("scale_mean", 1e6),), ())
@@ -148,13 +149,13 @@ def _panels(known: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str
 
 
 def alarms_text(alarms: Iterable[object]) -> str:
-    """Alarms as a list in Markdown; "" without any."""
+    """Format alarms as a Markdown list; "" without alarms."""
     lines = [f"- {markdown(str(alarm))}" for alarm in alarms]
     return "\n".join(["### Alarms\n", *lines, "", ""]) if lines else ""
 
 
 def findings_text(findings: Iterable[Finding], record: Record) -> str:
-    """Findings as Markdown: verdict, where, evidence, fixes; what reports can't tell."""
+    """Format findings as Markdown: verdict, layers, fixes; and questions that stay open."""
     found = tuple(findings)
     parts = [f"### {running_headline(found, record)}"]
     for finding in found:
@@ -173,7 +174,7 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
 
 
 def _said(findings: Iterable[Finding]) -> list[str]:
-    """What, where and what to do, a paragraph for each finding."""
+    """Return one paragraph per finding: title, layers and first advice."""
     said: list[str] = []
     for finding in findings:
         where = f": {listed(list(finding.layers))}" if finding.layers else ""
@@ -185,7 +186,7 @@ def _said(findings: Iterable[Finding]) -> list[str]:
 
 
 def worst_layers(report: StepReport, measures: Iterable[str]) -> str:
-    """A Markdown table: per measure the layer at its bad end, where it is told and is not ideal."""
+    """Format a Markdown table: per measure the layer at its bad end, if known and not ideal."""
     chosen = set(measures)
     rows = []
     for measure, summary in report.summary().items():
@@ -195,7 +196,7 @@ def worst_layers(report: StepReport, measures: Iterable[str]) -> str:
         low = _extreme(report, measure, summary.min_layers, summary.min)
         high = _extreme(report, measure, summary.max_layers, summary.max)
         if (bad == "min" and summary.min > 1 - 1e-3) or (bad == "max" and summary.max == 0):
-            continue  # as good as can be
+            continue  # the worst layer is ideal
         rows.append(f"| {measure} | {high if bad == 'max' else low} |"
                     + (" |" if bad else f" {high} |"))  # fmt: skip
     head = ["| measure | worst, or smallest | and largest |", "| --- | --- | --- |"]
@@ -203,7 +204,7 @@ def worst_layers(report: StepReport, measures: Iterable[str]) -> str:
 
 
 def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> str:
-    """The layer and its value, or those that may be the one and what fits them."""
+    """Name the extreme layer and its value, or the candidates and their common value."""
     names = listed(list(layers), as_code=True)
     if len(layers) > 1:
         return f"one of {names}, near {value:.3g}"

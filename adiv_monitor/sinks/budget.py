@@ -1,4 +1,4 @@
-"""How often what shows the whole course of a training may be made anew while it goes on."""
+"""The time budget for output that shows the whole course of a training and is redrawn often."""
 
 import time
 from collections.abc import Iterator
@@ -8,26 +8,26 @@ _PATIENCE = 20
 
 
 class Budget:
-    """A twentieth of the time since the first report.
+    """Allows output to take at most a twentieth of the time since the first report.
 
-    Something is made only when all that was spent, and twice what it took the last time, lies
-    within this: once for now, and once for the end of the training, when it is made anew. What is
-    imported for it counts, as it is a part of what the first time takes.
+    Output is allowed only if the budget covers the time spent so far and twice the time of the last
+    output: once for now, and once for the final one at the end of the training. The time of imports
+    counts, as part of the first output.
 
     Args:
-        first: seconds that the first time takes, by estimate, imports included.
+        first: estimated seconds of the first output, including imports.
 
     Attributes:
-        spent: seconds so far.
+        spent: seconds spent so far.
     """
 
     def __init__(self, first: float) -> None:
         self._next = first
         self.spent = 0.0
-        self._began: float | None = None  # of the clock
+        self._began: float | None = None  # clock time of the first call of `allows`
 
     def allows(self) -> bool:
-        """Whether there is enough; the first question begins the time."""
+        """Return whether the budget allows output now; the first call starts the clock."""
         now = time.monotonic()
         if self._began is None:
             self._began = now
@@ -35,7 +35,7 @@ class Budget:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """What is done here is paid for; what fails takes its time, too."""
+        """Count the time of the body as spent, even if it fails."""
         began = time.monotonic()
         try:
             yield

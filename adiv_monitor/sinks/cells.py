@@ -1,4 +1,4 @@
-"""A report as people read it, whatever shows it: its tables, cell by cell, and the lines around."""
+"""A report for human readers, independent of the output: table cells and text lines."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ from adiv_monitor.report import (
 )
 from adiv_monitor.report.wording import NOT_FINITE, not_measured, number, percent, trained
 
-# As many as fit a terminal of 120 columns beside a short name; then those that were asked for.
+# Measures that fit a terminal of 120 columns beside a short name; then the optional measures.
 TABLE_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -34,9 +34,9 @@ TABLE_MEASURES: tuple[str, ...] = (
     *ATTENTION_MEASURES,
     *("alpha", "omega", "u", "cumulative", "kappa_alpha"),
 )
-# Of one report that is looked at by itself; more would push its head off the screen.
+# Most rows of a report that is shown by itself; more would push its head off the screen.
 MOST_ROWS = 30
-MOST_LINES = 10  # of its alarms, and of its notes
+MOST_LINES = 10  # most lines of its alarms, and of its notes
 
 MARKS: Mapping[str, str] = {
     "*": "the worst layer, where the errors tell which that is",
@@ -47,11 +47,11 @@ MARKS: Mapping[str, str] = {
 }
 
 Reading = LayerReading | AttentionReading | AlignmentReading
-_KINDS = (MEASURES, ATTENTION_MEASURES, ALIGNMENT_MEASURES)  # each has tables of its own
+_KINDS = (MEASURES, ATTENTION_MEASURES, ALIGNMENT_MEASURES)  # each has its own tables
 
 
 class Row(NamedTuple):
-    """A row of a table: the path, how many rows or samples were looked at, and the measures."""
+    """A table row: the path, the number of examined rows or samples, and the measures."""
 
     path: str
     seen: str
@@ -59,13 +59,13 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The measures of one kind.
+    """A table of the measures of one kind.
 
     Attributes:
-        titles: of the first two columns.
-        measures: of the others.
-        rows: in the network's order.
-        more: how many rows are left out; "" where all are there.
+        titles: titles of the first two columns.
+        measures: titles of the other columns.
+        rows: rows in the network's order.
+        more: a line with the number of rows that are left out; "" if there are none.
     """
 
     titles: tuple[str, str]
@@ -74,20 +74,20 @@ class Table(NamedTuple):
     more: str
 
     def columns(self, first: int, last: int) -> "Table":
-        """The table with some of its measures."""
+        """Return the table with some of its measures only."""
         rows = tuple(row._replace(cells=row.cells[first:last]) for row in self.rows)
         return self._replace(measures=self.measures[first:last], rows=rows)
 
 
 class Shown(NamedTuple):
-    """What there is to read in a report, in its order.
+    """The readable content of a report, in order.
 
     Attributes:
-        head: the line above all.
-        tables: of each kind of measures that was taken.
-        legend: what the marks mean; no news if it was read before.
-        realised: how the loss changed; "" where that is not known.
-        not_measured: what was not measured, and why; no news if it was read before.
+        head: the line above the tables.
+        tables: one table per kind of measures that was taken.
+        legend: meaning of the marks; readers of earlier reports know it already.
+        realised: change of the loss; "" if it is not known.
+        not_measured: what was not measured, and why; readers of earlier reports know it already.
         said: alarms and notes.
     """
 
@@ -102,13 +102,13 @@ class Shown(NamedTuple):
 def shown(
     report: StepReport, measures: Iterable[str], rows: int | None = None, lines: int | None = None
 ) -> Shown:
-    """A report in words.
+    """Return the readable content of a report.
 
     Args:
-        report: what to show.
-        measures: the columns.
-        rows: of each table, at most; None: all.
-        lines: alarms, and notes, at most; None: all.
+        report: the report to show.
+        measures: measures to show as columns.
+        rows: most rows of each table; None: all.
+        lines: most alarms, and most notes; None: all.
     """
     columns = taken(report, measures)
     of_kinds = [tuple(measure for measure in columns if measure in kind) for kind in _KINDS]
@@ -138,13 +138,13 @@ def _table(report: StepReport, measures: tuple[str, ...], most: int | None) -> T
 
 
 def _head(report: StepReport) -> str:
-    """What stands above the tables."""
+    """Return the line above the tables."""
     loss = "" if report.loss is None else f" · loss {number(report.loss)}"
     return f"step {report.step} · {percent(report.coverage)} of {trained(report)} measured{loss}"
 
 
 def _realised_words(report: StepReport) -> str:
-    """How the loss changed beside how it should have; "" where that is not known."""
+    """Return the change of the loss and its expected change; "" if they are not known."""
     if report.realised_loss_change is None or report.descent is None:
         return ""
     real, expected = number(report.realised_loss_change), number(-report.descent)
@@ -152,16 +152,16 @@ def _realised_words(report: StepReport) -> str:
 
 
 def _worst_paths(report: StepReport) -> dict[str, str | None]:
-    """The worst layer of every measure that has a bad end, where it is told which that is."""
+    """Return the worst layer of every measure with a bad end, or None if there are candidates."""
     return {
         measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
         for measure, summary in report.summary().items()
-        if measure in WORST and summary.min_layers != summary.max_layers  # else there is but one
+        if measure in WORST and summary.min_layers != summary.max_layers  # else there is only one
     }
 
 
 def _cell(reading: Reading, measure: str, starred: bool) -> str:
-    """The value and its mark, as short as can be; "" where it was not taken."""
+    """Format a value and its mark; "" if it was not taken."""
     value = getattr(reading, measure)
     if value is None:
         return ""
@@ -171,7 +171,7 @@ def _cell(reading: Reading, measure: str, starred: bool) -> str:
 
 
 def _rows_words(reading: Reading) -> str:
-    """How many rows, or samples, were looked at."""
+    """Return the number of rows, or samples, that were examined, in words."""
     if isinstance(reading, AttentionReading):
         seen, total = reading.samples_seen, reading.samples_total
     elif isinstance(reading, AlignmentReading):
@@ -182,7 +182,7 @@ def _rows_words(reading: Reading) -> str:
 
 
 def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
-    """What the marks in the report's tables mean."""
+    """Yield the meanings of the marks in the report's tables."""
     worst = _worst_paths(report)
     cells = [
         _cell(reading, measure, path == worst.get(measure))
@@ -195,10 +195,10 @@ def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
 
 
 def _picked(report: StepReport, measures: Iterable[str], most: int | None) -> list[str]:
-    """The rows of a table of these measures, in the network's order; `most` of them at most.
+    """Choose at most `most` rows of a table of these measures, in the network's order.
 
-    Those with values that are not finite come first, then the worst of each measure that has a bad
-    end, the second worst of each, and so on.
+    Rows with values that are not finite have priority, then the worst row of each measure that has
+    a bad end, then the second worst of each, and so on.
     """
     chosen = tuple(measures)
     readings = report.readings(chosen[0])
@@ -218,7 +218,7 @@ def _worst_first(readings: Mapping[str, Reading], measure: str) -> list[str]:
 
 
 def _more_words(report: StepReport, measures: Iterable[str], most: int | None) -> str:
-    """How many rows a table of these measures leaves out; "" where it has all."""
+    """Return a line with the number of rows that a table leaves out; "" if it has all."""
     chosen = tuple(measures)
     readings = report.readings(chosen[0])
     left = len(readings) - len(_picked(report, chosen, most))
@@ -228,7 +228,7 @@ def _more_words(report: StepReport, measures: Iterable[str], most: int | None) -
 
 
 def _some(lines: Iterable[object], what: str, most: int | None) -> list[str]:
-    """So many lines at most, and how many more there are."""
+    """Return at most `most` lines, and a line with the number of further ones."""
     found = [f"{what}: {line}" for line in lines]
     if most is None or len(found) <= most:
         return found

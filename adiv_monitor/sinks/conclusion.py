@@ -1,4 +1,4 @@
-"""One line at the end of a run: what was found, in which layers, and where to read more."""
+"""The closing line of a run: findings, their layers, and where to read more."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,15 @@ from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report.wording import listed
 
 _logger = logging.getLogger("adiv_monitor")
-_MOST = 2  # findings that are named
+_MOST = 2  # number of findings that the line names
 
 
 def conclude(running: Running, sinks: Iterable[object]) -> None:
-    """Log the line: a warning where there is something to fix or to watch, else for information.
+    """Log the line: as a warning if there is something to fix or to watch, else as information.
 
     Args:
-        running: the training, of which nothing is said before its first report.
-        sinks: where its reports went; those with a `place` to look at say it.
+        running: summary of the training; nothing is logged before its first report.
+        sinks: sinks of the reports; the line names the `place` of those that have one.
     """
     if not running.count:
         return

@@ -1,4 +1,4 @@
-"""A running training as a page, which is written anew while it goes on."""
+"""A page about a running training, rewritten while it goes on."""
 
 import os
 from collections.abc import Mapping
@@ -50,18 +50,18 @@ class HtmlSink:
 
     @property
     def place(self) -> str:
-        """The page."""
+        """Path of the page, for the closing line of a run."""
         return str(self._path)
 
     def write(self, report: StepReport) -> None:
-        """Take the report, and write the page if that is not too soon."""
+        """Add the report, and write the page if the time budget allows it."""
         self._running.add(report)
         self._is_behind = True
         if self._budget.allows():
             self._write_page()
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
+        """Add the losses of the steps after the last report."""
         self._running.add_losses(losses)
         self._is_behind = self._running.count > 0
 
@@ -71,7 +71,7 @@ class HtmlSink:
             self._write_page()
 
     def close(self) -> None:
-        """Write the page as the training ended."""
+        """Write the final page of the training."""
         self.flush()
 
     def _check_beside(self) -> None:

@@ -1,4 +1,4 @@
-"""Reports as JSON lines: one object per line, readable by anything."""
+"""Reports as JSON lines: one object per line."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from adiv_monitor.files import file_path
 from adiv_monitor.report import StepReport
 
-_LINE_START = b'{"step": '  # StepReport.to_dict() begins with the step
+_LINE_START = b'{"step": '  # StepReport.to_dict() starts with the step
 
 
 class JsonlSink:
@@ -50,7 +50,7 @@ class JsonlSink:
         if self._file is None:
             self._file = _continued(self._path)
         line = json.dumps(_strict(report.to_dict()), allow_nan=False, ensure_ascii=False)
-        # A lone surrogate's escape is JSON's, too.
+        # JSON uses the same escapes for lone surrogates.
         self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
         self._file.flush()
 
@@ -61,12 +61,12 @@ class JsonlSink:
             self._file.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which opens the file itself."""
+        """Return the state without the open file; another process opens the file itself."""
         return {**self.__dict__, "_file": None}
 
 
 def _strict(value: Any) -> Any:
-    """The same nested data with every float that JSON lacks replaced."""
+    """Replace every float that JSON lacks in nested data."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -77,7 +77,7 @@ def _strict(value: Any) -> Any:
 
 
 def _continued(path: Path) -> BinaryIO:
-    """The file, open behind its last line."""
+    """Open the file for appending after its last whole line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torn = _torn(path)
     if not torn:
@@ -96,10 +96,10 @@ def _continued(path: Path) -> BinaryIO:
 
 
 def _torn(path: Path) -> bytes:
-    """What follows the last whole line.
+    """Return the bytes after the last whole line.
 
-    A killed run leaves the beginning of a line; a crash of the machine, NUL bytes in place of what
-    was not on the disk yet, before or behind what was.
+    A killed run leaves the beginning of a line. A crash of the machine leaves NUL bytes in place of
+    data that had not reached the disk, before or after other data.
     """
     if not path.is_file():  # a pipe or a device has no last line
         return b""

@@ -1,4 +1,4 @@
-"""Reports in a Lightning logger, of whatever product."""
+"""Reports in any Lightning logger."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 def logger_sink(logger: "Logger", metrics: Metrics) -> Sink:
-    """A TensorBoard sink where the logger has a TensorBoard writer, else what the logger takes.
+    """Return a TensorBoard sink if the logger has a TensorBoard writer, else a `LoggerSink`.
 
-    TensorBoard's names keep their slashes, which make its groups, and by which its charts are
-    found.
+    Names in TensorBoard keep their slashes, which define its groups and identify its charts.
     """
     writer = as_writer(getattr(logger, "experiment", None))
     if writer is None:
@@ -26,23 +25,23 @@ def logger_sink(logger: "Logger", metrics: Metrics) -> Sink:
 
 
 def takes_pictures(sink: Sink) -> bool:
-    """Whether pictures and findings go there."""
+    """Return whether the sink accepts pictures and findings."""
     return not isinstance(sink, LoggerSink) or sink.takes_pictures
 
 
 class LoggerSink:
-    """Writes the scalars of `TensorBoardSink` through `log_metrics`, pictures where it can.
+    """Writes the scalars of `TensorBoardSink` through `log_metrics`, and pictures if possible.
 
-    Pictures, and findings as text, go through the logger's `log_image` and `log_text`, as W&B's
-    have them, or through its client's, as MLflow's and Comet's have them. A logger without them,
-    such as one of files, gets scalars only.
+    Pictures, and findings as text, go through the logger's `log_image` and `log_text` (W&B) or
+    through those of its client (MLflow, Comet). A logger without them, such as one that writes
+    files, receives scalars only.
 
     Args:
         logger: a logger of `pytorch_lightning` or `lightning.pytorch`.
-        metrics: which scalars.
+        metrics: choice of scalars.
 
     Attributes:
-        takes_pictures: whether the logger gets pictures and findings, too.
+        takes_pictures: whether the logger accepts pictures and findings.
     """
 
     def __init__(self, logger: "Logger", metrics: Metrics) -> None:
@@ -59,11 +58,11 @@ class LoggerSink:
             self._board.write(report)
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
+        """Add the losses of the steps after the last report."""
         if self._board is not None:
             self._board.add_losses(losses)
 
     def close(self) -> None:
-        """Log the last pictures; the Trainer finalises its loggers."""
+        """Log the last pictures; the Trainer finalises its loggers itself."""
         if self._board is not None:
             self._board.close()

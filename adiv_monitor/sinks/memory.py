@@ -1,4 +1,4 @@
-"""Reports kept in a list."""
+"""A sink that keeps reports in a list."""
 
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class MemorySink:
                 "MemorySink.to_pandas needs the package pandas: pip install pandas"
             ) from error
         frame = DataFrame([row for report in self.reports for row in report.to_rows()])
-        # Of a step in which no layer was sampled, rows have no column for the error.
+        # Rows of a step without sampled layers have no column for the error.
         errors = [column for column in frame if str(column).endswith("_standard_error")]
         taken = {column: frame[str(column).removesuffix("_standard_error")] for column in errors}
         for column, values in taken.items():

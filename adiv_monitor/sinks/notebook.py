@@ -1,4 +1,4 @@
-"""A report as an HTML table, for notebooks: the cells of `TableSink`, in the notebook's colours."""
+"""A report as an HTML table for notebooks: the cells of `TableSink`, in the notebook's colours."""
 
 from html import escape
 
@@ -7,7 +7,7 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import NOT_FINITE
 from adiv_monitor.sinks.cells import MARKS, MOST_LINES, MOST_ROWS, TABLE_MEASURES, Table, shown
 
-# Nobody knows whether a notebook is light or dark: letters keep its colour, grounds shine through.
+# The notebook may be light or dark: text keeps its colour, and backgrounds are translucent.
 _WORST = "background:rgba(220,38,38,.22);font-weight:700"
 _BROKEN = "background:rgba(217,70,239,.3);font-weight:700"
 _FRAME = "overflow-x:auto;font-variant-numeric:tabular-nums"
@@ -18,9 +18,9 @@ _HEAD = "border-bottom:1px solid rgba(128,128,128,.6);vertical-align:bottom"
 
 
 def report_html(report: StepReport) -> str:
-    """The report's tables as HTML that asks for nothing and styles nothing around it.
+    """Return the report's tables as self-contained HTML that styles nothing around it.
 
-    `MOST_ROWS` rows at most, as `print` shows them.
+    Each table has at most `MOST_ROWS` rows, as `print` shows them.
     """
     found = shown(report, TABLE_MEASURES, MOST_ROWS, MOST_LINES)
     parts = [f"<div><strong>{_text(found.head)}</strong></div>", *map(_table, found.tables)]
@@ -57,7 +57,7 @@ def _cell(html: str, style: str, tag: str = "td", title: str = "") -> str:
 
 
 def _broken(title: str) -> str:
-    """A measure's name, which may break before its last word."""
+    """Format a measure's name so that the line may break before its last word."""
     return "_<wbr>".join(_text(title).rsplit("_", 1))
 
 

@@ -1,4 +1,4 @@
-"""The pictures of dashboards as figures of matplotlib, for notebooks and files."""
+"""The pictures of dashboards as Matplotlib figures, for notebooks and files."""
 
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 
 def run_figure(running: Running, measure: str | None = None) -> "Figure":
-    """A training so far: one measure of its layers by steps, or, without one, the overview.
+    """Draw a training so far: one measure of its layers by steps, or the overview.
+
+    Args:
+        running: the training so far.
+        measure: measure to draw; None: the overview.
 
     Raises:
-        ImportError: without the package matplotlib.
-        ValueError: there is nothing to draw.
+        ImportError: the package matplotlib is missing.
+        ValueError: the measure is unknown, or there is nothing to draw.
     """
     if measure is not None and measure not in HEALTH:
         raise ValueError(f"plot({measure!r}): expected one of {', '.join(HEALTH)}, or None")
@@ -36,10 +40,10 @@ def run_figure(running: Running, measure: str | None = None) -> "Figure":
 
 
 def step_figure(report: StepReport) -> "Figure":
-    """All layers of one step by the measures that dashboards draw.
+    """Draw all layers of one step by the measures that dashboards show.
 
     Raises:
-        ImportError: without the package matplotlib.
+        ImportError: the package matplotlib is missing.
         ValueError: there is nothing to draw.
     """
     _check_installed()

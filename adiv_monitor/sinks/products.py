@@ -1,4 +1,4 @@
-"""How loggers of experiment tracking take pictures and findings, of whatever product."""
+"""Logging of pictures and findings to experiment trackers."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -9,11 +9,11 @@ from adiv_monitor.sinks.board import Board, alarms_text, findings_text
 
 
 class Product(NamedTuple):
-    """Where pictures and texts go.
+    """Functions that log pictures and texts to a tracker.
 
     Attributes:
-        log_picture: key, a PIL image, step.
-        log_text: key, Markdown, step; None: there is no place for texts.
+        log_picture: called with key, PIL image and step.
+        log_text: called with key, Markdown and step; None: the tracker does not accept texts.
     """
 
     log_picture: Callable[[str, Any, int], object]
@@ -21,7 +21,7 @@ class Product(NamedTuple):
 
 
 def product_of_logger(logger: Any) -> Product | None:
-    """Of a Lightning logger: its own methods, as W&B's, or those of its client, as MLflow's."""
+    """Return the product of a Lightning logger: its own methods (W&B) or its client's (MLflow)."""
     client: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
         return Product(
@@ -45,11 +45,11 @@ def product_of_logger(logger: Any) -> Product | None:
 
 
 def product_of_callback(callback: Any) -> Product | None:
-    """Of a Hugging Face callback that reports: W&B's or MLflow's, once its run has begun."""
+    """Return the product of a Hugging Face callback for W&B or MLflow, once its run has begun."""
     wandb: Any = getattr(callback, "_wandb", None)
     mlflow: Any = getattr(callback, "_ml_flow", None)
     if getattr(wandb, "run", None) is not None:
-        axis = "train/global_step"  # along which W&B draws what this callback logs
+        axis = "train/global_step"  # x-axis of everything that this callback logs to W&B
 
         def log_text(key: str, text: str, step: int) -> None:
             table = wandb.Table(columns=["step", "findings"], data=[[step, text]])
@@ -61,18 +61,18 @@ def product_of_callback(callback: Any) -> Product | None:
     run = mlflow.active_run() if hasattr(mlflow, "active_run") else None
     if run is None:
         return None
-    # The callback leaves figures to a thread, and a run whose figures are half written can't be
-    # read, which logging a file begins with.
+    # The callback logs figures in another thread. Logging a file starts by reading the run, which
+    # fails while figures are being written.
     wait = getattr(mlflow, "flush_async_logging", _no_wait)
     return _mlflow(mlflow.MlflowClient(), run.info.run_id, wait)
 
 
 def _no_wait() -> None:
-    """All is written already."""
+    """Do nothing: this version of MLflow writes synchronously."""
 
 
 def _mlflow(client: Any, run: str, wait: Callable[[], None] = _no_wait) -> Product:
-    """Files of the run, each in place of the last one."""
+    """Return a product that writes files of the run, each replacing the last one."""
 
     def log_picture(key: str, picture: Any, step: int) -> None:
         wait()
@@ -86,12 +86,12 @@ def _mlflow(client: Any, run: str, wait: Callable[[], None] = _no_wait) -> Produ
 
 
 class ProductSink:
-    """Pictures, and findings as text, where a product takes them; when they are due.
+    """Logs pictures, and findings as text, to a tracker when they are due.
 
     Args:
-        product: where they go.
-        owner: the class that warns where pictures can't be drawn.
-        name: tells several monitors of one run apart, as in `TensorBoardSink`.
+        product: functions that log to the tracker.
+        owner: name of the class that warns if pictures can't be drawn.
+        name: distinguishes several monitors of one run, as in `TensorBoardSink`.
     """
 
     def __init__(self, product: Product, owner: str, name: str = "") -> None:
@@ -101,13 +101,13 @@ class ProductSink:
         self._last = 0
 
     def write(self, report: StepReport, step: int | None = None) -> None:
-        """Take a report, at the step that the product counts."""
+        """Add a report, at the tracker's step count."""
         self._last = report.step if step is None else step
         if self._board.add(report):
             self._log()
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
+        """Add the losses of the steps after the last report."""
         self._board.add_losses(losses)
 
     def close(self) -> None:

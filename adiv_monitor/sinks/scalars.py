@@ -1,4 +1,4 @@
-"""A report as flat scalars: what dashboards and loggers take."""
+"""A report as flat scalars, for dashboards and loggers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,12 +16,11 @@ from adiv_monitor.report import (
 )
 from adiv_monitor.report.blocks import blocks
 
-# Few: the summary over layers, and the front measures of each block; all: every layer, too.
+# "few": the summary over layers, and the main measures of each block; "all": also every layer.
 Scalars = Literal["few", "all"]
 
-# What a dashboard shows of many layers unless the user chooses: those by which most planted
-# faults can be told from healthy runs (tests/benchmarks/results/separation.md), the step's
-# cosine, and what the monitor was asked for.
+# Default measures of a dashboard: those that best separate most planted faults from healthy runs
+# (tests/benchmarks/results/separation.md), the step's cosine, and the optional measures.
 FRONT_MEASURES: tuple[str, ...] = (
     "update_ratio",
     "descent",
@@ -36,9 +35,8 @@ FRONT_MEASURES: tuple[str, ...] = (
 )
 BLOCK_MEASURES: tuple[str, ...] = ("update_ratio", "descent", "update_cosine")
 
-# What is there of each layer unless the user chooses, and what callbacks may follow: one measure
-# per question; and where the monitor was asked for them, the ceiling, what really happened, and
-# those of attention and of alignment.
+# Default measures of each layer, which callbacks may monitor: one measure per question, and the
+# optional measures: the ceiling, the realised ones, those of attention and of alignment.
 DEFAULT_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -60,7 +58,7 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     *ALIGNMENT_MEASURES,
 )
 
-# Option of the monitor → the measures that it is for.
+# Option of the monitor → the measures that it enables.
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "attainable": ("attainable_cosine",),
     "realised": REALISED_MEASURES,
@@ -71,16 +69,16 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Metrics:
-    """Which numbers of a report are logged, and under which names.
+    """The choice and the names of the logged numbers.
 
     Attributes:
-        measures: which measures; None: the defaults.
-        scalars: "few", or "all" for every layer's.
-        separator: stands for the slash in names.
-        name: tells several monitors of one run apart, as in `summary_scalars`.
+        measures: measures to log; None: the defaults.
+        scalars: "few", or "all" for those of every layer.
+        separator: replaces the slash in names.
+        name: distinguishes several monitors of one run, as in `summary_scalars`.
 
     Raises:
-        ValueError: there is no such measure or choice, or the separator is no text.
+        ValueError: a measure or choice is unknown, or the separator is not a text.
     """
 
     measures: tuple[str, ...] | None = None
@@ -97,25 +95,25 @@ class Metrics:
 
     @property
     def followed(self) -> tuple[str, ...]:
-        """Those that callbacks may follow, of which there is a summary."""
+        """The measures that callbacks may monitor, which have a summary."""
         return self.measures or DEFAULT_MEASURES
 
     def board(self, report: StepReport) -> dict[str, float]:
-        """What a dashboard gets of a report, by name."""
+        """Return the scalars of a report for a dashboard, by name."""
         return self.named(board_scalars(report, self.measures, self.scalars, self.name))
 
     def summary(self, report: StepReport) -> dict[str, float]:
-        """What callbacks get of a report, by tag."""
+        """Return the scalars of a report for callbacks, by tag."""
         return summary_scalars(report, self.followed, self.name)
 
     def to_follow(self, options: Mapping[str, object]) -> tuple[str, ...]:
-        """The names in `summary` of a monitor with these options."""
+        """Return the names in `summary` for a monitor with these options."""
         there = asked_for(self.followed, options)
         tags = [tag for measure in there for tag in summary_tags(measure, self.name).values()]
         return tuple(self.named(dict.fromkeys((*tags, f"{_group(self.name)}/coverage"), 0.0)))
 
     def named(self, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Name → value, of tags with slashes.
+        """Return name → value for tags with slashes.
 
         >>> Metrics(separator="_").named({"adiv.summary/update_cosine_min": 0.5})
         {'adiv.summary_update_cosine_min': 0.5}
@@ -124,10 +122,10 @@ class Metrics:
 
 
 def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
-    """The measures as a tuple, in the given order.
+    """Return the measures as a tuple, in the given order.
 
     Raises:
-        ValueError: when there is no measure of that name.
+        ValueError: a measure is unknown.
     """
     names = (measures,) if isinstance(measures, str) else tuple(measures)
     known = (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
@@ -140,7 +138,7 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
 
 
 def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[str, ...]:
-    """Those of the measures that a monitor with these options may take."""
+    """Return those of the measures that a monitor with these options may take."""
     absent = {
         measure
         for option, extra in _OPTIONAL.items()
@@ -151,9 +149,9 @@ def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[s
 
 
 def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:
-    """`adiv.<measure>/<module path>` → value, for the measures that were taken.
+    """Return `adiv.<measure>/<module path>` → value, for the measures that were taken.
 
-    Dashboards group by what precedes the first slash: the layers lie side by side in each measure.
+    Dashboards group by the text before the first slash, so a group has all layers of a measure.
     """
     return {
         f"adiv.{measure}/{path}": value
@@ -164,10 +162,10 @@ def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
 
 
 def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:
-    """`adiv.<measure>/<block>` → the median of its layers, at most eight blocks of the network.
+    """Return `adiv.<measure>/<block>` → median of its layers, for at most eight blocks.
 
-    Layers that map features to features speak for the block, where it has any: the steps of gains
-    and offsets are not comparable with theirs. NaN where no layer has a direction.
+    Where a block has layers that map features to features, only those count: the steps of gains and
+    offsets are not comparable with theirs. NaN if no layer has a direction.
     """
     found = {}
     for measure in measures:
@@ -183,10 +181,10 @@ def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
 
 
 def known_scalars(scalars: str) -> Scalars:
-    """The choice, if it is one.
+    """Return the choice of scalars, checked.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the choice is unknown.
     """
     if scalars not in get_args(Scalars):
         raise ValueError(f"scalars={scalars!r}: expected 'few' or 'all'")
@@ -196,14 +194,13 @@ def known_scalars(scalars: str) -> Scalars:
 def board_scalars(
     report: StepReport, measures: Iterable[str] | None, scalars: Scalars, name: str = ""
 ) -> dict[str, float]:
-    """What a dashboard gets: the summary, and of each block, or each layer if all are wanted.
+    """Return the scalars for a dashboard: the summary, and those of each block or each layer.
 
     Args:
-        report: of a step.
-        measures: which; None: `FRONT_MEASURES`, or `DEFAULT_MEASURES` of each layer if all are
-            wanted.
-        scalars: "few" or "all".
-        name: tells several monitors of one run apart, as in `summary_scalars`.
+        report: report of a step.
+        measures: measures to include; None: `FRONT_MEASURES`, or with "all" `DEFAULT_MEASURES`.
+        scalars: "few" for blocks or "all" for layers.
+        name: distinguishes several monitors of one run, as in `summary_scalars`.
     """
     if scalars == "all":
         chosen = DEFAULT_MEASURES if measures is None else tuple(measures)
@@ -217,15 +214,15 @@ def board_scalars(
 def summary_scalars(
     report: StepReport, measures: Iterable[str], name: str = ""
 ) -> dict[str, float]:
-    """`adiv.summary/<measure>_min`, `…_median` and `…_max` → value over the layers (NaN left out).
+    """Return `adiv.summary/<measure>_min`, `…_median` and `…_max` over layers, without NaN values.
 
-    And `adiv.summary/coverage`; where it is known, `adiv.summary/realised_loss_change` beside
-    `adiv.summary/descent`; where there are any, `adiv.summary/alarms`, their number.
+    Further tags: `adiv.summary/coverage`; if known, `adiv.summary/realised_loss_change` and
+    `adiv.summary/descent`; if there are any, `adiv.summary/alarms`, the number of alarms.
 
     Args:
-        report: what is summarised.
-        measures: which measures.
-        name: tells several monitors of one run apart: the tags become `adiv.summary.<name>/…`.
+        report: the report to summarise.
+        measures: measures to include.
+        name: distinguishes several monitors of one run: the tags become `adiv.summary.<name>/…`.
     """
     summary = report.summary()
     scalars = {
@@ -244,12 +241,12 @@ def summary_scalars(
 
 
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
-    """min, median and max → the tag that this end of the measure has in `summary_scalars`."""
+    """Return the tags in `summary_scalars` of a measure's min, median and max."""
     return {end: f"{_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
 
 
 def alarms_tag(name: str = "") -> str:
-    """The tag of the number of alarms in `summary_scalars`."""
+    """Return the tag of the number of alarms in `summary_scalars`."""
     return f"{_group(name)}/alarms"
 
 

@@ -19,7 +19,7 @@ _ENDLESS = 10_000  # characters
 class TableSink:
     """Prints every report as a table: a row per layer, a column per measure.
 
-    Measures of attention and of alignment have tables of their own, below.
+    Measures of attention and of alignment have their own tables below.
 
     Values that are estimated from sampled rows are printed to the digits that their standard errors
     allow: 0.0431 ± 0.012 reads 0.04. "≈0" is a value closer to zero than its error, which has no
@@ -49,18 +49,18 @@ class TableSink:
         """Print the report."""
         try:
             _print(shown(report, self._measures), self._console, self._said)
-        except OSError:  # the disk is full, the pipe closed: what waits to be printed is given up
+        except OSError:  # the disk is full or the pipe closed: drop the text that is still buffered
             self._console = _console(self._file)
             raise
 
     def close(self) -> None:
-        """Nothing to finish: the file belongs to whoever opened it."""
+        """Do nothing: the file belongs to the caller who opened it."""
 
 
 def table_text(report: StepReport) -> str:
-    """What `print` shows of a report: what a `TableSink` prints, without colours.
+    """Return the text that `print` shows for a report: that of a `TableSink`, without colours.
 
-    It is as wide as the terminal, and has so many layers at most that it stays readable.
+    It is as wide as the terminal, with a limited number of layers.
     """
     from rich.console import Console
 
@@ -74,7 +74,7 @@ def table_text(report: StepReport) -> str:
 
 
 def _print(found: Shown, console: "Console", said: set[str]) -> None:
-    """Print a report, without the lines that were said before; those of this one join them."""
+    """Print a report without the lines in `said`, and add its own lines to `said`."""
     from rich.text import Text
 
     def say(lines: Iterable[str]) -> None:
@@ -101,20 +101,20 @@ def _console(file: IO[str] | None) -> "Console":
     from rich.console import Console
 
     class Unbroken(Console):
-        """Leaves it to the monitor what a closed pipe means to the training."""
+        """A console that raises on a closed pipe, so that the monitor handles it."""
 
         def on_broken_pipe(self) -> None:
-            raise  # rich would end the process
+            raise  # rich would end the process here
 
-    # In a notebook rich shows what it is to write to a file.
+    # In a notebook, rich would display output that is meant for a file.
     console = Unbroken(file=file, highlight=False, force_jupyter=None if file is None else False)
     if not (console.is_terminal or console.is_jupyter):
-        console.width = _ENDLESS  # a file is as wide as its lines
+        console.width = _ENDLESS  # a file has no limit of line length
     return console
 
 
 def _tables(table: Table, console: "Console") -> Iterator["Drawn"]:
-    """One table where it fits the console, else the measures in as few as do."""
+    """Yield one table if it fits the console, else as few as possible with some measures each."""
     unbounded = console.options.update(width=_ENDLESS)
     first, last = 0, len(table.measures)
     while first < last:
@@ -140,7 +140,7 @@ def _drawn(table: Table) -> "Drawn":
         titles = [f"{word} " for word in measure.rsplit("_", 1)]
         cells = [_padded(row.cells[i]) for row in table.rows]
         width = max(map(len, [*titles, *cells]))
-        # Aligned here: rich would take the blanks off that keep decimal points below each other.
+        # Aligned here: rich would strip the blanks that align decimal points.
         drawn.add_column("\n".join(word.rjust(width) for word in titles), no_wrap=True)
         columns.append([Text(c.rjust(width), "bold red" if "*" in c else "") for c in cells])
     for row, *cells in zip(table.rows, *columns, strict=True):
@@ -149,7 +149,7 @@ def _drawn(table: Table) -> "Drawn":
 
 
 def _padded(text: str) -> str:
-    """With blanks for a star, and for the decimals that are missing to three."""
+    """Pad with blanks in place of a star, and of decimals up to three."""
     if not text:
         return ""
     value = text.removesuffix("*")

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _ROUNDING = 1e-6  # a few units in the last place of float32
-# Histograms take half a kilobyte each: of so many layers they are written at each report, of more
-# layers more rarely, so that a run's file stays a few megabytes.
+# A histogram takes half a kilobyte. With more layers than this, histograms are written at fewer
+# reports, so that a run's file stays a few megabytes.
 _LAYERS_AT_EACH = 40
 
 
@@ -90,7 +90,7 @@ class TensorBoardSink:
         self._last: StepReport | None = None
 
     def write(self, report: StepReport) -> None:
-        """Write the report and let TensorBoard see it."""
+        """Write the report and flush it to the event file."""
         from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]
             Summary,
         )
@@ -107,8 +107,8 @@ class TensorBoardSink:
         rarely = math.ceil(len(report.layers) / _LAYERS_AT_EACH) or 1
         if self._histograms and self._written % rarely == 0:
             values += _histograms(report)
-        # One event for all: the writer's own methods hand every single value to another thread,
-        # which takes ten times as long.
+        # One event for all values: the writer's own methods pass every single value to another
+        # thread, which takes ten times as long.
         self._file_writer().add_summary(Summary(value=values), report.step)
         due = self._board.add(report)
         self._write_texts(report)
@@ -119,7 +119,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
+        """Add the losses of the steps after the last report."""
         self._board.add_losses(losses)
 
     def flush(self) -> None:
@@ -129,13 +129,13 @@ class TensorBoardSink:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write the last pictures, and close the event file, if it is this sink's own."""
+        """Write the last pictures, and close the event file if the sink opened it."""
         self.flush()
         if self._owned:
             self._writer.close()
 
     def _described(self, tag: str) -> Any:
-        """With a chart's first value goes what healthy layers read."""
+        """Return the metadata of a chart's first value: the range of healthy layers."""
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
 
         if tag in self._described_tags:
@@ -154,7 +154,7 @@ class TensorBoardSink:
         return self._writer._get_file_writer()  # type: ignore[no-untyped-call]
 
     def _write_board(self, report: StepReport) -> None:
-        """Findings and pictures of the course so far."""
+        """Write findings and pictures of the course so far."""
         with self._board.showing():
             findings = self._board.findings()
             self._write_text("findings", findings_text(findings, self._board.record), report.step)
@@ -166,7 +166,7 @@ class TensorBoardSink:
 
     def _write_texts(self, report: StepReport) -> None:
         measures = self._measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)
-        if report.ends_round:  # of the layers of one turn they would say another thing each time
+        if report.ends_round:  # single turns would change these texts each time
             whole = self._board.last
             self._write_text("worst_layers", worst_layers(whole, measures), report.step)
             self._write_text("not_measured", _not_measured(whole), report.step)
@@ -174,17 +174,17 @@ class TensorBoardSink:
         self._write_text("alarms", _bullets(map(str, report.alarms)), report.step)
 
     def _write_text(self, tag: str, text: str, step: int) -> None:
-        """What seldom changes only when it does."""
+        """Write a text if it has changed."""
         if self._texts.get(tag, "") != text:
             group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
             self._writer.add_text(f"{group}/{tag}", text or "none any more", step)
             self._texts[tag] = text
 
     def _write_layout(self, report: StepReport) -> None:
-        """A run has one layout: that of all sinks that share its writer."""
+        """Write the layout of the custom scalars, which all sinks of a writer share."""
         front = FRONT_MEASURES if self._scalars == "few" else DEFAULT_MEASURES
         tags = {m: summary_tags(m, self._name) for m in taken(report, self._measures or front)}
-        # The page shows the last one first.
+        # TensorBoard shows the last chart first.
         charts = {
             m: ["Margin", [t["median"], t["min"], t["max"]]] for m, t in reversed(tags.items())
         }
@@ -198,7 +198,7 @@ _LAYOUTS: "WeakKeyDictionary[SummaryWriter, dict[str, dict[str, list[Any]]]]" = 
 
 
 def as_writer(found: object) -> Union["SummaryWriter", None]:
-    """What was found, if it is a writer that `TensorBoardSink` takes; else None."""
+    """Return the argument if it is a writer that `TensorBoardSink` accepts, else None."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -224,25 +224,25 @@ def _writer(target: object) -> "SummaryWriter":
 
 
 def _encodable(name: str) -> str:
-    """The name with lone surrogates, which event files can't hold, as escapes."""
+    """Return the name with lone surrogates, which event files can't hold, as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _rounded(value: float) -> float:
-    """Without the digits behind the sixth, whose noise would fill the chart of a constant."""
+    """Round to six digits, so that rounding noise does not fill the chart of a constant."""
     return float(f"{value:.6g}")
 
 
 def _image(tag: str, png: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))  # of the header
+    width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))  # in the PNG header
     image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
     return Summary(value=[Summary.Value(tag=tag, image=image)])
 
 
 def _histograms(report: StepReport) -> Iterator[Any]:
-    """Of every layer, how scale and cosine are distributed over the rows that have a gradient."""
+    """Yield histograms of scale and cosine over the rows with a gradient, for every layer."""
     for path, reading in report.layers.items():
         rows = reading.rows_seen - reading.rows_without_gradient
         for tag, quantiles in (
@@ -254,11 +254,11 @@ def _histograms(report: StepReport) -> Iterator[Any]:
 
 
 def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
-    """One bucket between two neighbouring quantiles, all equally full."""
+    """Return a histogram with one equally filled bucket between neighbouring quantiles."""
     from torch.utils.tensorboard.summary import histogram_raw
 
     if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
-        # Stretched over the whole chart, rounding would look like a distribution, or a movement.
+        # Stretched over the whole chart, rounding would look like a distribution or a change.
         quantiles = (float(f"{quantiles[0]:.6g}"),) * len(quantiles)
     middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
     share = rows / len(middles)
@@ -280,5 +280,5 @@ def _not_measured(report: StepReport) -> str:
 
 
 def _bullets(lines: Iterable[str]) -> str:
-    """A Markdown list; between code, `__main__` and `<locals>` are neither bold nor a tag."""
+    """Format a Markdown list in which `__main__` and `<locals>` are neither bold nor a tag."""
     return "\n".join(f"- {markdown(line)}" for line in lines)

@@ -1,4 +1,4 @@
-"""Reports in the log of a Hugging Face Trainer, and wherever that reports to."""
+"""Reports in the log of a Hugging Face Trainer and in the trackers that it reports to."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,18 +18,19 @@ class TrainerSink:
     """Logs through a Trainer's history and callbacks, for one training.
 
     The summary over layers, and the coverage, go into `trainer.state.log_history` and to all
-    callbacks that don't merely print logs. What each layer says would flood the history: it goes to
-    those that report to some product, to TensorBoard in the way of `TensorBoardSink`. W&B and
-    MLflow get its pictures and findings, too; other products numbers alone, which is said once.
+    callbacks except those that only print logs. Scalars of single layers would flood the history,
+    so only callbacks that report to a tracker receive them, TensorBoard in the format of
+    `TensorBoardSink`. W&B and MLflow also receive pictures and findings; other trackers receive
+    numbers alone, which is warned of once.
 
     Args:
         trainer: the Trainer, which has begun to train.
-        metrics: which scalars. TensorBoard's names keep their slash, which makes its groups.
+        metrics: choice of scalars. Names in TensorBoard keep the slash, which defines its groups.
     """
 
     def __init__(self, trainer: "Trainer", metrics: Metrics) -> None:
         self._trainer = trainer
-        self._state = trainer.state  # of this training: the next one has another
+        self._state = trainer.state  # state of this training; the next one has another
         self._metrics = metrics
         self._board: TensorBoardSink | None = None
         self._products: dict[int, ProductSink | None] = {}  # by id of the callback
@@ -44,7 +45,7 @@ class TrainerSink:
         summary = metrics.named(metrics.summary(report))
         summary["epoch"] = self._state.epoch
         shown = metrics.board(report)
-        # Not by `trainer.log`: trainers that override it log means, which would begin anew with it.
+        # `trainer.log` is not used: trainers that override it log means, which it would restart.
         self._state.log_history.append({**summary, "step": self._state.global_step})
         for callback in self._trainer.callback_handler.callbacks:
             writer = as_writer(getattr(callback, "tb_writer", None))
@@ -61,13 +62,13 @@ class TrainerSink:
                 self._tell(callback, dict(summary))
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
+        """Add the losses of the steps after the last report."""
         for board in (self._board, *self._products.values()):
             if board is not None:
                 board.add_losses(losses)
 
     def close(self) -> None:
-        """Write the last pictures; what they are written to belongs to the Trainer."""
+        """Write the last pictures; their writers belong to the Trainer and stay open."""
         for board in (self._board, *self._products.values()):
             if board is not None:
                 board.close()
@@ -86,11 +87,11 @@ class TrainerSink:
         return self._products[id(callback)]
 
     def _tell(self, callback: "TrainerCallback", logs: dict[str, float]) -> None:
-        """As the Trainer tells its callbacks of a log."""
+        """Pass logs to a callback in the way the Trainer does."""
         handler = copy(self._trainer.callback_handler)
         handler.callbacks = [callback]
         control = self._trainer.control
-        # A log takes back the wish for one, which the Trainer's own losses may still wait for.
+        # `on_log` clears `should_log`, which the Trainer may still need for its own losses.
         wished = control.should_log
         handler.on_log(self._trainer.args, self._state, control, logs)
         control.should_log = wished

@@ -1,4 +1,4 @@
-"""What the final gradient tells of every layer: e, what is known of all rows, and what d takes."""
+"""Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import groupby
@@ -40,31 +40,32 @@ from adiv_monitor.step.rows_across_ranks import partition
 from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.weight_versions import with_own_scales
 
-# There is no mean feature, and no telling which of the parameters are a bias.
+# With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
-# Numbers of a layer that a rank sends for the ceiling: 8 MiB, eigenvectors in half a second.
+# The most numbers of a layer that a rank sends for the ceiling: 8 MiB, half a second to decompose.
 _MOST_SUMS = 2**20
 
 
 class FinalGradient:
-    """Begins the measured layers when the gradients are what the optimizer will use.
+    """Begins the measured layers when the gradients are those that the optimizer will use.
 
     Args:
-        capture: the rows.
+        capture: the rows of this step.
         reached: the layers that a gradient reached.
-        selection: what is measured.
-        history: what this run was seen to do so far.
-        unsharded: what ranks know together.
+        selection: the measured parameters.
+        history: the habits that this run has shown so far.
+        unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
-        scale: what a fused optimizer will divide them by during its step (AMP); None: nothing.
-        generator: the monitor's own source of chance.
+        scale: the number by which a fused optimizer divides the gradients (AMP); None: 1.
+        generator: the monitor's own random numbers.
 
     Attributes:
         measured: by path, the layers that have begun.
-        pieces: by path, what of their parameters' dot products counts.
-        too_large: paths of layers whose sums for the ceiling can't travel.
-        in_parts: paths of layers of whose rows no rank has all.
-        summed: paths of layers of which several passes through one graph told sums alone.
+        pieces: by path, the share of the layer's dot products of parameters that counts here.
+        too_large: paths of layers whose sums for the ceiling are too large to be sent.
+        in_parts: paths of layers whose rows are spread over ranks.
+        summed: paths of layers with several backward passes through one graph, whose rows are
+            known as sums only.
         moved: paths of layers whose parameters were written to since the backward pass.
     """
 
@@ -97,13 +98,13 @@ class FinalGradient:
         self._of_gradients = steps.memory_of_gradients()
 
     def forget(self, path: str) -> None:
-        """A layer is not measured in this step."""
+        """Drop a layer from this step."""
         self.measured.pop(path, None)
         self._all_rows.pop(path, None)
 
     def factors(self, layers: Iterable[Layer]) -> dict[str, Tensor]:
-        """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
-        if world_size() > 1:  # only all of them together know
+        """Return ‖gradient now‖ / ‖gradient after backward‖ of each layer for which it is known."""
+        if world_size() > 1:  # one rank holds only a part of the gradient
             return {}
         left = {x: self._capture.accumulation_of(x).left() for x in layers}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
@@ -111,7 +112,7 @@ class FinalGradient:
             return {}
         parts = [self._now(layer.parameters[0]) for layer in known]
         norms = torch._foreach_norm([to_compute_dtype(part) for part in (*parts, *known.values())])
-        # 0/0 is 1: then nothing of the gradient is left to be in any units.
+        # 0/0 becomes 1: a gradient of zero has no units.
         ends = torch._foreach_add(norms, torch.finfo(torch.float32).tiny)
         factors = torch._foreach_div(ends[: len(known)], ends[len(known) :])
         if self._scale is not None:
@@ -119,25 +120,25 @@ class FinalGradient:
         return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
 
     def _now(self, parameter: nn.Parameter) -> Tensor:
-        """As long as the parameter's gradient; of a sharded one, as some of its entries."""
-        if is_shard(parameter):  # of one rank
+        """Return a tensor with the norm of the gradient, or of the sampled entries of a shard's."""
+        if is_shard(parameter):
             return self._steps.entries_of(parameter)
         return self._steps.gamma_norm_of(parameter)
 
     def begin(
         self, layer: Layer, calls: Sequence[Call], factor: Tensor | None, parts: Parts
     ) -> None:
-        """A layer's rows and e.
+        """Begin a layer: join the rows of its calls, and compute e.
 
         Args:
             layer: the layer.
-            calls: that its gradient came through; their rows are let go.
+            calls: the calls through which its gradient came; their rows are released.
             factor: see `factors`.
-            parts: γ of the pieces that were made whole.
+            parts: γ of the pieces that were all-gathered.
         """
         features = calls[0].features.joined([call.features for call in calls[1:]])
         G = joined([call.gradient for call in calls if call.gradient is not None])
-        if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
+        if isinstance(features, OneHotFeatures):  # the padding token is not trained
             G = G * features.trained[:, None]
         own = None
         if layer.path in self._shared and self._peers is None:
@@ -166,7 +167,7 @@ class FinalGradient:
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
-        # With several ranks γ holds other rows, too.
+        # With several ranks γ also holds the rows of the others.
         trusted = world_size() == 1 and not reason and own is None
         trusted = trusted and layer.path not in self._history.distrusted
         made = None
@@ -201,23 +202,23 @@ class FinalGradient:
         self._capture.rows[layer.path].release()
 
     def _apart(self, part: Tensor | None) -> Tensor | None:
-        """The same; a copy of what is a view of a gradient, which the optimizer may write to."""
+        """Return the tensor; of a view of a gradient, which the optimizer may overwrite, a copy."""
         if part is None or part.untyped_storage().data_ptr() not in self._of_gradients:
             return part
         return part.clone()
 
     def add_sums(self, lose: Fail) -> None:
-        """All layers have begun: sums over all of their rows.
+        """Add the sums over all rows, after all layers have begun.
 
         Args:
-            lose: called with a layer's path and the exception met.
+            lose: called with a layer's path and the exception that was raised.
         """
         across = world_size() > 1
         for path, found in totals.sums(
             self._all_rows, self._generator, lose, across=across
         ).items():
             measured = self.measured[path]
-            if measured.sums.made is not None:  # its own scales are those of sampled rows, maybe
+            if measured.sums.made is not None:  # its scales may be known of sampled rows only
                 concentrated = totals.concentration(self._all_rows[path].square)
                 found = replaced(found, concentration=concentrated)
             measured.sums = replaced(measured.sums, totals=found)
@@ -231,12 +232,12 @@ class FinalGradient:
         reason: str,
         factor: Tensor | None,
     ) -> Evidence[Tensor]:
-        """What was seen of a layer's gradient while its rows were gathered."""
+        """Collect the evidence for γ = c·GᵀΦ that was recorded while the rows were gathered."""
         accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
         contributions = self._capture.contributions_of(layer)
         if any(contribution.is_moved for contribution in contributions):
             self.moved.append(layer.path)
-        # What it left of the gradient: of ranks that compute the same, the first one's counts.
+        # Of ranks that compute the same rows, only the first one's entries count.
         counts = partition is None or partition.place == 0 or accumulated.is_partial_sum
         now: list[Tensor | None] = [None] * max(1, len(contributions))
         contributed: list[Tensor | None] = [None] * len(contributions)
@@ -269,7 +270,7 @@ class FinalGradient:
     def _of_ceiling(
         self, path: str, calls: Sequence[Call], partition: Partition | None
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
-        """The cosine that is attainable, or of several ranks, the sums for that."""
+        """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
         rows = self._capture.rows[path]
         ceiling = rows.ceiling
         if not (rows.ceiling_is_whole or partition is None):
@@ -279,7 +280,7 @@ class FinalGradient:
         elif ceiling is not None and world_size() == 1:
             return ceiling.cosine(), None
         elif ceiling is not None:
-            alike = 1 if partition is None else partition.count  # so many have the same rows
+            alike = 1 if partition is None else partition.count  # ranks with the same rows
             sums = [part / alike for part in ceiling.sums()]
             if sum(part.numel() for part in sums) <= _MOST_SUMS:
                 return None, CeilingSums(*sums)
@@ -287,9 +288,11 @@ class FinalGradient:
         return None, None
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
-        """Keeps what one pass said of all rows, and of all their scales if it did of all calls."""
+        """Keep the sums over all rows; and those of their scales, if every call has them."""
         sizes = [call.size for call in calls if call.size is not None]
-        if len(sizes) < len(calls):  # two passes through one graph: only the sample has their sum
+        if len(sizes) < len(
+            calls
+        ):  # after two passes through one graph only sampled rows are known
             return
         squares = [size[0] for size in sizes]
         whole = [call.whole for call in calls if call.whole is not None]
@@ -328,10 +331,10 @@ def _about(layer: Layer, features: Features) -> About:
 
 
 def _why_from_rows(features: Features, *, shared: bool) -> str:
-    """Why γ is not GᵀΦ of this layer's rows, as far as that is known beforehand."""
+    """Return the reason, if known in advance, why γ is not GᵀΦ of these rows; else ""."""
     if shared:
         return "shared"
     weighs = isinstance(features, DenseFeatures) and (
         features.mixes_rows or features.weight_gain is not None
     )
-    return "weighed" if weighs else ""  # gradient-only layers do so on purpose
+    return "weighed" if weighs else ""  # gradient-only layers weigh rows by design

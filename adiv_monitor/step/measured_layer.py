@@ -1,4 +1,4 @@
-"""A layer between its gradient and the step: its rows, on the device, and what is known of them."""
+"""A layer between its final gradient and the optimizer's step, with its rows on the device."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from adiv_monitor.step.row_vectors import RowProducts, RowVectors, products_of
 
 
 def products(own: Parts, others: Parts) -> Float[Tensor, "1"]:
-    """Their dot product over all pieces."""
+    """Return the dot product of two sets of pieces."""
     parts = [
         (to_compute_dtype(part) * to_compute_dtype(others[key])).sum() for key, part in own.items()
     ]
@@ -30,17 +30,17 @@ def products(own: Parts, others: Parts) -> Float[Tensor, "1"]:
 
 @dataclass(slots=True)
 class MeasuredLayer:
-    """What is known of one layer so far.
+    """The state of one layer's measurement.
 
     Attributes:
         layer: the layer.
-        versions: as calls used it, with the rows of each.
-        features: of the rows, of all calls.
-        rows: what is known of the rows.
-        calls: where the rows are.
-        own: by a piece's key, the layer's part of a gradient that others have a part of; None: all
-            is its own, or that is not known.
-        sums: for the host; what the rows say is missing until `finished`.
+        versions: the weight versions that its calls used, with the number of rows of each.
+        features: Φ of the sampled rows of all calls.
+        rows: the vectors of these rows.
+        calls: the place and the sampled rows of each call.
+        own: by a piece's key, the layer's share of a gradient that several layers contribute to;
+            None: the whole gradient is its own, or its share is not known.
+        sums: the numbers for the host, without those of the rows until `finished`.
     """
 
     layer: Layer
@@ -54,28 +54,29 @@ class MeasuredLayer:
 
     @property
     def size(self) -> int:
-        """Entries of its largest piece."""
+        """The number of entries of its largest piece."""
         return max(piece.value().numel() for piece in self.layer.pieces)
 
     def choose_entries(self, generator: np.random.Generator) -> None:
-        """Which scales of a gain are to be told, one by one."""
+        """Choose the entries whose scales are reported one by one, if the layer has too many."""
         groups = self.features.groups
         count = len(self.rows.G) * groups
         if groups > 1 and count > totals.MOST_ENTRIES:
             self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
 
     def finished(self, *, expects_idle: bool) -> LayerSums[Tensor]:
-        """The sums with the row products of all vectors, and the rows' scales.
+        """Return the sums with the row products of all vectors and the scales of the rows.
 
         Args:
-            expects_idle: rows may have no gradient, so that the mean feature is the sample's.
+            expects_idle: there may be zero-gradient rows; the mean feature is then taken over the
+                sample.
 
         Raises:
             ValueError: the features' scales are of another shape than theirs.
         """
         found, sums = products_of(self.rows, self.features), self.sums
         is_known = sums.totals is not None and sums.totals.weight_sum is not None
-        # Rows without a gradient may be another rank's.
+        # Another rank may have zero-gradient rows.
         asked = expects_idle or not is_known or world_size() > 1
         has_one = found.scale is not None and found.of_groups is None
         return replaced(
@@ -89,7 +90,7 @@ class MeasuredLayer:
         )
 
     def _blocks(self, found: RowProducts) -> Blocks[Tensor] | None:
-        """Of a gain, a matrix as large as its features: of it, what is summed over the features."""
+        """Return the sums over each row's scales, if rows have several; see `Blocks`."""
         if found.scale is None or found.of_groups is None:
             return None
         entries, chosen = found.scale.flatten(), self._entries
@@ -101,7 +102,7 @@ class MeasuredLayer:
         return Blocks(groups, found.scale[:1, :1], sums, norms, largest, entries, rows)
 
     def _common(self, found: RowProducts) -> Common[Tensor] | None:
-        """How alike the active rows are."""
+        """Return the sums for `common_share`: how alike the features of the active rows are."""
         features = self.features
         if not isinstance(features, Averaged):
             return None

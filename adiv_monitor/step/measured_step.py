@@ -1,6 +1,6 @@
-"""One measured step: from the rows and the parameter step to what the host needs.
+"""One measured step: from sampled rows and the parameters' step to the numbers for the host.
 
-Everything stays on the device until `outcome`, which makes one transfer.
+All tensors stay on the device until `part`, which makes one transfer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ def _is_alone(point: str, *, participates: bool = True) -> bool:
     return world_size() == 1
 
 
-# Why there is no attainable_cosine.
+# Reasons for a missing attainable_cosine.
 _TOO_LARGE = "with several ranks it takes sums that are too large to be exchanged."
 _IN_PARTS = "it takes all rows, of which ranks have parts (tensor parallelism)."
 _MOVED = (
@@ -50,16 +50,16 @@ _SUMMED = "several backward passes went through one forward pass, which tells su
 
 
 class MeasuredStep:
-    """Follows one step through gradient, update and what is applied in the end.
+    """Follows one step through its gradient, the optimizer's update and the applied change.
 
     Args:
-        capture: the rows; its hooks stay on until the step is taken, which may raise before.
-        selection: what is measured.
-        history: what this run was seen to do so far.
-        fail: called with a layer's path and the exception met while measuring it.
-        generator: the monitor's own source of chance.
-        realised: finds out what the step really did, if asked for.
-        agree: asks the other ranks whether all come to a point of the step.
+        capture: the rows; its hooks stay on until the step is taken, since the step may raise.
+        selection: the measured parameters.
+        history: the habits that this run has shown so far.
+        fail: called with a layer's path and the exception that measuring it raised.
+        generator: the monitor's own random numbers.
+        realised: measures the realised move, if requested.
+        agree: asks the other ranks whether all of them reach a point of the step.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class MeasuredStep:
         )
         self._realised = realised
         self._unreached: dict[str, str] = {}
-        self._cut: list[str] = []  # paths of uses that no gradient reached, of what others train
-        self._refused: set[str] = set()  # of those, layers that had rows
-        self.discarded = False  # the step can't be measured
-        self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
-        self._moved: Tensor | None = None  # did the weights move before the gradient was there?
+        self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
+        self._refused: set[str] = set()  # paths of layers that had rows, but were refused
+        self.discarded = False  # whether the step can't be measured
+        self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and skipped the step
+        self._moved: Tensor | None = None  # whether weights moved before the gradient was computed
         self._selection = selection
         self._unsharded = UnshardedParameters(selection, agree)
         self._history = history
@@ -90,19 +90,19 @@ class MeasuredStep:
         self._generator = generator
         self._gradient: FinalGradient | None = None
         self._steps: ParameterSteps | None = None
-        self._sums: dict[str, LayerSums[Tensor]] = {}  # by path, of layers that are finished
+        self._sums: dict[str, LayerSums[Tensor]] = {}  # of finished layers, by path
         self._flags: Flags[Tensor] = Flags()
         self._notes: list[str] = []
 
     @torch.no_grad()
     def gradient_is_final(self, gradient_scale: Tensor | float, *, steps: bool) -> None:
-        """The gradients are what the optimizer will use: e, and a copy of the parameters.
+        """Compute e, and copy the parameters: the gradients are those that the optimizer will use.
 
         Args:
-            gradient_scale: what a fused optimizer will divide them by during its step (AMP).
+            gradient_scale: the number by which a fused optimizer divides them in its step (AMP).
             steps: whether an optimizer step follows.
         """
-        self._gradient = None  # what an earlier attempt at this step, which raised, has left
+        self._gradient = None  # left over from an earlier attempt at this step, which raised
         self._unreached.clear()
         self._cut.clear()
         self._sums.clear()
@@ -113,7 +113,7 @@ class MeasuredStep:
             self._realised.step_begins()
         reached = self._reached()
         try:
-            # Not those of the layers that were reached, of which each rank has its own.
+            # Of all due parameters: the layers that were reached differ between ranks.
             all_participate = self._unsharded.gradients(
                 {id(p) for p in self._selection.due_parameters}
             )
@@ -152,7 +152,7 @@ class MeasuredStep:
         return {} if self._gradient is None else self._gradient.measured
 
     def _reached(self) -> dict[Layer, list[Call]]:
-        """The layers that a gradient reached, with the calls that it came through."""
+        """Return the layers that a gradient reached, with the calls through which it came."""
         reached: dict[Layer, list[Call]] = {}
         others: list[tuple[Layer, bool]] = []
         for layer in self._capture.in_order():
@@ -174,7 +174,7 @@ class MeasuredStep:
         return reached
 
     def _put_together(self, reached: dict[Layer, list[Call]]) -> None:
-        """The rows that ranks know together; layers of which that can't be are lost."""
+        """Merge the rows that ranks hold together; drop the layers where that fails."""
         for layer in self._unsharded.rows(reached):
             why = NOT_ALIKE if self._unsharded.all_participate or not spread(layer) else WHY_NOT
             self._lose(layer.path, Refused(why))
@@ -183,13 +183,13 @@ class MeasuredStep:
 
     @torch.no_grad()
     def updated(self) -> None:
-        """The optimizer has stepped: u and d."""
-        if self._attention is not None:  # first, while all copies of parameters are there
+        """Compute u and d: the optimizer has stepped."""
+        if self._attention is not None:  # first, while the copies of all parameters still exist
             self._attention.updated()
         if self._steps is None or not (self._measured or self._unsharded.all_participate):
             return
         self._steps.stepped()
-        # The largest difference last, when the other layers' rows are gone: that is the peak.
+        # The largest difference last, when the other layers' rows are released: it sets the peak.
         layers = [x.layer for x in sorted(self._measured.values(), key=attrgetter("size"))]
         made = partial(self._unsharded.of_updates, steps=self._steps)
         try:
@@ -200,12 +200,12 @@ class MeasuredStep:
 
     @torch.no_grad()
     def applied(self) -> None:
-        """The next forward pass begins, or there is none: a."""
+        """Compute a, as the next forward pass begins or training ends."""
         if self._steps is not None and (self._steps.products.w_w or self._steps.norms.w_w):
             self._steps.applied()
 
     def realise(self) -> None:
-        """The weights are those of the next step: what has this one really done?"""
+        """Measure the realised move, with the weights of the next step."""
         realised, self._realised = self._realised, None
         if realised is None or not self._sums:
             return
@@ -218,13 +218,13 @@ class MeasuredStep:
         self._notes += realised.notes
 
     def weights(self) -> list[Tensor]:
-        """Norms of all weights, to be compared by `weights_moved`."""
+        """Return the norms of all weights, for `weights_moved`."""
         return weight_norms(self._selection.parameters)
 
     def weights_moved(self, before: list[Tensor]) -> None:
-        """The closure has run: an optimizer that moved the weights first has no one gradient."""
+        """Note whether the optimizer moved the weights before its closure computed the gradient."""
         if before:
-            # NaN is unlike itself.
+            # NaN differs from itself.
             moved = [
                 (x != y) & ~(x.isnan() & y.isnan())
                 for x, y in zip(self.weights(), before, strict=True)
@@ -232,7 +232,7 @@ class MeasuredStep:
             self._moved = torch.stack([flag.to(moved[0].device) for flag in moved]).any()
 
     def discard(self) -> None:
-        """The step turned out not to be measurable."""
+        """Drop the step: it can't be measured."""
         self._measured.clear()
         self._sums.clear()
         self.discarded = True
@@ -241,7 +241,7 @@ class MeasuredStep:
 
     @torch.no_grad()
     def part(self) -> RankContribution:
-        """Bring everything to the host at once: what this rank knows of the step."""
+        """Transfer all numbers to the host at once, and return this rank's contribution."""
         self._flags.skipped, self._flags.moved = self.skipped, self._moved
         steps = self._steps
         pieces = {} if self._gradient is None else self._gradient.pieces
@@ -307,12 +307,12 @@ class MeasuredStep:
         measure: Callable[[Layer, Parts], None],
         made: Callable[[Sequence[Layer]], Iterable[tuple[Layer, Parts]]] | None,
     ) -> None:
-        """Measure layers, those last whose parameters must be made whole.
+        """Measure layers; those whose parameters must be all-gathered come last.
 
         Args:
             layers: the layers.
-            measure: is given the pieces that were made whole.
-            made: makes them so, with all other ranks; None: they can't be.
+            measure: called with a layer and its all-gathered pieces.
+            made: all-gathers pieces with the other ranks; None: that is impossible.
         """
         apart = dict.fromkeys(layer for layer in layers if spread(layer))
         for layer in layers:
@@ -323,7 +323,7 @@ class MeasuredStep:
             del apart[layer]
             try:
                 self._try(layer, measure, layer, parts)
-            except Exception as error:  # raised now, it would keep the other ranks waiting
+            except Exception as error:  # raised here, it would leave the other ranks waiting
                 errors.append(error)
         for layer in apart:
             self._lose(layer.path, Refused(WHY_NOT))
@@ -338,7 +338,7 @@ class MeasuredStep:
             self._lose(layer.path, error)
 
     def _lose(self, path: str, error: Exception) -> None:
-        """A layer is not measured in this step."""
+        """Drop a layer from this step, and report why."""
         self._sums.pop(path, None)
         if self._gradient is not None:
             self._gradient.forget(path)
@@ -358,13 +358,13 @@ class MeasuredStep:
         if measured.own is not None and measured.sums.own is not None:
             own = replaced(measured.sums.own, w=products(measured.own, taken))
             measured.sums = replaced(measured.sums, own=own)
-        del measured  # with the rows; first: the bias's part of d may be the difference itself
+        del measured  # releases the rows; the bias's part of d may be the difference itself
         self._finish_rows(layer.path)
         for piece in layer.pieces:
             steps.take_products(piece, taken[piece.key])
 
     def _finish_rows(self, path: str) -> None:
-        """A layer's sums; its rows are let go."""
+        """Finish a layer's sums, and release its rows."""
         measured = self._measured[path]
         sums = measured.finished(expects_idle=self._history.expects_idle(path))
         rows = measured.rows

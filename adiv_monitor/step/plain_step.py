@@ -1,4 +1,4 @@
-"""What a change of a layer's parameters does to its rows; the plain gradient step's in two ways."""
+"""The move of a layer's rows that a change of its parameters causes, and a check of γ = GᵀΦ."""
 
 from collections.abc import Sequence
 from typing import TypeGuard
@@ -13,30 +13,29 @@ from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.rows import joined, to_compute_dtype, to_device
 from adiv_monitor.kernels.choice import counts_launches
 
-WeightVersion = tuple[
-    Layer, int
-]  # a layer as some calls made its weights, and how many rows they have
+# A layer with the weights that some of its calls used, and the number of rows of these calls.
+WeightVersion = tuple[Layer, int]
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
-# Products that a GPU takes in the time of a launch or two, of which the way round needs ten more.
+# The number of products that a GPU does in the time of a launch; the check needs ten launches more.
 _AS_LAUNCHES = 2**30
-Change = tuple[Tensor | None, Tensor | None]  # of weight and bias; None: not trained
+Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 
 
 def changes(
     versions: Sequence[WeightVersion], parts: Parts, taken: Parts = NOTHING
 ) -> list[Change]:
-    """How weight and bias change when the pieces do, for each way in which they were made.
+    """Return the change of weight and bias for a change of their pieces, by weight version.
 
     Args:
-        versions: those of a layer's rows, in order.
-        parts: a change of the layer's pieces.
-        taken: what a step has taken away from them since.
+        versions: the weight versions of a layer's rows, in order.
+        parts: the change of the layer's pieces.
+        taken: the amount that a step has subtracted from the pieces since.
     """
     return [layer.change(parts, taken) for layer, _ in versions]
 
 
 def act(versions: Sequence[WeightVersion], changed: Sequence[Change], features: Features) -> Change:
-    """Φ_W Wᵀ and φ_b ⊗ b, (rows, n_total), for a change of weight and bias."""
+    """Return Φ_W ΔWᵀ and φ_b ⊗ Δb, each (rows, n_total), for a change of weight and bias."""
     if len(changed) == 1:
         return _acted(changed[0], features)
     device = versions[0][0].parameters[0].device
@@ -62,7 +61,7 @@ def _acted(change: Change, features: Features) -> Change:
 
 
 def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
-    """The two together; one of them is there, since a layer trains a weight or a bias."""
+    """Return the sum of both; a layer trains a weight or a bias, so at least one is given."""
     if by_weight is None or by_bias is None:
         lone = by_bias if by_weight is None else by_weight
         assert lone is not None
@@ -71,9 +70,9 @@ def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
 
 
 def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
-    """Whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P N.
+    """Return whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P·N.
 
-    It is e only if all rows are seen and γ = GᵀΦ, which `probe` is to show.
+    It equals e only if all rows are seen and γ = GᵀΦ, which `probe` checks.
     """
     if not layer.is_direct:  # γ is JᵀGᵀΦ
         return False
@@ -92,9 +91,9 @@ def probe(
     gamma: Parts,
     generator: np.random.Generator,
 ) -> Tensor:
-    """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
+    """Return γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
     of_weight, of_bias = layer.change(gamma)
-    assert of_weight is not None and features.phi is not None  # a bias's product is less work
+    assert of_weight is not None and features.phi is not None  # with a bias alone Φγᵀ is less work
     width = features.phi.shape[2]
     drawn = generator.standard_normal(width + (of_bias is not None))
     v = to_device(drawn.astype(_NUMPY[G.dtype]), G.device)

@@ -1,4 +1,4 @@
-"""The vectors that every row of a layer has, and all that is asked of them: products and scales."""
+"""The vectors of every row of a layer, their products, and the scales of the rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from adiv_monitor.step.plain_step import Change, added
 
 @dataclass(slots=True)
 class RowVectors:
-    """(rows, n_total) each; what follows from them is made when all are there.
+    """The vectors of the rows, each (rows, n_total).
 
     Attributes:
-        G: ∂L/∂z, as backward left it.
-        factor: what that is to be multiplied by; None: 1.
-        z: the output.
-        e: what a plain gradient step does, by weight and bias.
-        d: what the step did, likewise; None: no step was taken.
+        G: ∂L/∂z, as the backward pass left it.
+        factor: the factor from G to the units of the optimizer's gradient; None: 1.
+        z: the outputs.
+        e: the move of a plain gradient step, by weight and by bias.
+        d: the move of the optimizer's step, by weight and by bias; None: no step was taken.
     """
 
     G: Tensor
@@ -32,21 +32,20 @@ class RowVectors:
     d: Change | None = None
 
     def scaled(self) -> Tensor:
-        """G in the units of the gradient that the optimizer saw."""
+        """Return G in the units of the gradient that the optimizer saw."""
         return self.G if self.factor is None else self.G * self.factor.to(self.G)
 
 
 @dataclass(slots=True)
 class RowProducts:
-    """What is found of them.
+    """The numbers that follow from the vectors of rows.
 
     Attributes:
-        vectors: those of which there are products, in their order.
-        products: (rows, k, k), of every pair of them.
-        scale: (rows, groups); None: there is none.
-        of_groups: (3, rows) of rows with several scales, see `Blocks`: their sums, norms, and
-            the largest.
-        weight_norms: ‖φ_W‖ of every row, if that was looked at.
+        vectors: the vectors, in the order of the products.
+        products: (rows, k, k), the dot products of every pair of vectors.
+        scale: (rows, groups), ‖φ‖² of every row and group; None: unknown.
+        of_groups: (3, rows), of rows with several scales: their sum, norm and maximum (`Blocks`).
+        weight_norms: (rows,), ‖φ_W‖, if computed.
     """
 
     vectors: tuple[Vector, ...]
@@ -57,10 +56,10 @@ class RowProducts:
 
 
 def products_of(rows: RowVectors, features: Features) -> RowProducts:
-    """All of it, by one kernel where that can.
+    """Compute the products and scales, by one kernel where it supports the features.
 
     Raises:
-        ValueError: the features' scales are of another shape than theirs.
+        ValueError: the scales of the features have the wrong shape or dtype.
     """
     return _fused(rows, features) or _plain(rows, features)
 

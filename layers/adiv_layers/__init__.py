@@ -1,4 +1,4 @@
-"""Layers under which a gradient step moves activations straight downhill."""
+"""Layers with which a plain gradient step moves activations straight downhill."""
 
 from adiv_layers.attention import CorrectedMultiheadAttention
 from adiv_layers.convert import ConversionReport, convert
@@ -18,12 +18,12 @@ __all__ = [  # noqa: RUF022 (grouped by family)
     "PatchNormConv1d",
     "PatchNormConv2d",
     "PatchNormConv3d",
-    # gradient-only: the map stays, its parameters receive corrected gradients
+    # gradient-only: the map is unchanged, its parameters receive corrected gradients
     "GradientOnlyConv2d",
     "GradientOnlyLinear",
     # normalisers without parameters
     "L2Norm",
-    # any model's layers, swapped
+    # replacement of the layers of any model
     "ConversionReport",
     "convert",
 ]

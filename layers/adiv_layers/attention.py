@@ -20,35 +20,36 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 class CorrectedMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` with corrected projections and, on request, QK-norm.
+    """`nn.MultiheadAttention` with corrected projections and, optionally, QK-norm.
 
     An attention score q·k moves with ‖k‖²(‖x_t‖² + 1) + ‖q‖²(‖x_s‖² + 1) (from eqn 63): correcting
-    the projections takes the ‖x‖² out, normalising queries and keys the ‖q‖² and ‖k‖².
+    the projections removes the ‖x‖², normalising queries and keys the ‖q‖² and ‖k‖².
 
     The projections are modules of their own (`q_proj`, `k_proj`, `v_proj`, `out_proj`), so that
-    hooks see them; the state dict is the twin's (`in_proj_weight`, …) and loads both ways.
+    hooks work on them. The state dict is that of `nn.MultiheadAttention` (`in_proj_weight`, …), so
+    each of the two loads the other's.
 
     Args:
-        embed_dim: as in `nn.MultiheadAttention`, like all up to dtype.
-        num_heads: heads; divides embed_dim.
-        dropout: of the attention weights.
+        embed_dim: as in `nn.MultiheadAttention`, like all arguments up to dtype.
+        num_heads: number of heads; divides embed_dim.
+        dropout: dropout probability of the attention weights.
         bias: whether the projections learn biases.
-        add_bias_kv: whether to learn one more key and value.
+        add_bias_kv: whether to learn an additional key and value.
         add_zero_attn: whether to add a key and value of zeros.
         kdim: width of the keys' input.
         vdim: width of the values' input.
         batch_first: (batch, length, width) rather than (length, batch, width).
-        device: where.
-        dtype: which precision.
-        q_proj: "standard", "affine-like" or "norm-like", for the queries.
-        k_proj: the same for the keys.
-        v_proj: the same for the values.
-        out_proj: the same for the output.
-        qk_norm: per head, queries and keys of length one and scores √d·cos(q, k); the factor √d
-            keeps the scores in the range that d random entries would give them.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        q_proj: projection of the queries: "standard", "affine-like" or "norm-like".
+        k_proj: projection of the keys, as q_proj.
+        v_proj: projection of the values, as q_proj.
+        out_proj: projection of the output, as q_proj.
+        qk_norm: whether to normalise queries and keys per head and use scores √d·cos(q, k); the
+            factor √d keeps the scores in the range of those of d random entries.
 
     Raises:
-        ValueError: unknown kind of projection.
+        ValueError: a kind of projection is unknown.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
         out_proj: Projection = "affine-like",
         qk_norm: bool = False,
     ) -> None:
-        # The twin draws its own initial weights, which the projections then take over.
+        # The base class draws the initial weights, which the projections then take over.
         super().__init__(
             *(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn),
             *(kdim, vdim, batch_first, device, dtype),
@@ -97,8 +98,8 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
         return weights, [None] * 3 if bias is None else list(bias.detach().chunk(3))
 
     def _reset_parameters(self) -> None:
-        """Draw the weights as the twin does: queries, keys and values as one matrix if they can."""
-        if not hasattr(self, "q_proj"):  # while the twin is constructed
+        """Initialise as the base class does: queries, keys and values as one matrix if possible."""
+        if not hasattr(self, "q_proj"):  # during the base class's constructor
             super()._reset_parameters()
             return
         projections = [getattr(self, name) for name in _NAMES]
@@ -130,19 +131,19 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from the queries to keys and values; arguments as in `nn.MultiheadAttention`.
 
-        One thing more than there: `is_causal` without an `attn_mask` is causal attention.
+        In addition, `is_causal` without an `attn_mask` means causal attention.
 
         Args:
             query: (length, batch, embed_dim), (batch, length, embed_dim) if batch_first, or
                 (length, embed_dim).
-            key: the same with the keys' length and width.
-            value: the same with the keys' length and the values' width.
-            key_padding_mask: (batch, keys); True, or what is added to the scores.
-            need_weights: whether to return the attention weights; scores are then not fused.
+            key: as query, with the keys' length and width.
+            value: as query, with the keys' length and the values' width.
+            key_padding_mask: (batch, keys); True for padding, or numbers to add to the scores.
+            need_weights: whether to return the attention weights; then no fused kernel is used.
             attn_mask: (queries, keys) or (batch·heads, queries, keys); True where attention is
-                forbidden, or what is added to the scores.
-            average_attn_weights: average the returned weights over the heads.
-            is_causal: the mask is the causal one.
+                forbidden, or numbers to add to the scores.
+            average_attn_weights: whether to average the returned weights over the heads.
+            is_causal: whether the mask is the causal one.
 
         Returns:
             The output, shaped like query, and the weights (batch, [heads,] queries, keys) or None.
@@ -183,7 +184,7 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as (batch, heads, length, head_dim), the extra ones added."""
+        """Return queries, keys, values, (batch, heads, length, head_dim), with the extra keys."""
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
         if not batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
@@ -202,7 +203,7 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Values averaged by attention, (batch, heads, queries, head_dim), and the weights."""
+        """Return weighted values, (batch, heads, queries, head_dim), and the attention weights."""
         dropout = self.dropout if self.training else 0.0
         scale = math.sqrt(self.head_dim) if self.qk_norm else 1.0 / math.sqrt(self.head_dim)
         if not need_weights:
@@ -215,12 +216,12 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
         return weights @ v, weights
 
     def extra_repr(self) -> str:
-        """The settings that no sub-module shows."""
+        """Return the settings that no sub-module shows."""
         return f"{self.embed_dim}, {self.num_heads}" + (", qk_norm=True" if self.qk_norm else "")
 
 
 def _projection(kind: str, weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A projection of the kind with these values as its parameters."""
+    """Return a projection of this kind with these values as its parameters."""
     if kind not in _PROJECTIONS:
         known = ", ".join(map(repr, _PROJECTIONS))
         raise ValueError(
@@ -236,7 +237,7 @@ def _projection(kind: str, weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def _merged_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor, keys: int
 ) -> Tensor | None:
-    """Both masks of so many keys as one that is added to the scores; it hides no extra key."""
+    """Merge both masks of `keys` keys into one to add to the scores; extra keys stay visible."""
     batch, heads, queries, _ = q.shape
     merged = None
     if attn_mask is not None:
@@ -261,14 +262,14 @@ def _check_shape(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
-    """What to add to the scores for a mask that may say True for "not this one"."""
+    """Return numbers to add to the scores for a mask that may be boolean (True: forbidden)."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     return F.pad(mask.to(dtype), (0, keys - mask.shape[-1]))
 
 
 def _pack(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """After saving: the projections' entries under the twin's names, in the twin's order."""
+    """Rename the projections' entries to those of `nn.MultiheadAttention`, after saving."""
     weights = [state.pop(f"{prefix}{name}.weight") for name in _NAMES]
     biases = [state.pop(f"{prefix}{name}.bias", None) for name in _NAMES]
     others = ("bias_k", "bias_v", "out_proj.weight", "out_proj.bias")
@@ -283,7 +284,7 @@ def _pack(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
 
 
 def _unpack(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: the twin's entries under the projections' names."""
+    """Rename the entries of `nn.MultiheadAttention` to the projections', before loading."""
     for kind in ("weight", "bias"):
         packed = state.pop(f"{prefix}in_proj_{kind}", None)
         if packed is not None:

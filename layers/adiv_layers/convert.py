@@ -1,4 +1,4 @@
-"""Swap the linear layers of any model for corrected ones, and back."""
+"""Replacement of the linear layers of any model by corrected ones, and back."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ _CONVOLUTIONS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
     (nn.Conv2d, PatchNormConv2d),
     (nn.Conv3d, PatchNormConv3d),
 )
-# For each target: torch's layer -> the class that takes its place, and that class's settings.
+# For each target: torch's layer → the class that replaces it, and that class's settings.
 _REPLACEMENTS: dict[str, dict[type[nn.Module], tuple[type[nn.Module], dict[str, str]]]] = {
     "standard": {twin: (twin, {}) for twin in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)},
     "affine-like": {nn.Linear: (AffineLikeLinear, {})}
@@ -59,12 +59,12 @@ _CORRECTIONS = ("alpha", "beta", "form", "eps", "damping")
 
 @dataclass
 class ConversionReport:
-    """What `convert` did, and the way back.
+    """The result of `convert`, with the way to revert it.
 
     Attributes:
-        to: what was converted to.
+        to: target of the conversion.
         swapped: module path → "old class → new class".
-        left: path of a module with parameters of its own that was not swapped → why.
+        left: path of a module with its own parameters that was not swapped → reason.
     """
 
     to: str
@@ -73,7 +73,7 @@ class ConversionReport:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
-        """Put the old layers back, with the parameters as they are now."""
+        """Restore the old layers, with the current parameters."""
         while self._undo:
             self._undo.pop()()
 
@@ -88,25 +88,25 @@ class ConversionReport:
 def convert(
     model: nn.Module, to: Target, layers: LayerChoice = None, *, attention: bool = False
 ) -> ConversionReport:
-    """Swap linear layers and convolutions of a model in place.
+    """Replace linear layers and convolutions of a model in place.
 
-    A new layer takes over everything of the old one: the very same parameters (an optimizer built
-    before stays right; tied weights stay tied), hooks, mode, and any attributes of the user's.
+    A new layer takes over the full state of the old one: the same parameter objects (existing
+    optimizers stay valid, tied weights stay tied), hooks, mode, and attributes set by the user.
 
     Args:
-        model: the model; its layers are swapped inside it.
+        model: the model, whose layers are replaced in place.
         to: "affine-like" or "norm-like" (structural: the model's outputs change),
             "gradient-only" (proportional), "gradient-only-disproportional" or
-            "gradient-only-batch" (outputs stay), or "standard", torch's own layers again.
+            "gradient-only-batch" (outputs unchanged), or "standard" for torch's own layers.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        attention: also open up `nn.MultiheadAttention`, so that its projections can be swapped.
-            Its packed weight becomes three new parameters: build the optimizer afterwards.
+        attention: whether to split the packed weight of `nn.MultiheadAttention` into three new
+            parameters, so that its projections can be replaced: build the optimizer afterwards.
 
     Returns:
-        What was swapped, what was left and why, and `revert()`.
+        A report of the replaced modules and the others with reasons, with a method `revert()`.
 
     Raises:
-        ValueError: unknown target, or patterns that match no module.
+        ValueError: the target is unknown, or a pattern matches no module.
     """
     if to not in _REPLACEMENTS:
         known = ", ".join(map(repr, _REPLACEMENTS))
@@ -130,7 +130,7 @@ def convert(
 
 
 def _choice(model: nn.Module, layers: LayerChoice) -> Callable[[str, nn.Module], bool]:
-    """The choice of layers as a predicate."""
+    """Return the choice of layers as a predicate."""
     if layers is None:
         return lambda path, module: True
     if callable(layers):
@@ -147,7 +147,7 @@ def _choice(model: nn.Module, layers: LayerChoice) -> Callable[[str, nn.Module],
 
 
 def _why_not(path: str, module: nn.Module, parent: nn.Module, to: str) -> str | None:
-    """The reason to leave a module, None if it can be swapped."""
+    """Return the reason not to replace a module; None if it can be replaced."""
     twin = _twin(module)
     if isinstance(module, nn.MultiheadAttention) and not _is_open(module):
         return "its weights are packed into one parameter: attention=True opens it up"
@@ -171,7 +171,7 @@ def _why_not(path: str, module: nn.Module, parent: nn.Module, to: str) -> str | 
 
 
 def _twin(module: nn.Module) -> type[nn.Module] | None:
-    """The torch layer that this one is or corrects."""
+    """Return the torch class that this layer is, or corrects; None if there is none."""
     if type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return nn.Linear
     return _TWINS.get(type(module))
@@ -182,11 +182,11 @@ def _is_open(module: nn.Module) -> bool:
 
 
 def _successor(old: nn.Module, to: str) -> nn.Module:
-    """The corrected layer that shares all state with the old one."""
+    """Return the new layer, which shares all state with the old one."""
     twin = _twin(old)
-    assert twin is not None  # _why_not has seen to it
+    assert twin is not None  # guaranteed by _why_not
     replacement, settings = _REPLACEMENTS[to][twin]
-    # Sizes and parameters given here are placeholders, overwritten by the old layer's.
+    # These sizes and parameters are placeholders, overwritten by those of the old layer.
     sizes = (1, 1) if twin is nn.Linear else (1, 1, 1)
     new = replacement(*sizes, device="meta", **settings)
     state = {name: value for name, value in vars(old).items() if name not in _CORRECTIONS}
@@ -213,7 +213,7 @@ def _swap(parent: nn.Module, path: str, new: nn.Module, report: ConversionReport
 def _open_attention(
     model: nn.Module, chosen: Callable[[str, nn.Module], bool], report: ConversionReport
 ) -> None:
-    """Replace `nn.MultiheadAttention` by the same with four separate standard projections."""
+    """Replace `nn.MultiheadAttention` modules by ones with four separate standard projections."""
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) is nn.MultiheadAttention and path and chosen(path, module):
             parent = model.get_submodule(path.rpartition(".")[0])
@@ -261,7 +261,7 @@ def _take_back(old: nn.MultiheadAttention, new: CorrectedMultiheadAttention) -> 
 
 
 def _leave_fast_paths(model: nn.Module, report: ConversionReport) -> None:
-    """Keep torch's transformer from reading the weights of swapped layers past their forward."""
+    """Disable fast paths of torch's transformers that read weights without calling the layer."""
     for path, module in model.named_modules():
         inside = f"{path}." if path else ""
         if not any(swapped.startswith(inside) for swapped in report.swapped):

@@ -1,4 +1,4 @@
-"""PatchNorm convolutions: `torch.nn.Conv1d/2d/3d` that correct every patch by its own length."""
+"""PatchNorm convolutions: `torch.nn.Conv1d/2d/3d` that divide every patch by its own norm."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from adiv_layers.gradient_only import check_gradient_form
 from adiv_layers.gradient_only_conv import CONV_FORMS, ConvForm
 from adiv_layers.modules import changed
 
-# torch.fx does not look into torch's own layers; nor need it look into these.
+# torch.fx does not trace into torch's own layers, and need not trace into these.
 torch.fx.wrap("gradient_only_conv")
 torch.fx.wrap("patch_norm_conv")
 
@@ -21,24 +21,24 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
 class GradientOnlyConv2d(nn.Conv2d):
-    """`nn.Conv2d` in the forward pass; weight and bias receive corrected gradients.
+    """`nn.Conv2d` in the forward pass, with corrected gradients of weight and bias.
 
     Their `.grad` is deliberately not the derivative: see `functional.gradient_only_conv`.
 
     Args:
-        in_channels: as in `nn.Conv2d`, like all up to dtype.
-        out_channels: filters.
+        in_channels: as in `nn.Conv2d`, like all arguments up to dtype.
+        out_channels: number of filters.
         kernel_size: size of a patch.
         stride: step between patches.
         padding: "valid", "same" or sizes.
         dilation: spacing inside a patch.
-        groups: groups of channels; each has patches and lengths of its own.
-        bias: whether to learn b.
-        padding_mode: what to pad with; padded values count in a patch's length.
-        device: where.
-        dtype: which precision.
+        groups: groups of channels; each has its own patches and norms.
+        bias: whether to learn a bias b.
+        padding_mode: kind of padding; padded values count in the norm of a patch.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         form: "proportional" (eqn 20) or "disproportional" (eqn 21), per patch.
-        eps: shortest length to divide by.
+        eps: smallest norm to divide by.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class GradientOnlyConv2d(nn.Conv2d):
         return gradient_only_conv(input, weight, bias, *geometry, form=self.form, eps=self.eps)
 
     def extra_repr(self) -> str:
-        """The twin's settings, then the correction's."""
+        """Return the settings of the base class, then those of the correction."""
         twin: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{twin}, form={self.form!r}" + changed(eps=(self.eps, 1e-12))
 
 
 def padded(layer: nn.modules.conv._ConvNd, input: Tensor) -> tuple[Tensor, str | tuple[int, ...]]:
-    """The input padded where the mode is not "zeros", and the padding left to the convolution."""
+    """Pad the input unless the mode is "zeros"; return it and the remaining padding."""
     if layer.padding_mode == "zeros":
         return input, layer.padding
     input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
@@ -84,7 +84,7 @@ def padded(layer: nn.modules.conv._ConvNd, input: Tensor) -> tuple[Tensor, str |
 
 
 class _PatchNorm(nn.modules.conv._ConvNd):
-    """What the three dimensions share: the correction's settings and the corrected forward."""
+    """The part that the three dimensions share: settings and forward of the correction."""
 
     def _correct(self, form: Form, alpha: float, beta: float, eps: float) -> None:
         check_form(form, alpha, beta, eps)
@@ -110,7 +110,7 @@ class _PatchNorm(nn.modules.conv._ConvNd):
         )
 
     def extra_repr(self) -> str:
-        """The twin's settings, then the correction's."""
+        """Return the settings of the base class, then those of the correction."""
         twin: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{twin}, form={self.form!r}" + changed(
             alpha=(self.alpha, 1.0), beta=(self.beta, 1.0), eps=(self.eps, 1e-12)
@@ -118,24 +118,24 @@ class _PatchNorm(nn.modules.conv._ConvNd):
 
 
 class PatchNormConv1d(_PatchNorm, nn.Conv1d):
-    """`nn.Conv1d` divided by the length of each patch's features, see `patch_norm_conv`.
+    """`nn.Conv1d` divided by the norm of each patch's features: see `patch_norm_conv`.
 
     Args:
-        in_channels: as in `nn.Conv1d`, like all up to dtype.
-        out_channels: filters.
+        in_channels: as in `nn.Conv1d`, like all arguments up to dtype.
+        out_channels: number of filters.
         kernel_size: size of a patch.
         stride: step between patches.
         padding: "valid", "same" or sizes.
         dilation: spacing inside a patch.
-        groups: groups of channels; each has patches and lengths of its own.
-        bias: whether to learn b.
-        padding_mode: what to pad with; padded values count in a patch's length.
-        device: where.
-        dtype: which precision.
+        groups: groups of channels; each has its own patches and norms.
+        bias: whether to learn a bias b.
+        padding_mode: kind of padding; padded values count in the norm of a patch.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         form: "affine-like" (eqn 55, scale 1) or "norm-like" (eqn 56, scale 2).
         alpha: weight of W·patch.
         beta: weight of b.
-        eps: shortest length to divide by (norm-like).
+        eps: smallest norm to divide by (norm-like).
     """
 
     def __init__(
@@ -163,24 +163,24 @@ class PatchNormConv1d(_PatchNorm, nn.Conv1d):
 
 
 class PatchNormConv2d(_PatchNorm, nn.Conv2d):
-    """`nn.Conv2d` divided by the length of each patch's features, see `patch_norm_conv`.
+    """`nn.Conv2d` divided by the norm of each patch's features: see `patch_norm_conv`.
 
     Args:
-        in_channels: as in `nn.Conv2d`, like all up to dtype.
-        out_channels: filters.
+        in_channels: as in `nn.Conv2d`, like all arguments up to dtype.
+        out_channels: number of filters.
         kernel_size: size of a patch.
         stride: step between patches.
         padding: "valid", "same" or sizes.
         dilation: spacing inside a patch.
-        groups: groups of channels; each has patches and lengths of its own.
-        bias: whether to learn b.
-        padding_mode: what to pad with; padded values count in a patch's length.
-        device: where.
-        dtype: which precision.
+        groups: groups of channels; each has its own patches and norms.
+        bias: whether to learn a bias b.
+        padding_mode: kind of padding; padded values count in the norm of a patch.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         form: "affine-like" (eqn 55, scale 1) or "norm-like" (eqn 56, scale 2).
         alpha: weight of W·patch.
         beta: weight of b.
-        eps: shortest length to divide by (norm-like).
+        eps: smallest norm to divide by (norm-like).
     """
 
     def __init__(
@@ -208,24 +208,24 @@ class PatchNormConv2d(_PatchNorm, nn.Conv2d):
 
 
 class PatchNormConv3d(_PatchNorm, nn.Conv3d):
-    """`nn.Conv3d` divided by the length of each patch's features, see `patch_norm_conv`.
+    """`nn.Conv3d` divided by the norm of each patch's features: see `patch_norm_conv`.
 
     Args:
-        in_channels: as in `nn.Conv3d`, like all up to dtype.
-        out_channels: filters.
+        in_channels: as in `nn.Conv3d`, like all arguments up to dtype.
+        out_channels: number of filters.
         kernel_size: size of a patch.
         stride: step between patches.
         padding: "valid", "same" or sizes.
         dilation: spacing inside a patch.
-        groups: groups of channels; each has patches and lengths of its own.
-        bias: whether to learn b.
-        padding_mode: what to pad with; padded values count in a patch's length.
-        device: where.
-        dtype: which precision.
+        groups: groups of channels; each has its own patches and norms.
+        bias: whether to learn a bias b.
+        padding_mode: kind of padding; padded values count in the norm of a patch.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         form: "affine-like" (eqn 55, scale 1) or "norm-like" (eqn 56, scale 2).
         alpha: weight of W·patch.
         beta: weight of b.
-        eps: shortest length to divide by (norm-like).
+        eps: smallest norm to divide by (norm-like).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What α, β and eps mean for the divisor of a row: plain numbers, checked."""
+"""The meaning of α, β and eps for the divisor of a row, as checked plain numbers."""
 
 import math
 from typing import NamedTuple, overload
@@ -6,14 +6,14 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-_LEAST, _MOST = 1e-18, 1e18  # whose squares float32 can still add to those of a row
+_LEAST, _MOST = 1e-18, 1e18  # their squares can still be added to those of a row in float32
 
 
 class Correction(NamedTuple):
-    """What a structural form does with Wφ and b, φ being a row or a patch.
+    """The effect of a structural form on Wφ and b, where φ is a row or a patch.
 
-    z = f·(Wφ + shift·b), f = gain/√(‖φ‖² + constant), where constant > 0 (affine-like);
-    z = f·Wφ + shift·b, f = gain/max(‖φ‖, eps), where constant is 0 (norm-like).
+    z = f·(Wφ + shift·b), f = gain/√(‖φ‖² + constant), if constant > 0 (affine-like);
+    z = f·Wφ + shift·b, f = gain/max(‖φ‖, eps), if constant is 0 (norm-like).
     """
 
     gain: float
@@ -22,31 +22,37 @@ class Correction(NamedTuple):
     eps: float
 
     def limit(self, factor: Tensor) -> float:
-        """The |f| from which on eps holds f, so that it no longer depends on φ; 0: none."""
+        """Return the |f| from which eps determines f, so that it does not depend on φ; 0: none."""
         if self.constant > 0:
             return 0.0
         return float(abs(self.gain) * (1.0 - 1e-6) / least_square(self.eps, factor) ** 0.5)
 
     def split(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What is added before and what after the product with f."""
+        """Return the parts of the bias that are added before and after the product with f."""
         shifted = times(bias, self.shift)
         return (shifted, None) if self.constant > 0 else (None, shifted)
 
 
 def affine_like(alpha: float, beta: float) -> Correction:
-    """(αWφ + βb)/√(α²‖φ‖² + β²) = f·(Wφ + β/α·b), f = ±1/√(‖φ‖² + (β/α)²)."""
+    """Return the form (αWφ + βb)/√(α²‖φ‖² + β²) = f·(Wφ + β/α·b), f = ±1/√(‖φ‖² + (β/α)²)."""
     offset, sign = affine_like_constants(alpha, beta)
     return Correction(sign, sign * offset, offset * offset, 1.0)
 
 
 def norm_like(alpha: float, beta: float, eps: float, dtype: torch.dtype) -> Correction:
-    """αWφ/s + βb: see `norm_like_gain`."""
+    """Return the form αWφ/s + βb: see `norm_like_gain`."""
     return Correction(norm_like_gain(alpha, beta), beta, 0.0, representable(eps, dtype))
 
 
 def affine_like_constants(alpha: float, beta: float) -> tuple[float, float]:
-    """(αWx + βb)/√(α²‖x‖² + β²) = (sign·Wx + offset·b)/√(‖x‖² + offset²): offset and sign."""
-    if alpha == 1.0 == beta:  # plain numbers also where torch.compile makes settings symbolic
+    """Return offset and sign of (αWx + βb)/√(α²‖x‖² + β²).
+
+    It equals (sign·Wx + offset·b)/√(‖x‖² + offset²).
+
+    Raises:
+        ValueError: alpha or beta is out of range.
+    """
+    if alpha == 1.0 == beta:  # keeps plain numbers where torch.compile makes settings symbolic
         return 1.0, 1.0
     if not (0.0 < abs(alpha) < math.inf and 0.0 < abs(beta) < math.inf):
         raise ValueError(
@@ -63,7 +69,7 @@ def affine_like_constants(alpha: float, beta: float) -> tuple[float, float]:
 
 
 def norm_like_gain(alpha: float, beta: float) -> float:
-    """What multiplies W x/‖x‖ in the norm-like form: ±√(1−β²), or α where |β| = 1."""
+    """Return the factor of W x/‖x‖ in the norm-like form: ±√(1−β²), or α if |β| = 1."""
     if alpha == 1.0 == beta:
         return 1.0
     if not (0.0 < abs(alpha) < math.inf and abs(beta) <= 1.0):
@@ -89,7 +95,7 @@ def check_form(form: str, alpha: float, beta: float, eps: float) -> None:
 
 
 def representable(eps: float, dtype: torch.dtype) -> float:
-    """The eps to use for a dtype: a shorter one would give infinite gradients in fp16."""
+    """Return the eps for a dtype, not below its tiny: fp16 gradients would be infinite."""
     if not eps > 0.0:
         raise ValueError(f"eps={eps}; must be positive, or zero rows have no finite gradient.")
     tiny = torch.finfo(dtype).tiny
@@ -97,7 +103,7 @@ def representable(eps: float, dtype: torch.dtype) -> float:
 
 
 def least_square(eps: float, squares: Tensor) -> float:
-    """The least ‖x‖² to divide by: eps², kept above what the dtype would flush to zero."""
+    """Return the smallest ‖x‖² to divide by: eps², or more if the dtype would flush it to zero."""
     least, tiny = eps * eps, torch.finfo(squares.dtype).tiny
     return least if least > tiny else tiny
 
@@ -107,10 +113,10 @@ def times(parameter: Tensor, factor: float) -> Tensor: ...
 @overload
 def times(parameter: None, factor: float) -> None: ...
 def times(parameter: Tensor | None, factor: float) -> Tensor | None:
-    """A weight or bias, if there is one, multiplied by a factor."""
+    """Return a weight or bias multiplied by a factor; None for None."""
     return parameter if parameter is None or factor == 1.0 else parameter * factor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are taken in: float32, and float64 for float64."""
+    """Return the dtype of sums: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,8 +1,8 @@
 """The corrected maps as pure functions of (input, weight, bias).
 
 Notation of G. Bird, "The Affine Divergence" (arXiv 2512.22247): x is one row of the input, W and b
-the weight and bias, s the row's divisor. A row's *scale* is ‖φ‖², φ being what multiplies [W | b]
-in its output; under a plain gradient step the row moves by −η·scale times its own gradient. The
+the weight and bias, s the row's divisor. The *scale* of a row is ‖φ‖², where φ multiplies [W | b]
+in the row's output. A plain gradient step moves the row by −η·scale times its own gradient. The
 corrections make the scale the same for every row.
 """
 
@@ -34,7 +34,7 @@ def affine_like_linear(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Float[Tensor, "*rows n_out"]:
-    """Affine map divided by the length of its own features.
+    """Apply an affine map, divided by the norm of its own features.
 
     z = (αWx + βb) / s, s = √(α²‖x‖² + β²) (eqns 15, 19, 37). With a bias the scale is exactly 1;
     without one it is α²‖x‖²/s², below 1.
@@ -64,7 +64,7 @@ def norm_like_linear(
     beta: float = 1.0,
     eps: float = 1e-12,
 ) -> Float[Tensor, "*rows n_out"]:
-    """Affine map of the row's direction, its length thrown away.
+    """Apply an affine map to the direction of every row, without its norm.
 
     z = αWx/s + βb. For |β| < 1, s = √(α²‖x‖²/(1−β²)) (eqns 14, 35): scale 1 (1−β² without a bias).
     For |β| = 1, s = ‖x‖ (eqn 17): scale α²+β², 2 by default, hence half the learning rate.
@@ -73,9 +73,9 @@ def norm_like_linear(
         input: (..., n_in).
         weight: (n_out, n_in).
         bias: (n_out,).
-        alpha: weight of Wx; not 0. For |β| < 1 only its sign matters, the size cancels.
+        alpha: weight of Wx; not 0. For |β| < 1 only its sign matters, its size cancels.
         beta: weight of b, in [−1, 1].
-        eps: shortest length to divide by.
+        eps: smallest norm to divide by.
 
     Returns:
         (..., n_out). Zero rows give βb.
@@ -89,15 +89,15 @@ def norm_like_linear(
 def l2_norm(
     input: Float[Tensor, "*shape"], dim: int = -1, eps: float = 1e-12
 ) -> Float[Tensor, "*shape"]:
-    """Rows of length one: x / max(‖x‖, eps), a normaliser without parameters.
+    """Scale rows to norm one: x / max(‖x‖, eps), a normaliser without parameters.
 
     Args:
         input: any shape.
         dim: the dimension that holds a row.
-        eps: shortest length to divide by.
+        eps: smallest norm to divide by.
 
     Returns:
-        The input's shape. Zero rows stay zero.
+        A tensor with the input's shape. Zero rows stay zero.
     """
     form = norm_like(1.0, 1.0, eps, input.dtype)
     if dim in (-1, input.dim() - 1):

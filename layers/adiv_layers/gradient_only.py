@@ -1,16 +1,16 @@
-"""Gradient-only corrections: the forward map is untouched, the parameters receive other gradients.
+"""Gradient-only corrections: the forward map is unchanged, its parameters get other gradients.
 
-`.grad` is already summed over rows, so a correction per row has to happen in the backward pass,
-where x and g = ∂L/∂z are both at hand; there it costs next to nothing. The gradient of the input
-stays the true one.
+`.grad` is already summed over rows, so a correction per row must happen in the backward pass, where
+x and g = ∂L/∂z are both available and it costs almost nothing. The gradient of the input stays the
+true one.
 
 - proportional (eqn 20): ∂W = Σ g xᵀ/(‖x‖² + 1), ∂b = Σ g/(‖x‖² + 1)
 - disproportional (eqn 21): ∂W = Σ g xᵀ/(2‖x‖²), ∂b = ½ Σ g
 - batch: ∂[W|b] = Gᵀ(ΦΦᵀ + λI)⁻¹Φ over all rows φ = [x, 1] of the call
 
-The first two make a row's own part of its update exactly η g; the third also takes out what the
-rows do to one another. Without a bias a row's features are x alone, and both per-row forms divide
-by ‖x‖².
+The first two make a row's own part of its update exactly η g; the third also removes the effect of
+the rows on one another. Without a bias the features of a row are x alone, and both per-row forms
+divide by ‖x‖².
 """
 
 from contextlib import suppress
@@ -39,21 +39,21 @@ def gradient_only_linear(
     eps: float = 1e-12,
     damping: float = 1e-3,
 ) -> Tensor:
-    """`torch.nn.functional.linear` whose parameters receive corrected gradients.
+    """Apply `torch.nn.functional.linear`, with corrected gradients of the parameters.
 
     Args:
         input: (..., n_in).
         weight: (n_out, n_in).
         bias: (n_out,).
-        form: "proportional", "disproportional" or "batch", see the top of this file.
-        eps: shortest length to divide by.
+        form: "proportional", "disproportional" or "batch"; see the module's docstring.
+        eps: smallest norm to divide by.
         damping: λ of the batch form, relative to the mean of diag(ΦΦᵀ).
 
     Returns:
-        (..., n_out), exactly that of `torch.nn.functional.linear`.
+        (..., n_out), exactly the result of `torch.nn.functional.linear`.
 
     Raises:
-        ValueError: unknown form, or eps or damping not positive.
+        ValueError: the form is unknown, or eps or damping is not positive.
     """
     check_gradient_form(form, LINEAR_FORMS, eps, damping)
     input, weight, bias = as_autocast(input, weight, bias)
@@ -63,10 +63,10 @@ def gradient_only_linear(
 
 
 def flavour(plain: Any, with_forward_mode: Any, at_once: Any) -> Any:
-    """Which of three versions of an autograd function to use, here and now.
+    """Choose one of three versions of an autograd function for the current context.
 
-    torch.compile takes no function that has a forward mode; `torch.func` transforms and
-    forward-mode derivatives need a separate `setup_context`, which costs three times the call.
+    torch.compile accepts no function with a forward mode. `torch.func` transforms and forward-mode
+    derivatives need a separate `setup_context`, which makes a call three times as slow.
     """
     if torch.compiler.is_compiling():
         return plain
@@ -119,13 +119,13 @@ class _GradientOnlyLinear(torch.autograd.Function):
 
 
 class _WithForwardMode(_GradientOnlyLinear):
-    """The same for eager mode; torch.compile takes no function that has a forward mode."""
+    """`_GradientOnlyLinear` with a forward mode, which torch.compile does not accept."""
 
     @staticmethod
     def jvp(
         ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any
     ) -> Tensor:
-        # Forward mode asks how the output moves with the parameters: the map is a plain linear one.
+        # Forward mode differentiates the output by the parameters: the map is a plain linear one.
         input, weight = ctx.saved_tensors
         parts = [
             None if d_input is None else F.linear(d_input, weight),
@@ -136,7 +136,7 @@ class _WithForwardMode(_GradientOnlyLinear):
 
 
 class _AtOnce(torch.autograd.Function):
-    """The same where nobody transforms it."""
+    """`_GradientOnlyLinear` without a separate `setup_context`, for use without transforms."""
 
     @staticmethod
     def forward(
@@ -157,18 +157,18 @@ class _AtOnce(torch.autograd.Function):
 
 
 def row_factor(squares: Tensor, form: str, has_bias: bool, eps: float) -> Tensor:
-    """What multiplies g xᵀ of a row: 1/(‖x‖² + 1), 1/(2‖x‖²), or 1/‖x‖² without a bias."""
+    """Return the factor of a row's g xᵀ: 1/(‖x‖² + 1), 1/(2‖x‖²), or 1/‖x‖² without a bias."""
     if form == "proportional" and has_bias:
         return (squares + 1.0).reciprocal()
     share, least = 0.5 if has_bias else 1.0, least_square(eps, squares)
-    # Rows of no length have no weight gradient; in fp16 an infinite factor would make it NaN.
+    # Rows of norm zero have no weight gradient; in fp16 an infinite factor would make it NaN.
     return (share / squares.clamp_min(least)).masked_fill(squares < least, 0.0)
 
 
 def _per_row_gradients(
     rows: Tensor, grad: Tensor, form: str, has_bias: bool, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight and bias, every row's share multiplied by its factor."""
+    """Return gradients of weight and bias, with every row's share multiplied by its factor."""
     by_features = form == "proportional" and has_bias
     if not torch.is_grad_enabled() and (kernels := kernels_for(rows, grad)) is not None:
         with suppress(KernelError):
@@ -178,7 +178,7 @@ def _per_row_gradients(
             return found
     squares = rows.to(_wide(rows.dtype)).square().sum(-1, keepdim=True)
     factor = row_factor(squares, form, has_bias, eps)
-    # Multiply whichever is narrower; but near x = 0 only x/‖x‖² is sure to be finite.
+    # Multiply the narrower tensor; but near x = 0 only x/‖x‖² is certain to be finite.
     if rows.shape[1] <= grad.shape[1] or not by_features:
         grad_weight = grad.t() @ (rows * factor).to(grad.dtype)
     else:
@@ -191,7 +191,7 @@ def _per_row_gradients(
 def _batch_gradients(
     rows: Tensor, grad: Tensor, has_bias: bool, damping: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias from Gᵀ(ΦΦᵀ + λI)⁻¹Φ = GᵀΦ(ΦᵀΦ + λI)⁻¹, by the smaller solve."""
+    """Return Gᵀ(ΦΦᵀ + λI)⁻¹Φ = GᵀΦ(ΦᵀΦ + λI)⁻¹ for weight and bias, by the smaller solve."""
     wide, narrow = _wide(rows.dtype), grad.dtype
     with without_autocast(rows):
         features, grad = rows.to(wide), grad.to(wide)
@@ -208,21 +208,21 @@ def _batch_gradients(
 
 
 def _damped_solve(gram: Tensor, right: Tensor, rows: int, damping: float) -> Tensor:
-    """(gram + λI)⁻¹ right; λ = damping · trace/rows, which is the mean of diag(ΦΦᵀ) either way."""
+    """Return (gram + λI)⁻¹ right, with λ = damping · trace/rows, the mean of diag(ΦΦᵀ)."""
     if rows == 0:
         return torch.zeros_like(right)
-    # Below this the rounding of the Gram matrix could make it indefinite.
+    # With less damping, rounding could make the Gram matrix indefinite.
     damping = max(damping, rows * torch.finfo(gram.dtype).eps)
-    # Rows that are all zero have no scale to be relative to.
+    # If all rows are zero, λ has no scale to be relative to.
     scale = (gram.diagonal().sum() / rows).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
     damped = gram + damping * scale * torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
-    # cholesky_ex lets NaN through, where cholesky would raise: AMP skips such a step by itself.
+    # Unlike cholesky, cholesky_ex does not raise on NaN: AMP skips such a step itself.
     factor, _ = torch.linalg.cholesky_ex(damped)
     return torch.cholesky_solve(right, factor)
 
 
 def total(parts: list[Tensor | None]) -> Tensor:
-    """Sum of the parts that are there."""
+    """Return the sum of the parts that are not None."""
     first, *rest = [part for part in parts if part is not None]
     for part in rest:
         first = first + part
@@ -232,7 +232,7 @@ def total(parts: list[Tensor | None]) -> Tensor:
 def as_autocast(
     input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would cast within, cast before: the backward must see the same dtypes."""
+    """Cast the arguments as autocast would inside, so that the backward sees the same dtypes."""
     dtype = autocast_dtype(input)
     if dtype is None:
         return input, weight, bias

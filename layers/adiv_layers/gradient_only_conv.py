@@ -1,4 +1,4 @@
-"""Gradient-only corrections of convolutions, a row being a patch: see `gradient_only.py`."""
+"""Gradient-only corrections of convolutions, where a row is a patch: see `gradient_only.py`."""
 
 from contextlib import suppress
 from typing import Any, Literal, get_args
@@ -42,7 +42,7 @@ def gradient_only_conv(
     form: ConvForm = "proportional",
     eps: float = 1e-12,
 ) -> Tensor:
-    """`torch.nn.functional.conv1d/2d/3d` whose parameters receive corrected gradients.
+    """Apply `torch.nn.functional.conv1d/2d/3d`, with corrected gradients of the parameters.
 
     A row is a patch, one per output position and group.
 
@@ -55,13 +55,13 @@ def gradient_only_conv(
         dilation: as in `torch.nn.functional.conv2d`.
         groups: as in `torch.nn.functional.conv2d`.
         form: "proportional" or "disproportional", see `gradient_only.py`.
-        eps: shortest length to divide by.
+        eps: smallest norm to divide by.
 
     Returns:
-        (batch, n_out, *space_out) or (n_out, *space_out), exactly that of torch's convolution.
+        (batch, n_out, *space_out) or (n_out, *space_out), exactly the result of torch's function.
 
     Raises:
-        ValueError: unknown form, or eps not positive.
+        ValueError: the form is unknown, or eps is not positive.
     """
     check_gradient_form(form, CONV_FORMS, eps)
     space = weight.dim() - 2
@@ -112,7 +112,7 @@ class _GradientOnlyConv(torch.autograd.Function):
 
 
 class _WithForwardMode(_GradientOnlyConv):
-    """The same for eager mode; torch.compile takes no function that has a forward mode."""
+    """`_GradientOnlyConv` with a forward mode, which torch.compile does not accept."""
 
     @staticmethod
     def jvp(
@@ -130,7 +130,7 @@ class _WithForwardMode(_GradientOnlyConv):
 
 
 class _AtOnce(torch.autograd.Function):
-    """The same where nobody transforms it."""
+    """`_GradientOnlyConv` without a separate `setup_context`, for use without transforms."""
 
     @staticmethod
     def forward(
@@ -159,7 +159,7 @@ def _per_patch_gradients(
     has_bias: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight and bias, every patch's share multiplied by its factor."""
+    """Return gradients of weight and bias, with every patch's share multiplied by its factor."""
     eps, space = representable(eps, input.dtype), weight.dim() - 2
     stride, padding, dilation, groups = geometry
     patches = Patches(list(weight.shape[2:]), list(stride), list(padding), list(dilation), groups)
@@ -183,7 +183,7 @@ def _per_patch_gradients(
 def _conv_backward(
     geometry: Geometry, grad: Tensor, input: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
 ) -> Tensor:
-    """The one gradient of a convolution that the mask asks for."""
+    """Return the one gradient of a convolution that the mask selects."""
     stride, padding, dilation, groups = geometry
     no_output_padding = [0] * (weight.dim() - 2)
     gradients = torch.ops.aten.convolution_backward(

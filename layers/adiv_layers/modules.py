@@ -1,7 +1,8 @@
-"""The corrected maps as modules: their `torch.nn` twins with another forward.
+"""The corrected maps as modules: subclasses of `torch.nn` layers with another forward.
 
-Constructor arguments are the twin's, then the correction's by keyword; parameters, their
-initialisation and state dicts are the twin's too, so checkpoints load both ways.
+Constructor arguments are those of the base class, followed by keywords of the correction. The
+parameters, their initialisation and state dicts are also those of the base class, so checkpoints
+load both ways.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from adiv_layers.functional import (
 )
 from adiv_layers.gradient_only import LINEAR_FORMS, LinearForm, check_gradient_form
 
-# torch.fx does not look into torch's own layers; nor need it look into these.
+# torch.fx does not trace into torch's own layers, and need not trace into these.
 torch.fx.wrap("affine_like_linear")
 torch.fx.wrap("gradient_only_linear")
 torch.fx.wrap("l2_norm")
@@ -26,7 +27,7 @@ torch.fx.wrap("norm_like_linear")
 
 
 class AffineLikeLinear(nn.Linear):
-    """`nn.Linear` with every row divided by the length of its features: (Wx + b)/√(‖x‖² + 1).
+    """`nn.Linear` with every row divided by the norm of its features: (Wx + b)/√(‖x‖² + 1).
 
     In general (αWx + βb)/√(α²‖x‖² + β²): see `functional.affine_like_linear`.
 
@@ -61,12 +62,12 @@ class AffineLikeLinear(nn.Linear):
         return affine_like_linear(input, self.weight, self.bias, alpha=self.alpha, beta=self.beta)
 
     def extra_repr(self) -> str:
-        """The twin's settings, then the correction's where they are not the default."""
+        """Return the settings of the base class, then non-default ones of the correction."""
         return super().extra_repr() + changed(alpha=(self.alpha, 1.0), beta=(self.beta, 1.0))
 
 
 class NormLikeLinear(nn.Linear):
-    """`nn.Linear` of the row's direction only: Wx/‖x‖ + b.
+    """`nn.Linear` of each row's direction only: Wx/‖x‖ + b.
 
     In general αWx/s + βb: see `functional.norm_like_linear`. With the defaults the scale is 2:
     halve the learning rate, or pass alpha=beta=√½.
@@ -79,7 +80,7 @@ class NormLikeLinear(nn.Linear):
         dtype: as in `nn.Linear`.
         alpha: weight of Wx.
         beta: weight of b, in [−1, 1].
-        eps: shortest length to divide by.
+        eps: smallest norm to divide by.
     """
 
     def __init__(
@@ -108,17 +109,17 @@ class NormLikeLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """The twin's settings, then the correction's where they are not the default."""
+        """Return the settings of the base class, then non-default ones of the correction."""
         return super().extra_repr() + changed(
             alpha=(self.alpha, 1.0), beta=(self.beta, 1.0), eps=(self.eps, 1e-12)
         )
 
 
 class GradientOnlyLinear(nn.Linear):
-    """`nn.Linear` in the forward pass; weight and bias receive corrected gradients.
+    """`nn.Linear` in the forward pass, with corrected gradients of weight and bias.
 
-    Their `.grad` is deliberately not the derivative: see `functional.gradient_only_linear`.
-    The batch form sees the rows of one call: not those of other micro-batches or ranks.
+    Their `.grad` is deliberately not the derivative: see `functional.gradient_only_linear`. The
+    batch form uses the rows of one call, not those of other micro-batches or ranks.
 
     Args:
         in_features: as in `nn.Linear`.
@@ -127,7 +128,7 @@ class GradientOnlyLinear(nn.Linear):
         device: as in `nn.Linear`.
         dtype: as in `nn.Linear`.
         form: "proportional" (eqn 20), "disproportional" (eqn 21) or "batch".
-        eps: shortest length to divide by.
+        eps: smallest norm to divide by.
         damping: λ of the batch form, relative to the rows' mean scale.
     """
 
@@ -156,18 +157,18 @@ class GradientOnlyLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """The twin's settings, then the correction's."""
+        """Return the settings of the base class, then those of the correction."""
         return f"{super().extra_repr()}, form={self.form!r}" + changed(
             eps=(self.eps, 1e-12), damping=(self.damping, 1e-3)
         )
 
 
 class L2Norm(nn.Module):
-    """Rows of length one, x/‖x‖: a normaliser without parameters.
+    """A normaliser without parameters that scales rows to norm one: x/‖x‖.
 
     Args:
         dim: the dimension that holds a row (1 for channels of images).
-        eps: shortest length to divide by.
+        eps: smallest norm to divide by.
     """
 
     def __init__(self, dim: int = -1, *, eps: float = 1e-12) -> None:
@@ -176,16 +177,16 @@ class L2Norm(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with every row at length one."""
+        """Return the input with every row scaled to norm one."""
         return l2_norm(input, self.dim, self.eps)
 
     def extra_repr(self) -> str:
-        """The dimension, and eps where it is not the default."""
+        """Return the dimension, and eps if it is not the default."""
         return f"dim={self.dim}" + changed(eps=(self.eps, 1e-12))
 
 
 def changed(**settings: tuple[object, object]) -> str:
-    """The settings that differ from their defaults, for a repr: ", alpha=2.0"."""
+    """Return the settings that differ from their defaults, for a repr: ", alpha=2.0"."""
     return "".join(
         f", {name}={value!r}" for name, (value, default) in settings.items() if value != default
     )

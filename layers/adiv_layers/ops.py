@@ -1,10 +1,10 @@
-"""What the corrected layers are made of, each with kernels where there is a GPU to run them.
+"""The operations of the corrected layers, with kernels where a GPU can run them.
 
 Every operation is a plain PyTorch expression. For CUDA tensors it is replaced by Triton kernels
-inside an autograd function; the plain expression stays for everything else: other devices, no
-Triton or one that does not work, `torch.compile` (which fuses it with its neighbours) and export,
-`torch.func` transforms, forward-mode derivatives, tensor subclasses, derivatives of derivatives.
-Sums are taken in float32 at least, in float64 for float64.
+inside an autograd function. The plain expression remains for other devices, a missing or broken
+Triton, `torch.compile` (which fuses it with its neighbours) and export, `torch.func` transforms,
+forward-mode derivatives, tensor subclasses, and derivatives of derivatives. Sums are computed in
+float32 at least, in float64 for float64.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Plain = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def unit_rows(x: Tensor, form: Correction) -> tuple[Tensor, Tensor]:
-    """Rows of unit scale and the factor that made them so: x̂ = f·x, f as in `Correction`.
+    """Scale rows to unit scale, x̂ = f·x with f as in `Correction`; return x̂ and f.
 
     Args:
         x: rows, shape (..., features).
@@ -41,7 +41,7 @@ def unit_rows(x: Tensor, form: Correction) -> tuple[Tensor, Tensor]:
     square = (wide * wide).sum(-1, keepdim=True)
     if form.constant > 0:
         square = square + form.constant
-    else:  # clamping the square, not the norm: the derivatives of a norm are not finite at zero
+    else:  # clamp the square, not the norm: the derivatives of a norm are not finite at zero
         square = square.clamp_min(least_square(form.eps, square))
     factor = square.rsqrt() if form.gain == 1.0 else form.gain * square.rsqrt()
     return (factor * wide).to(linear_dtype(x)), factor
@@ -55,11 +55,11 @@ def output_scaled(
     bias: Tensor | None,
     form: Correction,
 ) -> Tensor:
-    """f·(Wφ + shift·b) of the patches φ of x, or f·Wφ + shift·b where the constant is 0.
+    """Return f·(Wφ + shift·b) of the patches φ of x, or f·Wφ + shift·b if the constant is 0.
 
     Args:
-        patches: what φ is.
-        plain: the same as an expression of x, weight and bias.
+        patches: definition of φ.
+        plain: the same map as an expression of x, weight and bias.
         x: (batch, n_in, *space).
         weight: (n_out, n_in / groups, *kernel).
         bias: (n_out,).
@@ -79,5 +79,5 @@ def output_scaled(
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x or, under autocast (which leaves float64 alone), that of linear maps."""
+    """Return the dtype of x or, under autocast (which ignores float64), that of linear maps."""
     return autocast_dtype(x) or x.dtype

@@ -1,4 +1,4 @@
-"""PatchNorm: convolutions that divide every patch by its own length, in 1, 2 or 3 dimensions."""
+"""PatchNorm: convolutions that divide every patch by its own norm, in 1, 2 or 3 dimensions."""
 
 from functools import partial
 
@@ -36,13 +36,13 @@ def patch_norm_conv(
     beta: float = 1.0,
     eps: float = 1e-12,
 ) -> Tensor:
-    """Convolution that corrects every patch by its own length, in 1, 2 or 3 dimensions.
+    """Apply a convolution that corrects every patch by its own norm, in 1, 2 or 3 dimensions.
 
     form "affine-like": z = (αW·patch + βb)/√(α²‖patch‖² + β²) (eqn 55), scale 1.
     form "norm-like": z = αW·patch/s + βb, s = ‖patch‖ (eqn 56) or √(α²‖patch‖²/(1−β²)), scale 2
     or 1. α, β and the scales are those of `affine_like_linear` and `norm_like_linear`.
-    With groups, every group has patches of its own. Padding with zeros adds nothing to a length;
-    for other paddings pad the input first.
+    With groups, every group has its own patches. Padding with zeros does not change a norm; for
+    other paddings pad the input first.
 
     Args:
         input: (batch, n_in, *space) or (n_in, *space).
@@ -55,13 +55,13 @@ def patch_norm_conv(
         form: "affine-like" or "norm-like".
         alpha: weight of W·patch.
         beta: weight of b.
-        eps: shortest length to divide by (norm-like).
+        eps: smallest norm to divide by (norm-like).
 
     Returns:
         (batch, n_out, *space_out) or (n_out, *space_out).
 
     Raises:
-        ValueError: unknown form, or alpha, beta or eps out of range.
+        ValueError: the form is unknown, or alpha, beta or eps is out of range.
     """
     check_form(form, alpha, beta, eps)
     space = weight.dim() - 2
@@ -82,7 +82,7 @@ def patch_norm_conv(
 def _plain(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, form: Correction
 ) -> Tensor:
-    """f·(W·patch + shift·b), or f·W·patch + shift·b where the constant is 0."""
+    """Return f·(W·patch + shift·b), or f·W·patch + shift·b if the constant is 0."""
     space = weight.dim() - 2
     before, after = form.split(bias)
     numerator = CONVOLUTIONS[space](input, weight, before, *geometry)
@@ -103,7 +103,7 @@ def patch_squares(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """Squared length of every patch a convolution looks at, without unfolding the input.
+    """Return the squared norm of every patch of a convolution, without unfolding the input.
 
     ‖patch‖² is a box filter of Σ_c x_c²: a convolution with ones, one channel per group.
 
@@ -113,7 +113,7 @@ def patch_squares(
         stride: step between patches, per dimension.
         padding: zeros at either end, per dimension.
         dilation: spacing inside a patch, per dimension.
-        groups: groups of channels, each with a length of its own.
+        groups: groups of channels, each with its own norm.
 
     Returns:
         (batch, groups, *space_out) or (groups, *space_out); fp32 for half-precision inputs.
@@ -123,7 +123,7 @@ def patch_squares(
     squares = torch.unflatten(wide.square(), channel_dim, (groups, weight.shape[1])).sum(
         channel_dim
     )
-    # By default cuDNN may round float32 to TF32, a thousandth of the length; float64 it leaves.
+    # cuDNN may round float32 to TF32 by default, an error of 1e-3 of the norm; not so float64.
     exact = squares.double() if squares.is_cuda else squares
     box = torch.ones((groups, 1, *weight.shape[2:]), dtype=exact.dtype, device=exact.device)
     conv = CONVOLUTIONS[weight.dim() - 2]
@@ -144,7 +144,7 @@ def scale_channels(output: Tensor, inverse: Tensor, groups: int, space: int) -> 
 def in_numbers(
     input: Tensor, weight: Tensor, padding: str | int | tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Padding in numbers; where "same" is uneven, the input is padded instead."""
+    """Return the padding in numbers; if "same" is uneven, pad the input instead."""
     space = len(dilation)
     if not isinstance(padding, str):
         return input, per_dimension(padding, space)
@@ -158,5 +158,5 @@ def in_numbers(
 
 
 def per_dimension(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
-    """A size for every spatial dimension."""
+    """Return a size for every spatial dimension."""
     return (value,) * space if isinstance(value, int) else tuple(value)

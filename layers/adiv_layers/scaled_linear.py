@@ -1,9 +1,9 @@
-"""Linear maps of scaled rows, f·(Wx + b) or f·Wx + b: which way is cheapest, here and now.
+"""Linear maps of scaled rows, f·(Wx + b) or f·Wx + b, computed in the cheapest way.
 
-Dividing the input touches every input five times in forward and backward, dividing the output
-every input and every output four times. On the CPU both have a backward by hand, because autograd's
-own would pass over the input ten times; it is the plain expression that is differentiated where
-someone differentiates twice, compiles or transforms.
+Dividing the input accesses every input five times in forward and backward; dividing the output
+accesses every input and every output four times. On the CPU both have a hand-written backward,
+because autograd's would pass over the input ten times. The plain expression is used for derivatives
+of derivatives, compilation and transforms.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ from adiv_layers.ops import linear_dtype, unit_rows
 
 
 def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
-    """f·(Wx + shift·b), or f·Wx + shift·b where the constant is 0: see `Correction`.
+    """Return f·(Wx + shift·b), or f·Wx + shift·b if the constant is 0: see `Correction`.
 
     Args:
         input: (..., n_in).
         weight: (n_out, n_in).
         bias: (n_out,).
-        form: what f and shift are.
+        form: definition of f and shift.
 
     Returns:
         (..., n_out).
@@ -59,7 +59,7 @@ def _by_kernels(
 ) -> Tensor:
     dtype = linear_dtype(input)
     z: Tensor
-    alike = dtype != input.dtype or input.dtype == weight.dtype  # or F.linear is to say: not so
+    alike = dtype != input.dtype or input.dtype == weight.dtype  # else F.linear is to raise
     if alike and kernels.is_small(input, weight):
         z = kernels.SmallLinear.apply(plain, input, weight, bias, form, dtype)
     elif by_output:
@@ -72,10 +72,10 @@ def _by_kernels(
 def _by_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction, on_kernels: bool
 ) -> bool:
-    """Whether dividing the output is cheaper: where n_in > 4 n_out, see the top of this file.
+    """Return whether dividing the output is cheaper: if n_in > 4 n_out, see the module's docstring.
 
-    Adding f·b behind the product is two more passes over the output, and then n_in > 2 n_out is
-    enough; the kernels spare them unless there are fewer rows than inputs.
+    Adding f·b after the product takes two more passes over the output; then n_in > 2 n_out
+    suffices. The kernels avoid these passes unless there are fewer rows than inputs.
     """
     n_out, n_in = weight.shape
     if (autocast_dtype(input) or input.dtype) == torch.float16:
@@ -86,7 +86,7 @@ def _by_output(
 
 
 def scale_input(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
-    """W·x̂ + f·shift·b, or W·x̂ + shift·b where the constant is 0, as a plain expression."""
+    """Return W·x̂ + f·shift·b, or W·x̂ + shift·b if the constant is 0, as a plain expression."""
     unit, factor = unit_rows(input, form)
     if bias is None or form.constant == 0:
         return F.linear(unit, weight, times(bias, form.shift))
@@ -97,7 +97,7 @@ def scale_input(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correc
 
 
 def scale_output(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
-    """f·(Wx + shift·b), or f·Wx + shift·b where the constant is 0, as a plain expression."""
+    """Return f·(Wx + shift·b), or f·Wx + shift·b if the constant is 0, as a plain expression."""
     _, factor = unit_rows(input, form)
     before, after = form.split(bias)
     output = F.linear(input, weight, before)
@@ -106,9 +106,10 @@ def scale_output(input: Tensor, weight: Tensor, bias: Tensor | None, form: Corre
 
 
 def _by_hand(input: Tensor) -> bool:
-    """On the CPU in full precision; not where only plain expressions will do.
+    """Return whether to use the hand-written backward: on the CPU in full precision.
 
-    Those are torch.compile and export, `torch.func` transforms and forward-mode derivatives.
+    Excluded are torch.compile and export, `torch.func` transforms and forward-mode derivatives,
+    which need plain expressions.
     """
     return (
         input.device.type == "cpu"
@@ -121,7 +122,7 @@ def _by_hand(input: Tensor) -> bool:
 
 
 class _InputScaled(torch.autograd.Function):
-    """Wx̂ + f·shift·b, or Wx̂ + shift·b for constant 0, of x̂ = f·x."""
+    """Wx̂ + f·shift·b, or Wx̂ + shift·b if the constant is 0, with x̂ = f·x."""
 
     @staticmethod
     def forward(
@@ -139,7 +140,7 @@ class _InputScaled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, factor, unit = ctx.saved_tensors
         form, needed = ctx.form, ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # someone differentiates twice: f must be seen to depend on x
+        if torch.is_grad_enabled():  # double differentiation: f must depend on x in the graph
             plain = partial(scale_input, form=form)
             return *_differentiable(plain, (input, weight, bias), needed, grad), None
         rows = grad.reshape(-1, grad.shape[-1])
@@ -160,9 +161,9 @@ class _InputScaled(torch.autograd.Function):
 
 
 class _OutputScaled(torch.autograd.Function):
-    """f·(Wx + shift·b), or f·Wx + shift·b for constant 0.
+    """f·(Wx + shift·b), or f·Wx + shift·b if the constant is 0.
 
-    It saves the product before its scaling, so that what comes after may overwrite the output.
+    It saves the product before scaling, so that later operations may overwrite the output.
     """
 
     @staticmethod
@@ -209,7 +210,7 @@ def _factor(input: Tensor, form: Correction) -> Tensor:
 
 
 def _where_it_varies(pull: Tensor, factor: Tensor, form: Correction) -> Tensor:
-    """The pull of f on x; none where eps holds f."""
+    """Return the pull of f on x; zero where eps determines f."""
     limit = form.limit(factor)
     return pull if limit == 0 else pull.masked_fill(factor.abs() >= limit, 0.0)
 
@@ -220,7 +221,7 @@ def _differentiable(
     needed: tuple[bool, ...],
     grad: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of the plain expression, with a graph of their own."""
+    """Return the gradients of the plain expression, with a graph of their own."""
     wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
     output = plain(*inputs)
     gradients = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))

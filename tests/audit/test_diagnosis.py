@@ -99,6 +99,7 @@ HITS = {
     "same-batch": probed("same-batch", different=1.0, batches=60.0),
     "unshuffled": probed("unshuffled", ratio=0.1, z=-20.0),
     "one-sided-weights": probed("one-sided-weights", share=0.87, losses=STILL),
+    "input-partly-ignored": probed("input-partly-ignored", share=0.5, losses=STILL),
     "bounded-logits": probed("bounded-logits", share=1.0, classes=10.0, floor=0.8, losses=STILL),
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log"),

@@ -28,6 +28,7 @@ from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Probed, Record
 
 STEPS = 16
+SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
 BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in PROBES]
 
 
@@ -48,7 +49,8 @@ def test_a_planted_bug_is_named(case: Case) -> None:
 @pytest.mark.parametrize("twin", TWINS.values(), ids=lambda twin: twin.name)
 def test_of_a_fixed_twin_no_probe_says_anything(twin: Healthy) -> None:
     record = looked_at(twin)
-    assert not found(twin).keys() & PROBES.keys()
+    said = found(twin).keys() & PROBES.keys()
+    assert said == ({"order-ignored"} if twin.name in SETS else set())
     assert set(record.probed) == set(PROBES)
 
 
@@ -227,6 +229,70 @@ def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:
 
     told = asked_one("samples-mixed", setup(model=Pairs(), loss=contrastive))
     assert not told.facts and "pairs" in told.untold
+
+
+# Inputs
+
+
+class Attends(nn.Module):
+    """Attention over the places of a line of words, by themselves or with what is told of them."""
+
+    def __init__(self, causal: bool = False, per_place: bool = False) -> None:
+        super().__init__()
+        self.words, self.causal, self.per_place = nn.Embedding(9, 8), causal, per_place
+        self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for _ in range(2):
+            keys = (x, x, x)
+            mixed = nn.functional.scaled_dot_product_attention(*keys, is_causal=self.causal)
+            x = self.second(x if self.per_place else x + mixed)
+        return self.head(x)
+
+
+def by_places(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten() % 3)
+
+
+def of_lines(model: nn.Module, lines: Tensor) -> Setup:
+    return setup(model=model, loss=by_places, batches=((lines, lines.clone()),))
+
+
+def test_order_that_is_ignored_is_told_from_places_by_themselves_and_from_masks() -> None:
+    lines = torch.randint(9, (16, 7), generator=torch.Generator().manual_seed(0))
+    told = asked_one("order-ignored", of_lines(Attends(), lines))
+    assert told.facts[0].numbers == {"places": 7}
+    for model in (Attends(causal=True), Attends(per_place=True)):
+        assert not asked_one("order-ignored", of_lines(model, lines)).facts
+    alike = asked_one("order-ignored", of_lines(Attends(), torch.ones_like(lines)))
+    assert not alike.facts and alike.untold == "all places are alike"
+
+
+class Reads(nn.Module):
+    """A linear map of some of the features."""
+
+    def __init__(self, features: slice) -> None:
+        super().__init__()
+        self.features, self.layer = features, nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.zeros_like(x)
+        kept[:, self.features] = x[:, self.features]
+        return self.layer(kept)
+
+
+def test_features_that_are_ignored_are_named_and_constant_ones_are_not() -> None:
+    told = asked_one("input-partly-ignored", setup(model=Reads(slice(0, 7))))
+    (fact,) = told.facts
+    assert fact.place == "features 7 to 11 of the input" and fact.numbers["share"] == 5 / 12
+    padded = tuple((x * (torch.arange(12) < 7), y) for x, y in batches())
+    for of in (
+        setup(model=Reads(slice(0, 7)), batches=padded),
+        setup(model=Reads(slice(0, 0))),  # that is another finding
+        setup(),
+    ):
+        assert not asked_one("input-partly-ignored", of).facts
 
 
 # Batches

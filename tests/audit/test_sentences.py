@@ -159,8 +159,20 @@ def scrambled(permutes: float, times: int = 1) -> Record:
     return probed("reshape-scrambles", *[Fact("view", {"permutes": permutes}, words)] * times)
 
 
+def ignored(parts: int, **words: str) -> Record:
+    words |= {"shape": "(64, 8)"}
+    fact = Fact("places 1 to 7 of the input", {"share": 0.9, "parts": 1.0}, words)
+    return probed("input-partly-ignored", *[fact] * parts)
+
+
+UNORDERED = probed("order-ignored", Fact("", {"places": 8.0}))
+
+
 def cut(cosine: float) -> Record:
     return probed("gradient-cut", Fact("detach in 'a'", {"cosine": cosine}))
+
+
+CUT_OFF = replace(cut(0.0), wiring=Wiring(unreached=("a.weight",)))
 
 
 def in_order(ratio: float, z: float) -> Record:
@@ -307,6 +319,12 @@ ROWS: list[Row] = [
     Row("unreached", "The loss does not depend on the parameter 'a.weight': no step trains that",
         record(wiring=Wiring(unreached=("a.weight",), unused=("a.weight",))),
         record(wiring=Wiring(unreached=("a.weight",)))),
+    Row("unreached", "no gradient comes back: the way is cut at detach in 'a'.",
+        CUT_OFF, record(wiring=Wiring(unreached=("a.weight",)))),
+    Row("unreached", "take off the detach(), .data or torch.no_grad() at detach in 'a'",
+        CUT_OFF, record(wiring=Wiring(unreached=("a.weight",)))),
+    Row("unreached", "look for .detach(), .data, .item(), torch.no_grad() or argmax on the way",
+        record(wiring=Wiring(unreached=("a.weight",))), CUT_OFF),
     Row("unreached", "No optimizer and no learning rate can train what has no gradient",
         record(wiring=Wiring(unreached=("a.weight",))),
         record(wiring=Wiring(unreached=("a.weight",)), rates=HIGH)),
@@ -412,6 +430,19 @@ ROWS: list[Row] = [
         in_order(0.5, -3.0)),
     Row("unshuffled", "A larger batch of sorted data is sorted as well", in_order(0.1, -20.0),
         in_order(0.8, -20.0)),
+    Row("input-partly-ignored", "No output depends on places 1 to 7 of the input, of shape (64, 8),"
+        " neither before training nor after it: exchanged between samples, they change nothing",
+        ignored(1), record(probed={"input-partly-ignored": Probed()})),
+    Row("input-partly-ignored", "places 1 to 7 of the input and 1 more, of shape (64, 8)",
+        ignored(4), ignored(3)),
+    Row("input-partly-ignored", "look at the mask: does True stand for what is left out",
+        ignored(1, masked="True"), ignored(1)),
+    Row("input-partly-ignored", "follow them through forward(): look for masks, for slices such as "
+        "[:, -1], and for what is overwritten", ignored(1), record()),
+    Row("order-ignored", "The outputs are the same in whatever order the 8 places of an input come",
+        UNORDERED, record(probed={"order-ignored": Probed()})),
+    Row("order-ignored", "add positions (sinusoids, or a table that is learnt) to what the first "
+        "layer gives, unless the inputs are sets", UNORDERED, record()),
     Row("one-sided-weights", "The first values of 'a', 'a', 'a' and 1 more lie on one side of zero "
         "(mean over rms 0.87): all units give nearly the same, their mean",
         probed("one-sided-weights", *[Fact("a", {"share": 0.87})] * 4), record()),

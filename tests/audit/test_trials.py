@@ -154,6 +154,24 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
         assert only[0].strength == "watch"  # a tenth less is no merit of less dropout
 
 
+def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:
+    healthy = setup()
+    seen = with_rates(healthy)
+
+    def strength(*fixes: str, **given: Any) -> str:
+        unordered = finding(*fixes, name="order-ignored", strength="watch")
+        (found,) = tried([unordered], healthy, seen, **given)
+        return found.strength
+
+    assert strength("reinitialise") == "note"
+    assert strength("no-clip") == "note"  # nothing is clipped
+    assert strength("reinitialise", cap=Cap(0)) == "watch"
+    slow = setup(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3))
+    (found,) = tried([finding("rate*100", name="order-ignored", strength="watch")], slow,
+                     record(slow))  # fmt: skip
+    assert found.strength == "act"
+
+
 def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     found = with_rates(slow).rates

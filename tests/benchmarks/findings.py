@@ -28,6 +28,7 @@ from adiv_monitor.audit.seen.probes import (
     batch_norm_starved,
     batches_drawn,
     bounded_logits,
+    input_partly_ignored,
     one_sided_weights,
 )
 from adiv_monitor.audit.training.setup import Setup
@@ -175,12 +176,29 @@ def tokens(moved: int, both_ways: bool) -> Setup:
 class Rows(nn.Module):
     """Reads images row by row, and answers by the last output."""
 
-    def __init__(self, batch_first: bool) -> None:
+    def __init__(self, batch_first: bool = True, place: int = -1) -> None:
         super().__init__()
         self.gru, self.head = nn.GRU(8, 48, batch_first=batch_first), nn.Linear(48, 10)
+        self.place = place
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x.reshape(-1, 8, 8))[0][:, -1])
+        return self.head(self.gru(x.reshape(-1, 8, 8))[0][:, self.place])
+
+
+class Places(nn.Module):
+    """Answers by the mean over the places of a line of 16 words."""
+
+    def __init__(self, has_positions: bool) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = (
+            nn.Embedding(12, 48),
+            nn.Linear(48, 48),
+            nn.Linear(48, 12),
+        )
+        self.positions = nn.Parameter(torch.randn(16, 48)) if has_positions else 0.0
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.layer(self.words(words) + self.positions).relu().mean(1))
 
 
 class Channels(nn.Module):
@@ -221,9 +239,19 @@ def with_adam(model: nn.Module) -> Setup:
     return replace(HEALTHY.setup(), model=model, optimizer=adam)
 
 
-def by_rows(batch_first: bool) -> Setup:
+def by_rows(batch_first: bool = True, place: int = -1) -> Setup:
     torch.manual_seed(0)
-    return with_adam(Rows(batch_first))
+    return with_adam(Rows(batch_first, place))
+
+
+def first_words(has_positions: bool) -> Setup:
+    """Which of twelve words a line of 16 begins with."""
+    chance = torch.Generator().manual_seed(0)
+    lines = torch.randint(12, (60, 64, 16), generator=chance)
+    batches = tuple((line, line[:, 0]) for line in lines)
+    torch.manual_seed(0)
+    adam = partial(torch.optim.Adam, lr=0.01)
+    return Setup(Places(has_positions), lambda m: adam(m.parameters()), loss, batches, 60)
 
 
 def by_channels(scrambled: bool) -> Setup:
@@ -546,6 +574,20 @@ PICTURES: dict[str, Picture] = {
         {"cosine with the gradient without the cut": of_fact("gradient-cut", "cosine")},
         (samples, ("TURNED",)),
         lambda: recurrent(cut=False),
+    ),
+    "input-partly-ignored": Picture(
+        "a GRU reads images row by row, and its first output is taken for its last",
+        lambda: by_rows(place=0),
+        {"share of the parts that no output depends on": of_fact("input-partly-ignored", "share")},
+        (input_partly_ignored, ("PARTS", "GRID", "VARIES")),
+        by_rows,
+    ),
+    "order-ignored": Picture(
+        "the first of 16 words is asked for, of their mean; the healthy one's have positions",
+        lambda: first_words(has_positions=False),
+        {"places in any order": of_fact("order-ignored", "places")},
+        None,
+        lambda: first_words(has_positions=True),
     ),
     "same-batch": Picture(
         "the loader gives one batch, read anew each time",

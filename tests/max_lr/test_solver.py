@@ -482,6 +482,11 @@ def test_optimal_or_a_reason() -> None:
     assert status(alpha=(1.2, 1, 1)) == "optimal"
     why = solve_max_lr(parametrization="sp", optimizer="adam", u=(1, 1, 1.2), objective="sum")
     assert why.message == "u of layer 2 is 1.2: no alignment is above 1"
+    why = solve_max_lr(parametrization="sp", optimizer="adam", layers=3, alpha=-0.2)
+    assert (why.status, why.message) == (
+        "infeasible",
+        "alpha of layer 1 is -0.2: expected 0 to 1, clip it",
+    )
     ab = {"parametrization": None, "a": (0, 0, 0)}
     assert status(**ab, b=(0, H, 0.4)) == "unstable at initialisation"
     assert status(**ab, b=(0.1, H, H)) == "unstable at initialisation"

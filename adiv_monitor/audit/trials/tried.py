@@ -13,6 +13,7 @@ from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
 from adiv_monitor.diagnosis.diagnose import CAUSES, explained
 from adiv_monitor.diagnosis.finding import (
+    ELSE_A_NOTE,
     IF_A_FIX_HELPS,
     NO_STEPS,
     NO_TIME,
@@ -192,7 +193,13 @@ def _judged(
         strength = "watch"
     elif strength == "watch" and any(t.helps and t.loss < left * t.loss_without for t in trials):
         strength = "act"
+    elif finding.name in ELSE_A_NOTE and (trials or _does_not_apply(advice)):
+        strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
+
+
+def _does_not_apply(advice: Sequence[Advice]) -> bool:
+    return any(a.untried not in ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST) for a in advice)
 
 
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:

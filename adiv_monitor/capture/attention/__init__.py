@@ -1,1 +1,1 @@
-"""Attention: which samples are kept, and how their scores move."""
+"""Attention: the choice of sampled calls, and how a step moves their scores."""

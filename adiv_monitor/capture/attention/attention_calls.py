@@ -1,9 +1,9 @@
-"""Sees the attentions of one step: a few samples of each, and what the loss asks of those.
+"""Captures the attention calls of one step: sampled inputs, scores' factors and gradients.
 
-Of every call of `F.scaled_dot_product_attention` are kept, on samples that are chosen like the
-rows of a layer: the inputs of the module around it, to run that once more; the queries, keys and
-outputs, to see whether it then did the same; the output's gradient. Where `nn.MultiheadAttention`
-returns its weights it makes its scores by itself: then their gradient is kept instead.
+For each call of `F.scaled_dot_product_attention`, samples are chosen like the rows of a layer. The
+record holds the inputs of the surrounding module, to run it again; queries, keys and outputs, to
+check whether the rerun reproduces them; and the output's gradient. `nn.MultiheadAttention` computes
+its scores by itself if it returns its weights: then the scores' gradient is recorded instead.
 """
 
 import weakref
@@ -36,26 +36,26 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import ThreadState
 
 _MOST_SAMPLES = 8
-# Scores of all samples of an attention together; but less than two samples tell no error.
+# The most scores in all samples of an attention; an error needs at least two samples.
 _MOST_SCORES = 2**23
 _BY_HAND = ("bmm", "baddbmm", "matmul", "__matmul__", "softmax")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is kept of one call's samples, which come first in all tensors.
+    """The record of one call's samples; the sample dimension comes first in all tensors.
 
-    A sample of the module may be several of the call's: windows, or heads.
+    One sample of the module may be several of the call: windows or heads.
 
     Attributes:
-        args: of the module's forward, on these samples.
+        args: the arguments of the module's forward on these samples.
         kwargs: see args.
-        query: q, times the scores' scale where that comes before the product.
-        key: k; fewer heads where queries are grouped.
-        written: see `AttentionModule`.
-        precision: rounding of the coarsest number on the way.
+        query: q, including the scores' scale if that is applied before the product.
+        key: k; it has fewer heads if queries are grouped.
+        written: see `twin_of`.
+        precision: the machine epsilon of the coarsest tensor involved.
         output: O; None if the gradient is that of the scores.
-        kept: which probabilities dropout did not zero; None without dropout.
+        kept: the probabilities that dropout did not zero; None without dropout.
     """
 
     args: Sequence[Any]
@@ -72,8 +72,8 @@ class AttentionCall(Call):
     """One call of attention; its rows are samples of the module's batch.
 
     Attributes:
-        seen: what is kept of it, on all samples that were gathered.
-        picked: which of those are looked at in the end; None: all.
+        seen: the record of all samples that were gathered.
+        picked: the samples that are used in the end; None: all.
     """
 
     def __init__(self, rows: Rows, chosen: Draw, seen: Seen) -> None:
@@ -83,23 +83,23 @@ class AttentionCall(Call):
 
     @property
     def looked_at(self) -> int:
-        """How many samples are."""
+        """The number of samples that are used."""
         return self.rows.total if self.rows.chosen is None else len(self.rows.chosen)
 
     def pick(self, index: Tensor) -> None:
-        """Look at no more than these; the inputs stay, for what is per sample shows but once."""
+        """Use only these samples; the recorded inputs stay, since they can't be split again."""
         self.picked = index
 
 
 @dataclass
 class Attending:
-    """An attention of the model: one of those that a module calls in a forward.
+    """One of the attention calls that a module makes in its forward.
 
     Attributes:
         module: the module.
-        held: its parameters that are trained, by name.
-        number: its place among these, from 1.
-        rows: its calls, whose rows are samples.
+        held: its trained parameters, by name.
+        number: the position among the module's attention calls, from 1.
+        rows: the calls, whose rows are samples.
     """
 
     module: nn.Module
@@ -108,7 +108,7 @@ class Attending:
     rows: LayerRows
 
     def finish(self) -> list[AttentionCall]:
-        """The gradients are final: the calls that are part of them."""
+        """Return the calls that are part of the final gradient."""
         calls = [call for call in self.rows.finish() if isinstance(call, AttentionCall)]
         self.rows.release()
         return calls
@@ -116,26 +116,26 @@ class Attending:
 
 @dataclass(eq=False)
 class _Progress:
-    """How far a forward of a module has got."""
+    """The progress of a module's forward."""
 
     attended: int = 0
-    product: Sequence[Tensor] = ()  # of what the last one was made: q and kᵀ perhaps
+    product: Sequence[Tensor] = ()  # the factors of the last product: q and kᵀ perhaps
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which samples of one call are looked at: of the module's batch, and so of the queries'."""
+    """The chosen samples of one call, as indices into the module's batch."""
 
     path: str
     attending: Attending
     rows: Rows
     draw: Draw
     index: Int[Tensor, " chosen"]
-    queries: int  # samples of the queries
+    queries: int  # the number of samples of the queries
     shaped: Callable[[Tensor], Tensor]  # into (samples, heads, ...)
 
     def take(self, tensor: Tensor) -> Float[Tensor, "chosen of_each heads length width"]:
-        """Those samples of what the call was given, or gave."""
+        """Return the chosen samples of an input or output of the call."""
         every = self.shaped(tensor.detach())
         every = every.expand(self.queries, -1, -1, -1)
         by_sample = every.reshape(self.rows.total, -1, *every.shape[1:])
@@ -143,7 +143,7 @@ class _Choice:
 
     @property
     def of_queries(self) -> Int[Tensor, " chosen_of_each"]:
-        """Their places among the queries' samples."""
+        """The positions of the chosen samples among the queries' samples."""
         of_each = self.queries // self.rows.total
         within = torch.arange(of_each, device=self.index.device)
         return (self.index[:, None] * of_each + within).flatten()
@@ -153,14 +153,14 @@ class AttentionCalls:
     """Gathers samples of every attention in one step.
 
     Args:
-        selection: what is measured.
-        generator: the monitor's own source of chance.
-        fail: called with a path and the exception that was met there, if it is not of a kind that
-            says why an attention can't be measured.
+        selection: the parameters to measure.
+        generator: the monitor's own random number generator.
+        fail: called with a path and an unexpected exception; exceptions that state why an attention
+            can't be measured are kept in `refused`.
 
     Attributes:
-        attending: by path, what was seen.
-        refused: path → why an attention is not measured.
+        attending: the attentions that were seen, by path.
+        refused: path → the reason why an attention is not measured.
         last_used: the parameter whose use was seen last.
     """
 
@@ -187,28 +187,28 @@ class AttentionCalls:
             if any(p.dim() > 1 for p in held.values()):
                 self._held[module] = held
         self._progress: weakref.WeakKeyDictionary[Forward, _Progress] = weakref.WeakKeyDictionary()
-        # id of a parameter → attentions whose samples have their gradient when it has its own.
+        # id of a parameter → attentions whose gradient is complete when the parameter's arrives.
         self._led_by: dict[int, dict[str, Attending]] = defaultdict(dict)
 
     def detach(self) -> None:
-        """Hooks in graphs that are already built fall silent."""
+        """Make hooks in graphs that are already built inactive."""
         self._active = False
 
     def saw_none(self) -> bool:
-        """Whether there was nothing to be measured, or to be refused."""
+        """Return whether no attention was measured, refused or left for another step."""
         return not self.attending and not self.refused and not self._some_wait
 
     def rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
-        """The samples whose gradient is told by this parameter's."""
+        """Return the samples whose gradient is complete when this parameter's gradient arrives."""
         return [attending.rows for attending in self._led_by.get(id(parameter), {}).values()]
 
     def begins(self, forward: Forward) -> None:
-        """A module's forward begins."""
+        """Record that a module's forward begins."""
         if forward.module in self._held:
             self._progress[forward] = _Progress()
 
     def look(self, call: FunctionToCall, forwards: Forwards) -> None:
-        """Look at what makes scores, or weights of them."""
+        """Inspect a function that may compute attention, scores or their weights."""
         if call.function is functional.scaled_dot_product_attention:
             self._attend(forwards.running, call)
         name = getattr(call.function, "__name__", "")
@@ -216,7 +216,7 @@ class AttentionCalls:
             self._weigh(forwards.running, name, call.args)
 
     def _attend(self, running: Sequence[Forward], call: FunctionToCall) -> None:
-        """The fused function."""
+        """Call the fused attention function and record its samples."""
         given = {**dict(zip(ARGUMENTS, call.args, strict=False)), **call.kwargs}
         forward = self._around(running)
         choice = random = None
@@ -236,7 +236,7 @@ class AttentionCalls:
                 self._keep(choice, forward, given["query"], given["key"], output, output, dropped)
 
     def _weigh(self, running: Sequence[Forward], name: str, args: tuple[Any, ...]) -> None:
-        """One of the functions by which scores are made, and weights of them."""
+        """Inspect a function by which `nn.MultiheadAttention` computes scores or their weights."""
         forward = self._around(running)
         if forward is not None:
             progress = self._progress[forward]
@@ -252,18 +252,18 @@ class AttentionCalls:
                         self._keep(choice, forward, query, key, args[0])
 
     def _is_due(self, module: nn.Module) -> bool:
-        """Whether it is the turn of its first parameter that has one."""
+        """Return whether the module is due, as its first selected parameter is."""
         if self._due is None:
             return True
         held = map(id, self._held[module].values())
         return next((key in self._due for key in held if key in self._selected), False)
 
     def _around(self, running: Sequence[Forward]) -> Forward | None:
-        """The innermost forward of a module that holds matrices that are trained."""
+        """Return the innermost forward of a module that holds trained matrices."""
         return next((forward for forward in reversed(running) if forward in self._progress), None)
 
     def _next_path(self, forward: Forward) -> str:
-        """What the attention that the forward now calls is named."""
+        """Return the path of the next attention call in the forward."""
         progress, path = self._progress[forward], self._paths[forward.module]
         progress.attended += 1
         return path if progress.attended == 1 else f"{path}#{progress.attended}"
@@ -276,7 +276,7 @@ class AttentionCalls:
         key: Tensor,
         shaped: Callable[[nn.Module, Tensor], Tensor],
     ) -> _Choice | None:
-        """Which samples of a call to look at; None: it is not to be measured."""
+        """Return the samples of a call to record, or None if it is not measured."""
         if path in self.refused or not trains(query):
             return None
         if not self._is_due(forward.module):
@@ -302,7 +302,7 @@ class AttentionCalls:
         return _Choice(path, attending, rows, drawn, index, samples, partial(shaped, module))
 
     def _attending(self, path: str, module: nn.Module, number: int, scores: int) -> Attending:
-        """The attention of this path; new if need be, with as many samples as its scores allow."""
+        """Return the attention of this path; a new one samples as much as its scores allow."""
         if path not in self.attending:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES)
             chooser = self._choosers.setdefault(most, Chooser(most, self._generator))
@@ -322,7 +322,7 @@ class AttentionCalls:
         output: Tensor | None = None,
         dropped: Tensor | None = None,
     ) -> None:
-        """Keep the samples of a call, and wait for the gradient of what asks for one."""
+        """Record the samples of a call, and hook the tensor whose gradient is needed."""
         with torch.no_grad(), without_autocast(asks):
             args, kwargs = of_samples(forward.module, forward.args, forward.kwargs, choice.index)
             seen = Seen(
@@ -337,7 +337,7 @@ class AttentionCalls:
             )
         call, attending = AttentionCall(choice.rows, choice.draw, seen), choice.attending
         attending.rows.add(call)
-        # What was used last before the scores has its gradient after them.
+        # The parameter used last before the scores gets its gradient after them.
         if any(parameter is self.last_used for parameter in attending.held.values()):
             self._led_by[id(self.last_used)][choice.path] = attending
         arrive = partial(self._arrives, choice, call)
@@ -345,7 +345,7 @@ class AttentionCalls:
         asks.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _arrives(self, choice: _Choice, call: AttentionCall, gradient: Tensor) -> None:
-        """The gradient of a call's output, or of its scores."""
+        """Take the gradient of a call's output or scores."""
         state = ThreadState()
         with state, self.guarded(choice.path), torch.no_grad(), torch._C.DisableTorchFunction():
             if not self._active or not trains(gradient) or choice.path in self.refused:
@@ -356,11 +356,11 @@ class AttentionCalls:
                 choice.attending.rows.arrive(call, taken, taken.new_empty(0), precision)
 
     def guarded(self, path: str) -> "_Guard":
-        """What fails inside of it does not reach the training loop: the attention is refused."""
+        """Return a context that refuses the attention if its body fails."""
         return _Guard(self, path)
 
     def failed(self, path: str, error: Exception) -> None:
-        """The attention is not measured in this step."""
+        """Refuse the attention in this step because of an exception."""
         self.attending.pop(path, None)
         if isinstance(error, (Refused, RuntimeError, ValueError)):
             self.refused[path] = str(error)
@@ -388,5 +388,5 @@ def _by_head(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def _heads_apart(module: nn.Module, tensor: Tensor) -> Tensor:
-    """Torch's own attention has samples and heads in one dimension."""
+    """Return the tensor of torch's own attention with samples and heads in two dimensions."""
     return tensor if tensor.dim() == 4 else tensor.unflatten(0, (-1, module.num_heads))  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Which probabilities a fused attention dropped: its random mask, seen from outside.
+"""The random dropout mask of a fused attention call, determined from outside.
 
-No kernel shows its mask. But with the same state of the random numbers it draws the same one, and
-with one-hot values its output is the dropped probabilities themselves, P̃ I = P̃: as many columns
-at a time as the values are wide, so that the same kernel is chosen.
+No kernel reveals its mask. With the same state of the random numbers, however, it draws the same
+mask, and with one-hot values its output is the dropped probabilities themselves, P̃ I = P̃. As many
+columns as the values have are computed at a time, so that the same kernel is chosen.
 """
 
 from typing import Any
@@ -20,16 +20,16 @@ from adiv_monitor.rerun.randomness import Randomness
 def kept(
     random: Randomness, samples: Tensor, query: Tensor, key: Tensor, value: Tensor, **others: Any
 ) -> Bool[Tensor, "samples heads queries keys"]:
-    """The probabilities that one call of attention did not zero, of some of its samples.
+    """Return which probabilities one attention call did not zero, for some of its samples.
 
-    Random numbers go on afterwards as if nothing had been drawn.
+    The state of the random numbers is restored afterwards.
 
     Args:
-        random: where the random numbers stood before that call.
-        samples: which of the samples, (chosen,) int64.
-        query: as in the call, and so are all others.
-        key: see query.
-        value: its numbers don't matter.
+        random: the state of the random numbers before that call.
+        samples: the chosen samples, (chosen,) int64.
+        query: the query of the call, unchanged.
+        key: the key of the call, unchanged.
+        value: the value of the call; its numbers don't matter.
         others: the other arguments of `F.scaled_dot_product_attention`, by name.
     """
     keys, width = value.shape[-2:]

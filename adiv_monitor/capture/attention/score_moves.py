@@ -1,11 +1,11 @@
-"""An attention module run once more on some of its samples, up to its scores.
+"""Reruns an attention module on some of its samples, up to its scores.
 
-What lies between the projections and the scores differs from library to library: views, packed
-weights, rotary positions, QK-norm, low-rank updates. So nothing is assumed of it: a twin
-of the module carries a change of its parameters through its own forward pass to the queries and
-keys that reach `F.scaled_dot_product_attention`, and there the run ends. The inputs of the module
-are held, as everywhere (*single-layer*), and all of its parameters move: those of values and
-outputs do nothing to the scores.
+Libraries differ in the operations between the projections and the scores: views, packed weights,
+rotary positions, QK-norm, low-rank updates. Nothing is therefore assumed about them. A twin of the
+module carries a change of its parameters through its own forward pass to the queries and keys that
+reach `F.scaled_dot_product_attention`, where the run ends. The inputs of the module are constant,
+as everywhere (*single-layer*), and all of its parameters change: those of values and outputs have
+no effect on the scores.
 """
 
 import inspect
@@ -37,14 +37,13 @@ from adiv_monitor.rerun.twin import Twin
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """A module that holds projections and calls attention, and what to run it with.
+    """A module that holds projections and calls attention, with the parameters to run it with.
 
     Attributes:
-        twin: of the module, see `twin_of`.
-        parameters: values to run with of the trained ones, those before the step; the others are
-            the module's own.
-        calls: how often it calls attention until the run may end.
-        samples: which of the queries' samples are looked at, (chosen,) int64; None: all.
+        twin: the twin of the module, see `twin_of`.
+        parameters: the trained parameters' values before the step; the others are the module's own.
+        calls: the number of attention calls after which the run may end.
+        samples: the chosen samples of the queries, (chosen,) int64; None: all.
     """
 
     twin: Twin
@@ -60,21 +59,21 @@ def twin_of(
     parameters: Parameters,
     written: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Twin:
-    """A twin of an attention module, in the precision of the measures.
+    """Return a twin of an attention module, in compute precision.
 
     Args:
         module: the module.
-        args: its inputs, on the samples that are looked at.
+        args: its inputs on the chosen samples.
         kwargs: see args.
-        parameters: those that it will be run with, for their names and their device.
-        written: by id, what its buffers were when the forward began that is to be repeated, if
-            other than now.
+        parameters: the parameters that it will run with, for their names and device.
+        written: id → value of a buffer at the beginning of the forward that is repeated, if it
+            differs from the present value.
 
     Raises:
-        RuntimeError: no copy can be made of it.
+        RuntimeError: the module can't be copied.
     """
     kwargs = dict(kwargs)
-    if isinstance(module, nn.MultiheadAttention):  # else scores are made where none looks
+    if isinstance(module, nn.MultiheadAttention):  # else it computes scores itself
         kwargs["need_weights"] = False
     own = {id(p): p for name, p in module.named_parameters() if name in parameters}
     surroundings = Surroundings(Randomness([next(iter(parameters.values())).device]))
@@ -89,8 +88,8 @@ class Use(NamedTuple):
 
     Attributes:
         z: its output.
-        scale: ‖φ_r‖² of its rows, of what is trained.
-        layout: (tensor shaped like the output) → rows in front, in the last dimension the channels,
+        scale: ‖φ_r‖² of its rows, for the trained parameters.
+        layout: (tensor shaped like the output) → rows in front, channels in the last dimension,
             group by group.
     """
 
@@ -100,7 +99,7 @@ class Use(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """The queries and keys of one call with the graph behind them, and the uses before it."""
+    """The queries and keys of one call with their graph, and the uses before the call."""
 
     query: Float[Tensor, "samples heads queries width"]
     key: Float[Tensor, "samples heads keys width"]
@@ -110,15 +109,15 @@ class Reached(NamedTuple):
 def moves_of_scores(
     attends: AttentionModule, direction: Parameters
 ) -> list[tuple[Attention, Move]]:
-    """Every attention call of the module, and how its queries and keys move with the parameters.
+    """Return every attention call of the module, with the moves of its queries and keys.
 
     Args:
         attends: the module.
         direction: a change of some parameters: the tangents.
 
     Raises:
-        Refused: the module calls attention less often than it should.
-        RuntimeError: it fails, or uses a function that has no derivatives.
+        Refused: the module makes fewer attention calls than expected.
+        RuntimeError: it fails, or uses a function without derivatives.
     """
     values = {
         name: floats_to_compute_dtype(value.detach()) for name, value in attends.parameters.items()
@@ -141,9 +140,9 @@ def moves_of_scores(
 
 
 def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Parameters]:
-    """Every attention call of the module, on all samples, with the graph that leads to it.
+    """Return every attention call of the module, on all samples, with the graph that leads to it.
 
-    The uses of parameters before it are those that the function rules know.
+    The uses of parameters before it are those that function rules describe.
 
     Args:
         attends: the module.
@@ -152,7 +151,7 @@ def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Paramete
         The calls, and the leaves of the graph, by name.
 
     Raises:
-        Refused: the module calls attention less often than it should.
+        Refused: the module makes fewer attention calls than expected.
         RuntimeError: it fails.
     """
     leaves = {
@@ -169,35 +168,35 @@ def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Paramete
 
 
 def _of_equal_shape(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both by sample and head, with as many of the one as of the other."""
+    """Return both by sample and head, with equal numbers of samples and heads."""
     query = by_head(query)
     return query, of_heads(by_head(key), query.shape[1]).expand(len(query), -1, -1, -1)
 
 
 class _ScoresReached(Exception):
-    """Nothing that follows in the module is of interest."""
+    """Raised to end the run of a module at its scores."""
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes the arguments of the first so many attention calls, and ends the run with the last.
+    """Records the arguments of a number of attention calls, and ends the run at the last one.
 
     Args:
-        calls: how many.
-        leaves: parameters whose uses are noted too; None: no uses are.
+        calls: the number of calls.
+        leaves: the parameters whose uses are recorded too; None: none are recorded.
     """
 
     def __init__(self, calls: int, leaves: Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self.arguments: list[dict[str, Any]] = []
         self.uses: list[Use] = []
-        self.uses_before: list[int] = []  # each of the calls
+        self.uses_before: list[int] = []  # the number of uses before each call
         self._calls = calls
         self._notes_uses = leaves is not None
         self._state = set(map(id, leaves or ()))  # of all parameters and buffers that the run uses
-        self._inside = 0  # how many modules with rules of their own
+        self._inside = 0  # the number of running modules with rules of their own
 
     def seen(self, module: nn.Module, call: Callable[[], object]) -> Self:
-        """Itself, once the call of the module has come to the last of them."""
+        """Run the module up to the last attention call, and return self."""
         self._state |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         with suppress(_ScoresReached), self._by_rules(module), self:
             call()
@@ -214,7 +213,7 @@ class _AttentionCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward:
             bound = _SIGNATURE.bind(*args, **kwargs).arguments
-            with self:  # without weights to return, it calls the function that is looked for
+            with self:  # without weights to return, it calls the fused function
                 return _opened(**{**bound, "need_weights": False})
         if func is not functional.scaled_dot_product_attention:
             return self._noted(func, args, kwargs, func(*args, **kwargs))
@@ -235,7 +234,7 @@ class _AttentionCalls(TorchFunctionMode):
             return self._with(z, uses.uses_in(name, call, tuple(args), dict(kwargs)))
 
     def _with(self, z: Tensor, found: Iterable[uses.Use]) -> Tensor:
-        """The output, once its uses are noted; what is done to it in place is no part of them."""
+        """Record uses and return a copy of their output, which in-place changes leave alone."""
         count = len(self.uses)
         self.uses += [use for each in found if (use := _with_scale(each, z)) is not None]
         with torch.enable_grad():
@@ -243,7 +242,7 @@ class _AttentionCalls(TorchFunctionMode):
 
     @contextmanager
     def _by_rules(self, module: nn.Module) -> Iterator[None]:
-        """Modules that have rules of their own are uses as a whole."""
+        """Record modules with rules of their own as uses."""
         with ExitStack() as hooks:
             for each in module.modules() if self._notes_uses else ():
                 rule = find_rule(each)
@@ -277,7 +276,7 @@ class _AttentionCalls(TorchFunctionMode):
 
 
 def _is_trained(tensor: Tensor | None) -> bool:
-    """Whether it is a parameter that moves, or a view of one: the inputs have no gradient."""
+    """Return whether it is a changing parameter or its view; inputs have no gradient."""
     if tensor is None or not tensor.requires_grad:
         return False
     return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
@@ -299,7 +298,7 @@ _opened = without_overrides(functional.multi_head_attention_forward)
 
 @contextmanager
 def _saying(module: nn.Module) -> Iterator[None]:
-    """What fails within is an error that says in which module."""
+    """Name the module in errors of the body."""
     try:
         yield
     except Refused:

@@ -1,16 +1,16 @@
-"""The attention scale of some scores: the diagonal of M, for whatever lies before the scores.
+"""The attention scale of some scores: the diagonal of M, for any computation before the scores.
 
 M = J Jᵀ with J = ∂Y/∂Θ, so its diagonal is D_ts = ‖∂Y_ts/∂Θ‖². With h_r = ∂Y_ts/∂z_r, for the rows
-z_r = Θφ_r of all uses of parameters on the way to Y_ts,
+z_r = Θφ_r of all uses of parameters before Y_ts,
 
     D_ts = Σ_r ‖φ_r‖² ‖h_r‖²
 
-which is ‖k_s‖²(‖x_t‖²+1) + ‖q_t‖²(‖x_s‖²+1) where the projections' outputs are the queries and
-keys (spec, section 5), and where an orthogonal map such as a rotary position comes between.
-QK-norm, scaling and low-rank updates change h. Scores of different queries and different keys have
-no row in common, so one backward pass gives the h of many of them.
+This is ‖k_s‖²(‖x_t‖²+1) + ‖q_t‖²(‖x_s‖²+1) where the projections' outputs are the queries and keys
+(spec, section 5), also with an orthogonal map such as a rotary position in between. QK-norm,
+scaling and low-rank updates change h. Scores of different queries and different keys have no row in
+common, so one backward pass computes the h of many scores.
 
-Nothing here waits for the device: whether D is what it should be is a number among the others.
+This module never waits for the device: whether D is correct is one of the returned numbers.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,11 @@ def some_keys(
     draws: int,
     generator: np.random.Generator,
 ) -> Index:
-    """For every sample, head and query some keys, −1 for none: (samples, heads, queries, draws).
+    """Sample keys for every sample, head and query: (samples, heads, queries, draws), −1 for none.
 
-    All scores are equally likely, none comes twice, and in one draw no key does: a draw is one of
-    the max(queries, keys) cyclic diagonals of the scores. As many draws give all scores.
+    All scores are equally likely, and no score is drawn twice. Within one draw no key occurs twice,
+    because a draw is one of the max(queries, keys) cyclic diagonals of the scores. That many draws
+    cover all scores.
     """
     size = max(queries, keys)
     most = min(draws, size)
@@ -49,15 +50,15 @@ def some_keys(
 def scales(
     call: Reached, leaves: Parameters, keys: Index
 ) -> tuple[Float[Tensor, "samples heads queries draws"], Float[Tensor, ""]]:
-    """D_ts of the scores with these keys, 0 where there is none; and how far off one of them is.
+    """Return D_ts of the scores with these keys, 0 where there is none, and the error of one.
 
-    The latter is relative, by the whole gradient of one score. It is not small where D is not the
-    sum over the rows of the uses: queries and keys have a weight in common, or a use is not known.
-    Where something mixes tokens before the scores all is NaN.
+    The error is relative, from the full gradient of one score. It is not small where D is not the
+    sum over the rows of the uses: queries and keys share a weight, or a use is not known. Where
+    tokens are mixed before the scores, everything is NaN.
 
     Args:
         call: the queries and keys with their graph.
-        leaves: its leaves, the parameters.
+        leaves: the leaves of the graph, which are the parameters.
         keys: see `some_keys`.
     """
     of_queries = _Side(call.query, call.uses)
@@ -84,11 +85,11 @@ def _at(
 
 
 class _Side:
-    """The queries, or the keys, with the uses that lie before them."""
+    """The queries or the keys, with the uses that they depend on."""
 
     def __init__(self, reached: Tensor, uses: Sequence[Use]) -> None:
         self._reached = reached
-        # Of several backward passes, the first shows which uses are on the way.
+        # The first of several backward passes determines which uses they depend on.
         probe = torch.zeros_like(reached)
         probe[0, :, -1] = torch.arange(1, probe[0, 0, 0].numel() + 1).to(probe).cos()
         gradients = self._gradients([use.z for use in uses], probe)
@@ -101,7 +102,7 @@ class _Side:
     def squares(
         self, head: int, other: Float[Tensor, "samples length width"]
     ) -> Float[Tensor, "samples length"]:
-        """Σ_r ‖φ_r‖² ‖h_r‖² over the rows of every token, of its score with the other side."""
+        """Return Σ_r ‖φ_r‖² ‖h_r‖² of every token's rows, for its score with the other side."""
         samples, _, length, _ = self._reached.shape
         along = torch.zeros_like(self._reached)
         along[:, head] = other
@@ -121,10 +122,10 @@ class _Side:
 
 
 class _Ordered:
-    """A use, and how its rows are laid out.
+    """A use and the order of its rows.
 
-    That is told from the gradient of the first sample's last token, which reaches the rows of that
-    token alone.
+    The order follows from the gradient of the first sample's last token, which reaches only the
+    rows of that token.
     """
 
     def __init__(self, use: Use, probe: Tensor, samples: int, length: int) -> None:
@@ -147,7 +148,7 @@ class _Ordered:
             self._fits.append(by_token[0, -1] & (by_token.sum() == 1))
 
     def by_token(self, h: Tensor) -> Float[Tensor, "samples length"]:
-        """Σ ‖φ_r‖² ‖h_r‖² over the rows of every token; NaN where no layout fits."""
+        """Return Σ ‖φ_r‖² ‖h_r‖² over the rows of every token; NaN where no layout fits."""
         rows, found = self._squares(h), h.new_full((), torch.nan)
         for (order, place), fits in reversed([*zip(self._layouts, self._fits, strict=True)]):
             ordered = rows.reshape(order).movedim(place, (0, 1)).sum(2)
@@ -161,7 +162,7 @@ class _Ordered:
 
 
 def _error(call: Reached, leaves: Parameters, keys: Index, found: Tensor) -> Float[Tensor, ""]:
-    """|D − ‖∂Y_ts/∂Θ‖²| / ‖∂Y_ts/∂Θ‖² of one score, by its gradient of all parameters."""
+    """Return |D − ‖∂Y_ts/∂Θ‖²| / ‖∂Y_ts/∂Θ‖² of one score, from its gradient of all parameters."""
     n, head, t, draw = np.argwhere(keys >= 0)[-1]
     score = call.query[n, head, t] @ call.key[n, head, keys[n, head, t, draw]]
     gradients = torch.autograd.grad(

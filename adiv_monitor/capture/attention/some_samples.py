@@ -1,4 +1,4 @@
-"""The inputs of a module on a few samples of the batch, to run it with once more."""
+"""The inputs of a module on some samples of the batch, for running the module again."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from adiv_monitor.features.rows import floats_to_compute_dtype
 from adiv_monitor.rerun.nested import mapped
 
-# What a call may be told besides tensors, and told again: it holds no state of the first call.
+# Arguments of these types hold no state of the first call, so they can be passed again.
 _PLAIN = (str, bytes, int, float, complex, bool, slice, range)
 
 
 def batch_size(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """How many samples a call is about: the first dimension of its first tensor of two or more.
+    """Return the batch size: the first dimension of the first tensor of two or more dimensions.
 
     Raises:
-        ValueError: no tensor has a dimension for samples.
+        ValueError: no tensor has a batch dimension.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim() >= 2:
@@ -31,13 +31,14 @@ def batch_size(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 def of_samples(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of the module on those samples, as `precise`; what is not per sample as it is.
+    """Return the inputs of the module on some samples, in compute precision.
 
-    A tensor is per sample if it is as long as the batch. Objects that may change from call to call,
-    such as a cache of keys, are left out (None): whether that was right shows in the outcome.
+    A tensor is reduced to the samples if its first dimension is the batch size; others stay whole.
+    Objects that may change from call to call, such as a cache of keys, are replaced by None; the
+    result shows whether that was right.
 
     Args:
-        module: what was called.
+        module: the module that was called.
         args: its inputs.
         kwargs: see args.
         samples: (chosen,) int64.

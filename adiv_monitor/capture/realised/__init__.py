@@ -1,1 +1,1 @@
-"""What a step really did: its forward passes are noted, to be run again with the new weights."""
+"""The realised effect of a step: its forward passes are recorded and rerun with new weights."""

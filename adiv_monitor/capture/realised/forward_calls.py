@@ -1,10 +1,10 @@
-"""The forward passes of one step as their caller sees them: modules, inputs, what these depend on.
+"""Records the forward passes of one step as their caller sees them, so that they can be rerun.
 
-A step may have many: micro-batches, an encoder and a decoder that are called one after the other, a
-discriminator on real and on fake samples, the module that computes the loss. What one of them gave
-and another got, as it was or as a view of it, is known for that when they are run again. All other
-inputs are data: the same tensors again. They are looked for in tuples, lists and dicts; what other
-objects hold is taken as it is.
+A step may have many forward passes: micro-batches, an encoder and a decoder called in turn, a
+discriminator on real and on fake samples, the module that computes the loss. An input that is the
+output of an earlier pass, or a view of it, is recognised and recomputed in a rerun. All other
+inputs are data and reused. Tensors are found in tuples, lists and dicts; other objects are passed
+on unchanged.
 """
 
 import threading
@@ -24,17 +24,18 @@ from adiv_monitor.rerun.surroundings import Buffers, Surroundings, version
 
 
 class NotRepeatable(Exception):
-    """A forward pass can't be run again, and why: no failure."""
+    """Raised if a forward pass can't be rerun, with the reason; this is no failure."""
 
 
 class CallPlace(NamedTuple):
-    """Where in a step a layer was called.
+    """The place of a layer's call within a step.
 
     Attributes:
-        call: in which forward pass.
-        recomputed: in a backward pass, which recomputes a part of that one (checkpointing).
-        path: the layer.
-        number: how often it had been called there before.
+        call: the number of the forward pass.
+        recomputed: whether the call is in a backward pass that recomputes a part of this forward
+            pass (checkpointing).
+        path: the path of the layer.
+        number: the number of earlier calls of the layer there.
     """
 
     call: int
@@ -45,7 +46,7 @@ class CallPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor that a call gave, without holding it."""
+    """An output tensor of a call, identified without holding it."""
 
     call: int
     number: int
@@ -62,7 +63,7 @@ class _Output:
 
 @dataclass(frozen=True)
 class _Given:
-    """Stands for an input that is what an earlier call gave, or a view of that."""
+    """A placeholder for an input that is an earlier call's output or a view of it."""
 
     output: _Output
     layout: tuple[torch.Size, tuple[int, ...]]
@@ -77,11 +78,11 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Data:
-    """An input that no call gave: the tensor without its graph, not copied."""
+    """An input that no call produced: the tensor without its graph, not copied."""
 
     tensor: Tensor
     version: int
-    is_leaf: bool  # gradients with respect to it may be asked for
+    is_leaf: bool  # gradients with respect to it may be computed
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Data":
@@ -99,11 +100,11 @@ class ForwardCall:
     """One forward pass.
 
     Attributes:
-        module: what was called.
-        inputs: what its arguments are made of.
-        structure: how they are made of it.
-        surroundings: what else the call depended on.
-        outputs: the tensors that it gave; None while it runs, and if it raised.
+        module: the module that was called.
+        inputs: the leaves of its arguments, tensors as data or placeholders.
+        structure: the tree structure of its arguments.
+        surroundings: the other state that the call depended on.
+        outputs: its output tensors; None while it runs or if it raised.
     """
 
     module: nn.Module
@@ -114,18 +115,18 @@ class ForwardCall:
 
     @property
     def needs(self) -> set[int]:
-        """The calls that gave its inputs."""
+        """The numbers of the calls that produced its inputs."""
         return {x.output.call for x in self.inputs if isinstance(x, _Given)}
 
     def run(self, given: dict[int, list[Tensor]], begin: Callable[[], object]) -> list[Tensor]:
-        """The tensors that the module gives now, with the same data.
+        """Rerun the module with the same data and return its output tensors.
 
         Args:
-            given: by number of an earlier call, what it gives now.
-            begin: called when all is as it was then.
+            given: the new outputs of earlier calls, by number.
+            begin: called when the state at the time of the call is restored.
 
         Raises:
-            NotRepeatable: the data were changed since, or `given` has another shape.
+            NotRepeatable: the data was changed since, or a tensor of `given` has another shape.
         """
         inputs = [x.again(given) if isinstance(x, _Data | _Given) else x for x in self.inputs]
         args, kwargs = tree_unflatten(inputs, self.structure)
@@ -135,7 +136,7 @@ class ForwardCall:
 
 
 class _Running(threading.local):
-    """The call that runs in a thread."""
+    """The number of the call that runs in a thread."""
 
     def __init__(self) -> None:
         self.call: int | None = None
@@ -143,16 +144,16 @@ class _Running(threading.local):
 
 @dataclass(eq=False)
 class ForwardCalls:
-    """Notes the forward passes of one step.
+    """Records the forward passes of one step.
 
     Attributes:
-        modules: all that may run in them.
-        parameters: ids of those that the step may change.
-        devices: those on which the modules may draw random numbers.
-        fail: called with the exception if noting fails; no more is noted then.
-        calls: those noted.
-        refusal: why they can't be run again.
-        counts: by path, how often a layer was called in each.
+        modules: all modules that may run in them.
+        parameters: ids of the parameters that the step may change.
+        devices: the devices on which the modules may draw random numbers.
+        fail: called with the exception if recording fails; recording then stops.
+        calls: the recorded calls.
+        refusal: the reason why they can't be rerun.
+        counts: by path, the number of calls of a layer in each forward pass.
     """
 
     modules: Collection[nn.Module]
@@ -164,11 +165,11 @@ class ForwardCalls:
     counts: dict[str, Counter[tuple[int, bool]]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
-    # What they gave, by where in memory it is.
+    # Outputs of the calls, by memory.
     _given: dict[StorageWeakRef, list[_Output]] = field(default_factory=lambda: defaultdict(list))
     _buffers: Buffers = field(default_factory=Buffers)
     _running: _Running = field(default_factory=_Running)
-    _first_open: int = 0  # of the calls since the last recomputation
+    _first_open: int = 0  # the first call since the last recomputation
     _recomputed: bool = False
 
     @property
@@ -183,10 +184,10 @@ class ForwardCalls:
         kwargs: dict[str, Any],
         around: Iterable[nn.Module],
     ) -> None:
-        """A module's forward begins, inside those of others."""
+        """Record that a module's forward begins inside those of other modules."""
         if self.refusal or is_wrapper(module) or not all(map(is_wrapper, around)):
             return
-        if torch._C._current_graph_task_id() != -1:  # a part of a call, once more
+        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes a part of a call
             self._recomputed = True
             return
         if self._recomputed:
@@ -200,17 +201,17 @@ class ForwardCalls:
             self.fail(error)
 
     def ended(self, module: nn.Module, output: Any, around: Iterable[nn.Module]) -> None:
-        """A module's forward has ended; `output` is None if it raised."""
+        """Record that a module's forward has ended; `output` is None if it raised."""
         number = self._running.call
         call = None if number is None else self.calls[number]
         if call is not None and module is call.module and all(map(is_wrapper, around)):
             self.end(output)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call begins.
+        """Record the beginning of a call.
 
         Raises:
-            NotRepeatable: an input can't be made again.
+            NotRepeatable: an input can't be recomputed.
         """
         leaves, structure = tree_flatten((args, kwargs))
         inputs = [self._input(x, module) if isinstance(x, Tensor) else x for x in leaves]
@@ -220,7 +221,7 @@ class ForwardCalls:
         self._running.call = len(self.calls) - 1
 
     def end(self, output: Any) -> None:
-        """The call that runs has ended."""
+        """Record the end of the running call."""
         number, self._running.call = self._running.call, None
         if number is not None and output is not None:
             found = enumerate(tensors_of(output))
@@ -230,26 +231,26 @@ class ForwardCalls:
                 self._given[given.memory].append(given)
 
     def place(self, path: str) -> CallPlace | None:
-        """The place of a layer's call that is made now; None where it can't be told."""
+        """Return the place of a layer's call that is being made, or None if it is ambiguous."""
         call = self._running.call
         recomputed = call is None
         if call is None:
             call = len(self.calls) - 1
-            if call != self._first_open:  # none, or a part of which one?
+            if call != self._first_open:  # no call, or several that may be recomputed
                 return None
         key, counts = (call, recomputed), self.counts[path]
         counts[key] += 1
         return CallPlace(*key, path, counts[key] - 1)
 
     def forget(self, path: str) -> None:
-        """There is no such layer after all."""
+        """Remove a layer that turned out not to exist."""
         self.counts.pop(path, None)
 
     def in_order(self, numbers: Iterable[int]) -> list[int]:
-        """These calls and those that gave their inputs.
+        """Return these calls and all calls that their inputs depend on, in order.
 
         Raises:
-            NotRepeatable: one of them did not end.
+            NotRepeatable: one of the calls did not end.
         """
         needed: set[int] = set()
         waiting = set(numbers)
@@ -263,10 +264,10 @@ class ForwardCalls:
         return sorted(needed)
 
     def _input(self, tensor: Tensor, module: nn.Module) -> _Data | _Given:
-        """An input: data, or what an earlier call gave.
+        """Return the record of an input: data, or an earlier call's output.
 
         Raises:
-            NotRepeatable: it was made of that by code outside.
+            NotRepeatable: code outside of the modules computed it from such an output.
         """
         for output in self._given.get(_memory(tensor), ()) if _has_memory(tensor) else ():
             if output.version == version(tensor):
@@ -281,7 +282,7 @@ class ForwardCalls:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of what a module gave."""
+    """Return the tensors in a module's output."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and _has_memory(x)]
 
 
@@ -298,7 +299,7 @@ def _offset(tensor: Tensor) -> int:
 
 
 def _depends_on(tensor: Tensor, parameters: Collection[int]) -> bool:
-    """Whether the tensor's graph leads to one of these parameters, by id."""
+    """Return whether the tensor's graph leads to one of these parameters, given by id."""
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""What the loss says in the forward passes of a step, of all samples together and of each."""
+"""The loss in the forward passes of a step: of all samples together and of each sample."""
 
 import copy
 from collections import defaultdict
@@ -19,19 +19,19 @@ from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import ThreadState
 
-# The module that computes the loss in the training loop, or: what a call of the model gave → loss
+# The module that computes the loss in the training loop, or: output of a model call → loss.
 LossOf = nn.Module | Callable[[Any], Tensor]
 
 
 @dataclass(eq=False)
 class Loss:
-    """What one call of the loss said.
+    """The result of one call of the loss.
 
     Attributes:
-        call: in, or as which of the forward passes.
-        whole: one number: of all samples.
-        samples: (B,); None where only the whole is known.
-        reached: a gradient came back to it.
+        call: the number of the forward pass that contains it or that it is.
+        whole: one number: the loss of all samples.
+        samples: (B,); None if only `whole` is known.
+        reached: whether a gradient arrived at it.
     """
 
     call: int
@@ -41,10 +41,10 @@ class Loss:
 
     @classmethod
     def of(cls, call: int, value: Any, samples: Tensor | None = None) -> "Loss":
-        """A loss as it was given: one number, or one for every sample (B, …).
+        """Return a loss from its value: one number, or one for every sample (B, …).
 
         Raises:
-            TypeError: it is no tensor.
+            TypeError: the value is not a tensor.
         """
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -58,16 +58,16 @@ class Loss:
 
 
 class Losses:
-    """Notes what the loss says while a step is taken, and when its forward passes run again.
+    """Records the loss during a step and when its forward passes are rerun.
 
     Args:
         loss: the loss.
-        model: whose output it is given, if it is a function.
-        calls: the forward passes; those of a module that computes the loss are noted there too.
-        fail: called with the exception if it can't be read.
+        model: the model whose output it gets, if it is a function.
+        calls: the forward passes; calls of a loss module are recorded there too.
+        fail: called with the exception if the loss can't be read.
 
     Attributes:
-        refusal: why there is no realised change of the loss.
+        refusal: the reason why there is no realised change of the loss.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Losses:
         self._fail = fail
         self._seen: list[Loss] = []
         self._again: list[Loss] = []
-        self._run = -1  # the number of the call that runs again
+        self._run = -1  # the number of the call that is rerun
         module = self._loss if isinstance(self._loss, nn.Module) else self._model
         ended, began = (Hook(self._guarded, body) for body in (self._ended, self._began))
         self._hooks = [ModuleHook(module, ended, before=False, always=True)]
@@ -92,28 +92,28 @@ class Losses:
             self._hooks.append(ModuleHook(module, began, before=True))
 
     def attach(self) -> None:
-        """Put hooks on; whatever comes of that, `detach` takes them off."""
+        """Register the hooks. `detach` removes them, even if this method raises."""
         for hook in self._hooks:
             hook.put_on()
 
     def detach(self) -> None:
-        """Take them off."""
+        """Remove the hooks."""
         call_all(*(hook.remove for hook in self._hooks))
 
     @property
     def needed(self) -> set[int]:
-        """The forward passes to run again: those whose loss made the gradient."""
+        """The forward passes to rerun: those whose loss a gradient reached."""
         return {loss.call for loss in self._seen if loss.reached}
 
     def runs_again(self, call: int) -> None:
-        """The next forward pass is this one, once more."""
+        """Announce which forward pass is rerun next."""
         self._run = call
 
     def change(self) -> tuple[Tensor, Tensor | None]:
-        """Mean change of the loss over its calls, and of every sample, (samples,).
+        """Return the mean change of the loss over its calls, and that of each sample, (samples,).
 
         Raises:
-            NotRepeatable: it was not seen, or not seen again, or can't be.
+            NotRepeatable: the loss was not seen, not seen again, or can't be rerun.
         """
         if self.refusal:
             raise NotRepeatable(self.refusal)
@@ -135,14 +135,14 @@ class Losses:
         return whole, torch.cat(samples) if len(samples) == len(pairs) else None
 
     def _began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The loss is called: by the training loop, or within a forward pass."""
+        """Record a call of the loss unless it is inside another recorded forward pass."""
         alone = self._calls.running is None and not is_rerun()
         if alone and torch.is_grad_enabled() and trains(args):
             self._begin(module, args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls.begin(module, args, kwargs)
-        if not self._calls.calls[-1].needs:  # of another model
+        if not self._calls.calls[-1].needs:  # the loss of another model
             self._calls.end(None)
             self._calls.calls.pop()
 
@@ -201,7 +201,7 @@ def _by_call(losses: list[Loss]) -> dict[int, list[Loss]]:
 
 
 def _of_samples(loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What one of torch's losses says of every sample; None of other modules."""
+    """Return a torch loss for each sample, or None for other modules."""
     if not isinstance(loss, _Loss) or loss.reduction == "none":
         return None
     twin = copy.copy(loss)

@@ -1,4 +1,4 @@
-"""The rows that were looked at in a step, while its forward passes run again."""
+"""Takes the sampled rows of a step again while its forward passes are rerun."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,28 +29,28 @@ from adiv_monitor.features.uses import Use
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
 
-# Of each call of a layer: where it was made, and the rows that were looked at.
+# The place of each call of a layer, and the rows that were sampled of it.
 Calls = Sequence[tuple[CallPlace | None, Rows]]
 
 
 class _Known(Layers):
-    """The layers that were seen at first, and no others."""
+    """The layers that were found in the step, without new ones."""
 
     def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
         return None
 
     def failed(self, path: str, error: Exception) -> None:
-        """It did not fail at first."""
+        """Raise the error: the same code did not fail in the step."""
         raise error
 
 
 class RerunRows:
-    """Sees the layers that another capture has seen, and takes z of some rows. See `Takes`.
+    """Finds the layers of a captured step in a rerun and takes z of its rows. See `Takes`.
 
     Args:
         model: the model.
-        selection: of the other.
-        first: the other, which watched the step.
+        selection: the selection of the captured step.
+        first: the capture of the step.
         wanted: the rows, by layer.
     """
 
@@ -79,32 +79,32 @@ class RerunRows:
         )
 
     def attach(self) -> None:
-        """Put the hooks on; whatever comes of that, `detach` takes them off."""
+        """Register the hooks. `detach` removes them, even if this method raises."""
         self._forwards.watch(self._watching)
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         call_all(self._watching.detach, self._forwards.remove)
 
     def begin(self, number: int) -> None:
-        """A forward pass begins, with the buffers in place that it will use."""
+        """Begin a forward pass, after the buffers that it uses are restored."""
         self._running = number
         self._provenance.start()
 
     @property
     def forward_passes(self) -> set[int]:
-        """The numbers of those in which wanted rows were."""
+        """The numbers of the forward passes that contain wanted rows."""
         return {place.call for place in self._rows}
 
     def gathered(self, path: str, counts: Mapping[tuple[int, bool], int]) -> Tensor:
-        """A layer's rows of z, call after call.
+        """Return a layer's rows of z, call after call.
 
         Args:
-            path: the layer.
-            counts: how often it was called in each of the forward passes at first.
+            path: the path of the layer.
+            counts: the number of calls of the layer in each forward pass of the step.
 
         Raises:
-            NotRepeatable: it was not called as it was at first.
+            NotRepeatable: the calls in the rerun differ from those in the step.
         """
         if path in self._lost:
             raise NotRepeatable(self._lost[path])
@@ -167,7 +167,7 @@ class RerunRows:
             self._take(layer, outputs.rows(tensors), recomputed=False)
 
     def _take(self, layer: Layer, z: Tensor, *, recomputed: bool) -> None:
-        """Take rows of z; what checkpointing recomputes runs without gradients here."""
+        """Take rows of z; `recomputed` marks checkpointed calls, which have no gradients here."""
         key, counts = (self._running, recomputed), self._counts[layer.path]
         counts[key] += 1
         place = CallPlace(*key, layer.path, counts[key] - 1)
@@ -181,15 +181,15 @@ class RerunRows:
 
 
 def _raised(error: Exception) -> None:
-    """No training step runs that it could take down."""
+    """Raise the error: no training step runs that it could disturb."""
     raise error
 
 
 def run_again(calls: ForwardCalls, rows: RerunRows, losses: Losses | None) -> None:
-    """Run the forward passes in which wanted rows were, and those of which the loss was made.
+    """Rerun the forward passes that contain wanted rows, and those that the loss depends on.
 
     Raises:
-        NotRepeatable: they can't be.
+        NotRepeatable: they can't be rerun.
     """
     if calls.refusal:
         raise NotRepeatable(calls.refusal)

@@ -1,1 +1,1 @@
-"""What weights are made of: parameters, pieces of them, and what is derived."""
+"""The provenance of weights: parameters, pieces of parameters, and tensors derived from them."""

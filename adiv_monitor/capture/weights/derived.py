@@ -1,8 +1,8 @@
-"""Weights that are made of parameters: how they change when those do, by making them once more.
+"""Weights that are computed from parameters, and their changes by recomputation.
 
-What made a weight Θ of the parameters θ is on the tape. Its change J t, J = ∂Θ/∂θ, to first order
-in a change t of θ, is taken by two backward passes through the same calls made again: what was made
-without gradients stays what it is, as it did for the gradient.
+The tape holds the calls that computed a weight Θ from the parameters θ. Its change J t, J = ∂Θ/∂θ,
+to first order in a change t of θ, is computed by two backward passes through the same calls, made
+again. Tensors that were computed without gradients stay constant, as they did for the gradient.
 """
 
 from collections import defaultdict
@@ -23,11 +23,11 @@ from adiv_monitor.rerun.nested import tensors_in
 
 
 class Derived:
-    """A tensor that calls have made of parameters.
+    """A tensor that recorded calls computed from parameters.
 
     Args:
-        ref: the tensor, as the tape knows it.
-        calls: what made it, in order.
+        ref: the tensor, as recorded on the tape.
+        calls: the calls that computed it, in order.
         pieces: all pieces of the step.
     """
 
@@ -38,12 +38,12 @@ class Derived:
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
-        """The pieces of parameters that went in, in the order in which they did."""
+        """The pieces of parameters that it is computed from, in order of use."""
         return tuple(dict.fromkeys(view.piece for view in self._views.values()))
 
     @cached_property
     def identity(self) -> object:
-        """The same functions, of the same pieces and of constants in the same places."""
+        """A value equal for the same functions of the same pieces, constants in the same places."""
         numbers: dict[int, int] = {}
 
         def told(ref: Ref) -> tuple[object, ...]:
@@ -59,11 +59,11 @@ class Derived:
 
     @property
     def is_view(self) -> bool:
-        """Never: its gradient is not that of the pieces."""
+        """Always False: its gradient is not that of the pieces."""
         return False
 
     def is_as(self, other: Source | None) -> bool:
-        """Whether the constants are the same too, and no random numbers went in."""
+        """Return whether the constants are the same too and no random numbers are involved."""
         if other is self:
             return True
         random = any(call.randomness for call in self._calls)
@@ -71,7 +71,7 @@ class Derived:
 
     @cached_property
     def _constants(self) -> list[tuple[object, ...]]:
-        """Which memory they are in, and which version of that."""
+        """The memory of each constant, and the version of that memory."""
         roots = (ref.root for ref in _refs(self._ref, self._calls))
         constants = ((root.constant, root.version) for root in roots if root.constant is not None)
         return [
@@ -80,20 +80,20 @@ class Derived:
         ]
 
     def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """J t for the change t = `parts`.
+        """Return J t for the change t = `parts`.
 
         Raises:
-            Refused: a function can't be made again, or its backward pass is not differentiable.
+            Refused: a function can't be called again, or its backward pass is not differentiable.
         """
         leaves = {piece.key: _before(piece, taken).requires_grad_() for piece in self.pieces}
         with self._differentiable():
             return _moved(self._made_again(leaves), leaves, parts)
 
     def probed(self, draw: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Two tensors v, each with JJᵀv: how the tensor moves when v is its gradient.
+        """Return two tensors v, each with JJᵀv: the tensor's move when v is its gradient.
 
         Args:
-            draw: makes a v like the tensor that it is given.
+            draw: (tensor) → a random v of the same shape.
 
         Raises:
             Refused: see `of`.
@@ -115,7 +115,7 @@ class Derived:
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """Calls are made again here, and differentiated."""
+        """Enable gradients, and refuse functions that can't be called again or differentiated."""
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunction():
                 yield
@@ -127,7 +127,7 @@ class Derived:
             ) from error
 
     def _made_again(self, leaves: Parts) -> Tensor:
-        """The tensor, of other values of the pieces."""
+        """Recompute the tensor from other values of the pieces."""
         written = frozenset[int]().union(*(call.written for call in self._calls))
         memory: dict[int, Tensor] = {}
 
@@ -152,7 +152,7 @@ class Derived:
 
 
 def _moved(made: Tensor, leaves: Parts, parts: Parts) -> Tensor:
-    """J t, J = ∂made/∂leaves, t = parts."""
+    """Return J t with J = ∂made/∂leaves and t = parts."""
     if not made.requires_grad:
         return torch.zeros_like(made)
     (moved,) = pushed_forward([made], [*leaves.values()], [parts[key] for key in leaves])
@@ -166,7 +166,7 @@ def _refs(ref: Ref, calls: Sequence[Recorded]) -> Iterator[Ref]:
 
 
 def _views(refs: Iterable[Ref], pieces: Pieces) -> dict[Ref, View]:
-    """What the references to parameters are; with pieces that don't overlap."""
+    """Return the view for each reference to a parameter, with pieces that don't overlap."""
     of_parameters: dict[nn.Parameter, list[Ref]] = defaultdict(list)
     for ref in refs:
         if ref.root.parameter is not None:
@@ -183,7 +183,7 @@ def _views(refs: Iterable[Ref], pieces: Pieces) -> dict[Ref, View]:
 
 
 def _before(piece: Piece, taken: Parts) -> Tensor:
-    """The piece as it was when the tensor was made, in the precision of the measures."""
+    """Return the piece when the tensor was computed, in compute precision."""
     now = to_compute_dtype(piece.value())
     return now + taken[piece.key] if piece.key in taken else now
 
@@ -196,7 +196,7 @@ def _constant(root: Root) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The tensor as the recorded one lay in memory, so that views of that hold for it too."""
+    """Return the tensor with the memory layout of the recorded one, so that its views apply."""
     if tensor.stride() == stride:
         return tensor
     like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)

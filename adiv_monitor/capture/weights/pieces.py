@@ -1,4 +1,4 @@
-"""What a layer trains: parameters, or pieces of them, and how its weight is made of those."""
+"""The pieces of parameters that a layer trains, and how its weight is computed from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ NOTHING: Parts = {}
 
 @dataclass(frozen=True)
 class Strides:
-    """How a view lies in its parameter's memory."""
+    """The position of a view in its parameter's memory."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,18 +30,18 @@ class Strides:
 
     @classmethod
     def between(cls, view: Tensor, whole: Tensor) -> "Strides":
-        """How a view lies in the memory of the tensor that it is a view of."""
+        """Return the position of a view in the memory of the tensor that it views."""
         offset = int(view.storage_offset()) - int(whole.storage_offset())
         return cls(tuple(view.shape), view.stride(), offset)
 
     @property
     def repeats(self) -> bool:
-        """Whether it shows an entry several times."""
+        """Whether the view contains an entry several times."""
         return any(s == 0 and n > 1 for n, s in zip(self.size, self.stride, strict=True))
 
     @property
     def contiguous_range(self) -> tuple[int, int] | None:
-        """From where to where it lies in memory, if without a gap."""
+        """The start and end of the view in memory if it has no gaps, else None."""
         expected = 1
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=itemgetter(1)):
             if size > 1 and stride != expected:
@@ -50,7 +50,7 @@ class Strides:
         return self.offset, self.offset + prod(self.size)
 
     def of(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The view of a tensor that is shaped like the parameter."""
+        """Return the same view of a tensor that is shaped like the parameter."""
         if tensor.stride() != parameter.stride():
             like = torch.empty_strided(
                 parameter.size(), parameter.stride(), dtype=tensor.dtype, device=tensor.device
@@ -65,8 +65,8 @@ class Piece:
 
     Attributes:
         parameter: the parameter.
-        key: tells pieces apart.
-        view: which part; None: all of it.
+        key: identifies the piece.
+        view: the part of the parameter; None: all of it.
     """
 
     parameter: nn.Parameter
@@ -75,7 +75,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Which rows of the parameter it is, as in Python; "" if all."""
+        """The parameter's rows in the piece, in Python's notation; "" if it has all rows."""
         if self.view is None:
             return ""
         row = self.parameter.stride(0)
@@ -85,12 +85,12 @@ class Piece:
         return f"[{within[0] // row}:{within[1] // row}]"
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor that is shaped like the parameter."""
+        """Return the piece of a tensor that is shaped like the parameter."""
         return tensor if self.view is None else self.view.of(tensor, self.parameter)
 
     @property
     def contiguous_range(self) -> tuple[int, int] | None:
-        """From where to where it lies in this rank's part; None if not in one contiguous range."""
+        """The start and end of the piece in this rank's part; None if it is not contiguous."""
         assert self.view is not None
         within, part = self.view.contiguous_range, range_of_part(self.parameter)
         if within is None or part is None:
@@ -99,7 +99,7 @@ class Piece:
         return first, last
 
     def own(self, part: Tensor) -> Tensor:
-        """The piece of what this rank holds of such a tensor: all, or its part."""
+        """Return the piece of this rank's part of such a tensor."""
         if self.view is None:
             return part
         if not is_shard(self.parameter):
@@ -109,17 +109,17 @@ class Piece:
         return part.reshape(-1)[first:last]
 
     def value(self) -> Tensor:
-        """The piece as it is now, as far as this rank holds it."""
+        """Return the current value of the piece, as far as this rank holds it."""
         part = part_of(self.parameter)
         return part if self.view is None else self.own(part)
 
     def gradient(self) -> Tensor:
-        """∂L/∂θ of the piece as it stands in `.grad`; zeros where there is none. See `value`."""
+        """Return ∂L/∂θ of the piece from `.grad`, or zeros if there is none. See `value`."""
         return self.own(gradient(self.parameter))
 
 
 class Source(Protocol):
-    """What a tensor that a function got is made of."""
+    """Describes how a function's argument is computed from pieces of parameters."""
 
     @property
     def pieces(self) -> Sequence[Piece]:
@@ -128,36 +128,36 @@ class Source(Protocol):
 
     @property
     def identity(self) -> object:
-        """Equal for tensors that are made alike of the same pieces."""
+        """A value equal for tensors that are computed alike from the same pieces."""
         ...
 
     @property
     def is_view(self) -> bool:
-        """Whether its entries are entries of a piece, so that its gradient is theirs."""
+        """Whether its entries are entries of a piece, so that it has the same gradient."""
         ...
 
     def is_as(self, other: "Source | None") -> bool:
-        """Whether it changes as another one of the same identity does."""
+        """Return whether it changes like another source of the same identity."""
         ...
 
     def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """How the tensor changes, to first order, when the pieces change by `parts`.
+        """Return the first-order change of the tensor when the pieces change by `parts`.
 
         Args:
             parts: a change of the pieces.
-            taken: what a step took away from the pieces since the tensor was made: the change is
-                to start from where they were.
+            taken: what a step subtracted from the pieces since the tensor was computed: the change
+                starts from the values before the step.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A piece as it is, or all of it in another shape.
+    """A piece, or all of it in another shape.
 
     Attributes:
         piece: the piece.
-        strides: how it lies in the piece's memory; None: as the piece itself.
+        strides: the position in the piece's memory; None: as the piece itself.
     """
 
     piece: Piece
@@ -165,36 +165,36 @@ class View:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """The one."""
+        """A tuple of the single piece."""
         return (self.piece,)
 
     @property
     def identity(self) -> object:
-        """The same view of the same piece."""
+        """A value equal for the same view of the same piece."""
         return self.piece.key, self.strides
 
     @property
     def is_view(self) -> bool:
-        """Always."""
+        """Always True: a view has the gradient of its entries."""
         return True
 
     def is_as(self, other: Source | None) -> bool:
-        """Always."""
+        """Return True: views of the same identity always change alike."""
         return True
 
     def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """The same view of the piece's change, wherever that starts."""
+        """Return the same view of the piece's change, regardless of `taken`."""
         part = parts[self.piece.key]
         return part if self.strides is None else self.strides.of(part, self.piece.parameter)
 
 
 @dataclass(frozen=True, eq=False)
 class ConcatenatedParameters:
-    """Several pieces, one after the other in one vector.
+    """Several pieces, concatenated into one vector.
 
     Attributes:
         pieces: the pieces.
-        through: the module that they are measured through.
+        through: the module through which they are measured.
     """
 
     pieces: Sequence[Piece]
@@ -202,44 +202,44 @@ class ConcatenatedParameters:
 
     @property
     def identity(self) -> object:
-        """The same pieces through the same."""
+        """A value equal for the same pieces and the same module."""
         return self.through, tuple(piece.key for piece in self.pieces)
 
     @property
     def is_view(self) -> bool:
-        """The gradient of the vector is that of the pieces."""
+        """Always True: the gradient of the vector is that of the pieces."""
         return True
 
     def is_as(self, other: Source | None) -> bool:
-        """It is made of nothing else."""
+        """Return True: the vector depends on nothing but the pieces."""
         return True
 
     def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """All their changes in a vector (P,)."""
+        """Return the changes of all pieces as one vector (P,)."""
         return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
 
 
 class Pieces:
-    """All pieces of a step: the same one for the same part of a parameter."""
+    """All pieces of a step, with one object for each part of a parameter."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[int, Strides | None], Piece] = {}
         self._whole: dict[int, View] = {}
 
     def of(self, parameter: nn.Parameter, view: Strides | None = None) -> Piece:
-        """The piece."""
+        """Return the piece for a parameter or a part of it."""
         key = id(parameter), view
         if key not in self._pieces:
             self._pieces[key] = Piece(parameter, len(self._pieces), view)
         return self._pieces[key]
 
     def source(self, tensor: Tensor, parameter: nn.Parameter, whole: Tensor) -> View | None:
-        """What a parameter, or a view of it, is; None for views that repeat entries.
+        """Return the source of a parameter or of a view of it; None for views that repeat entries.
 
         Args:
-            tensor: the one or the other.
+            tensor: the parameter or the view.
             parameter: the parameter.
-            whole: it, or what stands in for it while its module runs.
+            whole: the parameter, or the unsharded one in its place while its module runs.
         """
         if tensor is whole:
             return self.whole(parameter)
@@ -247,27 +247,27 @@ class Pieces:
         return None if strides.repeats else self.view(parameter, strides)
 
     def whole(self, parameter: nn.Parameter) -> View:
-        """A parameter as it is."""
+        """Return a parameter as a source without changes."""
         if id(parameter) not in self._whole:
             self._whole[id(parameter)] = View(self.of(parameter))
         return self._whole[id(parameter)]
 
     def view(self, parameter: nn.Parameter, strides: Strides) -> View:
-        """A view of a parameter; of a part of it, that part is the piece."""
+        """Return a view of a parameter; if it shows only a part, that part is the piece."""
         if prod(strides.size) == parameter.numel():
             return View(self.of(parameter), strides)
         return View(self.of(parameter, strides))
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    """∂L/∂θ as it stands in `.grad`, or this rank's part; zeros where there is none."""
+    """Return ∂L/∂θ from `.grad`, or this rank's part; zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros_like(part_of(parameter))
     return gradient_part(parameter.grad, parameter)
 
 
 def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:
-    """How many entries of the parameter lie in one of the pieces at least."""
+    """Return how many entries of the parameter lie in at least one of the pieces."""
     views = {piece.view for piece in pieces}
     if None in views:
         return parameter.numel()
@@ -275,7 +275,7 @@ def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:
 
 
 def overlap(parameter: nn.Parameter, pieces: Sequence[Piece]) -> bool:
-    """Whether several layers use the same entries: one piece for each use."""
+    """Return whether several layers use the same entries, given one piece for each use."""
     if len(pieces) < 2:
         return False
     views = [piece.view for piece in pieces if piece.view is not None]

@@ -1,4 +1,4 @@
-"""What in a forward pass is made of the model alone, and of which parameters: all else is data."""
+"""The provenance of tensors in a forward pass: computed from the model alone, or data."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -20,12 +20,12 @@ class Provenance:
     Args:
         model: the model.
         trained: the parameters to measure.
-        pieces: that are known already.
+        pieces: the pieces that are known already.
 
     Attributes:
-        tape: the calls that make tensors of parameters.
-        pieces: of the parameters.
-        any_apart: ranks may have parts of parameters.
+        tape: the calls that compute tensors from parameters.
+        pieces: the pieces of the parameters.
+        any_apart: whether parameters may be partitioned across ranks.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Provenance:
         self.start()
 
     def start(self) -> None:
-        """Know of nothing but what the model holds now."""
+        """Reset to the tensors that the model holds now."""
         model = self._model
-        # As `model.parameters()` and `model.buffers()`, through the modules once.
+        # Equals `model.parameters()` and `model.buffers()` in one traversal of the modules.
         held: dict[int, nn.Parameter] = {}
         held_buffers: dict[int, Tensor] = {}
         for module in model.modules():
@@ -59,27 +59,27 @@ class Provenance:
         self._stand_ins: dict[int, nn.Parameter] = {}
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What was used in place of a sharded parameter; None if that is not one."""
+        """Return the unsharded parameter used in place of a sharded one; None if it has none."""
         return self._stand_ins.get(id(parameter))
 
     def waiting(self, parameter: nn.Parameter) -> Callable[[], bool]:
-        """See `shards.waiting`."""
+        """Return a check for gradients that are pending; see `shards.waiting`."""
         return waiting(self._model, parameter)
 
     @property
     def sharded(self) -> Iterable[nn.Parameter]:
-        """The sharded parameters that something was used in place of."""
+        """The sharded parameters with an unsharded one in their place."""
         return [self._trained[key] for key in self._stand_ins]
 
     def buffer(self, value: object) -> Tensor | None:
-        """The buffer of the model that this is, or is a view of; None if it is not."""
+        """Return the buffer of the model that a value is or views, or None."""
         if not isinstance(value, Tensor):
             return None
         base = value if value._base is None else value._base
         return base if id(base) in self._buffers else None
 
     def of_model(self, value: object) -> bool:
-        """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
+        """Return whether a value is no data: it depends on the model and constants alone."""
         if id(value) in self._held or not isinstance(value, Tensor):
             return True
         made = self._made.get(id(value))
@@ -91,7 +91,7 @@ class Provenance:
         return not self._is_spent(value) and self.of_model(base)
 
     def _stands_in(self, value: Tensor) -> bool:
-        """Whether it is what a module holds in place of a sharded parameter; known from now on."""
+        """Return whether it is used in place of a sharded parameter, and remember it if so."""
         parameter = self._standing.of(value)
         if parameter is None:
             return False
@@ -103,11 +103,11 @@ class Provenance:
         return True
 
     def is_trained(self, value: Tensor) -> bool:
-        """Whether it depends on a parameter to measure, and on no data."""
+        """Return whether it depends on a parameter to measure and on no data."""
         return bool(self.parameters_of(value))
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
-        """Ids of the parameters to measure that it is made of, if of no data."""
+        """Return ids of the parameters to measure that it depends on, if it depends on no data."""
         if not value.requires_grad:
             return ()
         if self._trained.get(id(value)) is value:
@@ -123,16 +123,16 @@ class Provenance:
         return self.tape.parameters_of(whole) if known is None else (id(known),)
 
     def source(self, value: Tensor | None) -> Source | None:
-        """Of which parameters it is made, and how; None if of none that are measured.
+        """Return how a tensor is computed from measured parameters; None if it is not.
 
         Raises:
-            Refused: its memory is read as numbers of another type, or it is no part of a sharded
-                parameter as that lies in memory.
+            Refused: its memory is read as another dtype, or it is not a contiguous part of a
+                sharded parameter.
         """
         if value is None:
             return None
         parameter = self._trained.get(id(value))
-        if parameter is not None and parameter is value and value.requires_grad:  # as most are
+        if parameter is not None and parameter is value and value.requires_grad:  # most are
             return self.pieces.whole(parameter)
         if not self.is_trained(value):
             return None
@@ -157,14 +157,14 @@ class Provenance:
         return source
 
     def remember(self, result: object) -> None:
-        """What a function made of the model alone."""
+        """Remember a result that was computed from the model alone."""
         for tensor in tensors_in(result):
             for known in (tensor, whole_of(tensor)):
                 if id(known) not in self._held:
                     self._made[id(known)] = weakref.ref(known)
 
     def forget(self, tensor: Tensor) -> None:
-        """Data was written into it; a buffer stays the model's, unless it leads to parameters."""
+        """Forget a tensor that data was written to; buffers stay unless they lead to parameters."""
         whole = whole_of(tensor)
         for known in (tensor, whole):
             self._made.pop(id(known), None)
@@ -173,21 +173,21 @@ class Provenance:
         self.tape.forget(whole)
 
     def spend(self, result: object, *, written: bool) -> None:
-        """What a function gave is data now: there was data in it, or a use of it is noted.
+        """Count the result as data from here on: an input was data, or its use is already recorded.
 
         Args:
-            result: a tensor, mostly.
-            written: it is what the function was given, and wrote to.
+            result: the result, usually a tensor.
+            written: whether the result is an argument that the function wrote to.
         """
         if not isinstance(result, Tensor):
             return
         if written:
             self.forget(result)
-        elif result._base is not None:  # a parameter that was expanded
+        elif result._base is not None:  # an expanded parameter
             self._expanded[id(result._base)] = weakref.ref(result._base)
 
     def _is_spent(self, view: Tensor) -> bool:
-        """Whether it shows entries of an expanded parameter again and again."""
+        """Return whether it is a repeating view of an expanded parameter."""
         whole = view._base
         if whole is None or id(whole) not in self._expanded:
             return False

@@ -1,8 +1,8 @@
-"""Parameters of which each rank holds a part: what that part is, and the whole.
+"""Parameters that are partitioned across ranks: this rank's part, and the unsharded parameter.
 
-Such a parameter is a `DTensor`, whose local tensor is the part. With FSDP2 whole ones stand in for
-them while a module runs, so what a forward pass uses is not what the optimizer steps. With tensor
-parallelism they are never whole: each rank computes with its part (`Peers`).
+Such a parameter is a `DTensor`, whose local tensor is this rank's part. FSDP2 replaces it by an
+unsharded parameter while a module runs, so a forward pass uses another tensor than the optimizer.
+With tensor parallelism it is never unsharded: each rank computes with its part (`Peers`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,28 +14,28 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.world import world_size
 
-_WHOLE = (Tensor, nn.Parameter)  # which most are: asked first, as it costs least
+_WHOLE = (Tensor, nn.Parameter)  # most tensors; checked first, since it is cheapest
 
 
 def is_shard(tensor: object) -> bool:
-    """Whether this rank holds but a part of it."""
+    """Return whether a tensor is partitioned, so that this rank holds only a part."""
     return type(tensor) not in _WHOLE and hasattr(tensor, "full_tensor")
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without its graph: all, or its part."""
+    """Return this rank's part of a tensor, or all of it if unsharded, without its graph."""
     if type(tensor) not in _WHOLE and is_shard(tensor):
-        with torch.no_grad():  # where a sum is detached first, its terms may be added up
+        with torch.no_grad():  # detaching a sum first could reduce it
             tensor = tensor.to_local()  # type: ignore[attr-defined]
     return tensor.detach()
 
 
 def sharded_as(part: Tensor, like: Tensor) -> Any:
-    """A part as one of those of a whole, which its `full_tensor` makes: a collective of all.
+    """Return a part as a sharded tensor; its `full_tensor` is a collective of all ranks.
 
     Args:
-        part: what this rank holds.
-        like: a sharded tensor that lies on the ranks as this one does.
+        part: the part that this rank holds.
+        like: a sharded tensor with the same placement.
     """
     from torch.distributed.tensor import DTensor  # not in every build of torch
 
@@ -48,23 +48,24 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
 
 
 def same_on(whole: Tensor, mesh: Any) -> Any:
-    """A tensor that all ranks of a mesh have, as one that lies on them."""
+    """Return a tensor that all ranks of a mesh have as a replicated `DTensor` on it."""
     from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
 
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def is_sum(tensor: object) -> bool:
-    """Whether it is what the ranks' tensors add up to, and nobody has added them up yet."""
+    """Return whether the ranks hold partial sums of the tensor that are not reduced yet."""
     if type(tensor) in _WHOLE:
         return False
     return is_shard(tensor) and any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def lies_apart(gradient: object, parameter: object) -> bool:
-    """Whether this rank has less of a gradient than of its parameter: a term of it, or a part.
+    """Return whether a gradient is partitioned differently from its parameter.
 
-    Of a part of a parameter a backward pass may leave the gradient of all, too.
+    The rank then holds a partial sum or another part. A replicated gradient does not count, as a
+    backward pass may leave one for a sharded parameter.
     """
     if type(gradient) in _WHOLE or not (is_shard(gradient) and is_shard(parameter)):
         return False
@@ -73,7 +74,7 @@ def lies_apart(gradient: object, parameter: object) -> bool:
 
 
 def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank holds of a gradient: as it does of the parameter, if it has that much."""
+    """Return this rank's part of a gradient, with the parameter's placement where possible."""
     if type(gradient) in _WHOLE:
         return gradient.detach()
     if is_shard(gradient) and is_shard(parameter) and not lies_apart(gradient, parameter):
@@ -84,11 +85,11 @@ def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that are given the same data, since each computes with parts of parameters.
+    """The ranks that get the same data because each computes with parts of the parameters.
 
     Attributes:
-        mesh: they, in one dimension: a `DeviceMesh`.
-        placements: by id of a parameter that is spread over them, how it lies on them.
+        mesh: the one-dimensional `DeviceMesh` of these ranks.
+        placements: id of a parameter that is partitioned across them → its placements.
     """
 
     mesh: Any
@@ -96,34 +97,34 @@ class Peers:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of these ranks."""
         return int(self.mesh.size())
 
     @property
     def place(self) -> int:
-        """Which of them this rank is."""
+        """The position of this rank among them."""
         return int(self.mesh.get_local_rank())
 
     @property
     def first(self) -> int:
-        """The rank of the first one, among all ranks."""
+        """The global rank of the first of them."""
         return int(self.mesh.mesh.flatten()[0])
 
     def share(self, rows: int, dealt: int = 0) -> slice:
-        """Which of so many rows this rank looks at: they are dealt out one by one.
+        """Return this rank's rows: rows are partitioned across the ranks one by one in turn.
 
         Args:
-            rows: how many.
-            dealt: how many others were dealt out before.
+            rows: the number of rows.
+            dealt: the number of rows that were partitioned before.
         """
         return slice((self.place - dealt) % self.count, rows, self.count)
 
     def hold(self, tensor: object) -> bool:
-        """Whether it lies on these ranks."""
+        """Return whether a tensor is placed on these ranks."""
         return is_shard(tensor) and tensor.device_mesh == self.mesh  # type: ignore[attr-defined]
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this rank computes with of a tensor that lies as a parameter does."""
+        """Return this rank's part of a tensor that is placed like a parameter."""
         placements = self.placements.get(id(parameter))
         if placements is None:
             return whole
@@ -132,14 +133,14 @@ class Peers:
 
 
 def peers(model: nn.Module) -> Peers | None:
-    """The ranks among which parameters are spread that are never whole; None: there are none.
+    """Return the ranks across which never unsharded parameters are partitioned, or None.
 
-    Where groups of them differ from parameter to parameter, those of the first.
+    If parameters have different groups of ranks, the group of the first parameter counts.
     """
     if not _together():
         return None
     spread: dict[int, tuple[Any, Any]] = {}
-    for _, held in _managed(model):  # over others too, which make them less spread at times
+    for _, held in _managed(model):  # FSDP partitions them across other ranks too
         known = "_unsharded_dtensor_spec", "_tp_spec"  # the second before torch 2.14
         spec = next((s for name in known if (s := getattr(held, name, None)) is not None), None)
         if spec is not None:
@@ -156,7 +157,7 @@ def peers(model: nn.Module) -> Peers | None:
 
 
 def holders(tensor: Tensor) -> int:
-    """How many ranks hold the same as this one does of a tensor."""
+    """Return how many ranks hold the same part of a tensor as this one."""
     if not is_shard(tensor):
         return world_size()
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -167,7 +168,7 @@ def holders(tensor: Tensor) -> int:
 
 
 def range_of_part(tensor: Tensor) -> tuple[int, int] | None:
-    """The contiguous range of the part in the memory of the whole; None if it is not in one."""
+    """Return the part's contiguous range in the unsharded tensor's memory, or None."""
     whole, parts, place, last = tensor.shape[0], 1, 0, 0
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     for dimension, placement in enumerate(placements):
@@ -182,12 +183,12 @@ def range_of_part(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _together() -> bool:
-    """Whether ranks train together; one alone has no part of anything."""
+    """Return whether there is a process group; without one, nothing is partitioned."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def gives_back(module: nn.Module) -> bool:
-    """Whether a module has whole parameters only until its forward hooks run."""
+    """Return whether a module reshards its parameters in a forward hook (FSDP2)."""
     if not _together():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -196,18 +197,19 @@ def gives_back(module: nn.Module) -> bool:
 
 
 def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
-    """By id of a whole parameter, the sharded one that it stands in for, of any that there are yet.
+    """Return the sharded parameters by the ids of the unsharded ones that exist now.
 
-    Some modules hold them until the next backward pass, as an evaluation has left them.
+    Some modules keep unsharded parameters until the next backward pass, for example after an
+    evaluation.
     """
     return {id(getattr(x, "_unsharded_param", None)): x.sharded_param for _, x in _managed(model)}
 
 
 def waiting(model: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
-    """Tells whether earlier passes left a gradient that has not come to a sharded parameter yet.
+    """Return a function that tells whether a gradient has not reached a sharded parameter yet.
 
-    It stays with the whole one, or in a wider type beside it, until ranks average it; or, where
-    groups of ranks hold the same, within a group until these do.
+    Such a gradient stays with the unsharded parameter, or in a wider dtype beside it, until the
+    ranks average it. With replicated shards, it stays within a group until the groups average it.
     """
     for group, held in _managed(model):
         if held.sharded_param is parameter:
@@ -219,7 +221,7 @@ def waiting(model: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
 
 
 def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """What torch knows of the sharded parameters of a model: of their group, and of each."""
+    """Yield torch's FSDP records of a model's sharded parameters: of the group and of each."""
     for module in _giving_back(model):
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
@@ -229,31 +231,31 @@ def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _giving_back(model: nn.Module) -> list[nn.Module]:
-    """The modules that have whole parameters at times; of one rank alone none."""
+    """Return the modules that unshard parameters temporarily; none without a process group."""
     if not _together():
         return []
     return [module for module in model.modules() if gives_back(module)]
 
 
 def managed(model: nn.Module) -> set[int]:
-    """Ids of the sharded parameters that modules of a model make whole when they run."""
+    """Return ids of the sharded parameters that a model's modules unshard when they run."""
     shards = {id(p) for module in _giving_back(model) for p in module.parameters() if is_shard(p)}
     return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
 def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | None) -> str | None:
-    """Why a sharded parameter can't be measured; None if it can.
+    """Return why a sharded parameter can't be measured, or None if it can.
 
     Args:
         parameter: the parameter.
-        managed: ids of those that modules make whole when they run.
+        managed: ids of the parameters that modules unshard when they run.
         peers: see `peers`.
     """
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     split = [placement for placement in placements if not placement.is_replicate()]
     is_parallel = peers is not None and id(parameter) in peers.placements
     if id(parameter) in managed:
-        alike = 1 if peers is None or is_parallel else peers.count  # groups that do the same
+        alike = 1 if peers is None or is_parallel else peers.count  # groups that compute the same
         if len(split) > 1 + is_parallel or alike * mesh.size() != world_size():
             return "is spread over the ranks in more ways than FSDP and one of another kind"
     elif not is_parallel:
@@ -265,7 +267,7 @@ def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | Non
 
 
 class Standing:
-    """Finds the whole parameters that stand in for sharded ones while modules run.
+    """Finds the unsharded parameters that replace sharded ones while modules run.
 
     Args:
         model: the model.
@@ -281,7 +283,7 @@ class Standing:
         ]
 
     def of(self, tensor: object) -> nn.Parameter | None:
-        """The sharded parameter that a whole one stands in for; None if it is none."""
+        """Return the sharded parameter that an unsharded one replaces, or None."""
         if not self._places or not isinstance(tensor, nn.Parameter):
             return None
         for module, name, parameter in self._places:

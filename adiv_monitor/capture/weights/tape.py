@@ -1,8 +1,8 @@
-"""The calls of functions by which tensors are made of parameters alone, as they were made.
+"""Records the calls of functions that compute tensors from parameters alone.
 
-A weight that a function gets is often no parameter: 1 + p, W/σ(W), W + s·B A, a clone that was
-edited in place. What made it is written down here: functions, and which tensors they were given. No
-result is kept, and no graph.
+A weight that a function gets is often not a parameter: 1 + p, W/σ(W), W + s·B A, or a clone that
+was edited in place. The tape records the functions that computed it and their input tensors. It
+keeps no results and no graph.
 """
 
 import weakref
@@ -27,21 +27,21 @@ from adiv_monitor.rerun.randomness import Randomness
 Function = Callable[..., Any]
 
 _CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
-# These take no more of a tensor than its form.
+# These functions use only shape, dtype and device of a tensor.
 _FORMS = ("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty")
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """A tensor with memory of its own, in which others are views.
+    """A tensor with memory of its own, which others may be views of.
 
     Attributes:
-        key: tells roots apart.
-        stride: how it lies in memory.
-        parameter: the trained parameter that it is.
-        constant: its value, if no parameter had a part in it when it was first given to a call.
-        version: of the constant's memory, which grows when something writes to that.
+        key: identifies the root.
+        stride: its strides.
+        parameter: the trained parameter, if the root is one.
+        constant: its value, if it depended on no parameter when it was first passed to a call.
+        version: the version of the constant's memory; every write increases it.
     """
 
     key: int
@@ -53,13 +53,13 @@ class Root:
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor that a call was given: a root, or a view of it."""
+    """A tensor that was passed to a call: a root, or a view of it."""
 
     root: Root
     strides: Strides | None = None
 
     def of(self, memory: Tensor) -> Tensor:
-        """The same view of what stands for the root."""
+        """Return the same view of a tensor that stands for the root."""
         if self.strides is None:
             return memory
         size, stride, offset = self.strides.size, self.strides.stride, self.strides.offset
@@ -71,17 +71,17 @@ class Recorded:
     """A call of a function.
 
     Attributes:
-        number: its place in the order of calls.
-        function: what was called.
-        name: the function's.
+        number: its position in the order of calls.
+        function: the function.
+        name: the name of the function.
         args: its arguments, with a `Ref` for each tensor.
         kwargs: see args.
         reads: those `Ref`s.
-        made: the roots that its results have brought, in their order; None: a constant, a view.
-        written: keys of the roots in whose memory it wrote.
-        gradients: gradients were recorded.
-        randomness: where the random numbers stood before it, if it drew any.
-        drawn_for: the type of number that they were drawn for.
+        made: the new root of each result, in order; None: the result is a constant or a view.
+        written: keys of the roots whose memory it wrote to.
+        gradients: whether gradients were enabled.
+        randomness: the state of the random numbers before the call, if it drew any.
+        drawn_for: the dtype for which they were drawn.
     """
 
     number: int
@@ -97,7 +97,7 @@ class Recorded:
     drawn_for: torch.dtype | None
 
     def again(self, tensor_of: Callable[[Ref], Tensor]) -> Any:
-        """Make the call once more, with other tensors; of random numbers, the same."""
+        """Make the call again with other tensors and the same random numbers."""
 
         def given(ref: Ref) -> Tensor:
             tensor = tensor_of(ref)
@@ -125,12 +125,12 @@ class Pending:
 
 
 class Tape:
-    """Records calls that make tensors of parameters.
+    """Records calls that compute tensors from parameters.
 
     Args:
         trained: the parameters to measure, by id.
-        parameters: all of the model, others of which may change before the step is measured.
-        buffers: those of the model, likewise.
+        parameters: all parameters of the model; all may change before the step is measured.
+        buffers: all buffers of the model, which may change too.
     """
 
     def __init__(
@@ -141,26 +141,26 @@ class Tape:
     ) -> None:
         self._trained = trained
         self._buffers = {id(buffer) for buffer in buffers}
-        # The optimizer writes here.
+        # The optimizer writes to this memory.
         changing = (p for p in parameters if p.requires_grad and not is_lazy(p))
         self._changing = {memory_of(p) for p in changing}
         self._roots: dict[int, tuple[weakref.ref[Tensor], Root]] = {}
-        self._touching: dict[int, list[Recorded]] = defaultdict(list)  # what made or wrote a root
-        self._parameters: dict[int, frozenset[int]] = {}  # by root: ids of those it depends on
+        self._touching: dict[int, list[Recorded]] = defaultdict(list)  # by root
+        self._parameters: dict[int, frozenset[int]] = {}  # by root, ids
         self._ended: dict[int, str] = {}
         self._keys, self._numbers = count(), count()
 
     def parameters_of(self, tensor: Tensor) -> frozenset[int]:
-        """Ids of the trained parameters that the tensor is made of, by calls that were recorded."""
+        """Return ids of the trained parameters that the tensor was computed from."""
         root = self._known(whole_of(tensor))
         return frozenset() if root is None else self._parameters_of(root)
 
     def ended_in(self, parameter: Tensor) -> str | None:
-        """The last function that made something of a parameter, without data."""
+        """Return the last recorded function that took a parameter; None: there is none."""
         return self._ended.get(id(parameter))
 
     def forget(self, tensor: Tensor) -> None:
-        """Data was written into the tensor's memory."""
+        """Forget a tensor into whose memory data was written."""
         self._roots.pop(id(whole_of(tensor)), None)
 
     # --- recording -------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Tape:
         *,
         gradients: bool,
     ) -> Pending:
-        """A call comes, all of whose tensors are of the model."""
+        """Prepare to record a call, all of whose tensors come from the model."""
         name = function.__name__
         given: dict[Ref, Tensor] = {}
         if name in _CASTS:
@@ -192,11 +192,11 @@ class Tape:
         return Pending(function, name, refs, named, gradients, given, versions, randomness)
 
     def end(self, call: Pending, results: Iterable[Tensor]) -> None:
-        """It was made: keep it if it has changed anything, or made what depends on parameters.
+        """Record a call that wrote to a tensor or whose result depends on parameters.
 
         Args:
             call: the call.
-            results: what it gave, unless that is data.
+            results: its results, unless they are data.
         """
         written = {
             ref.root.key: ref.root
@@ -240,15 +240,15 @@ class Tape:
             self._ended[parameter] = call.name
 
     def _let_go(self, call: Pending) -> None:
-        """Don't keep the constants of a call that is not kept."""
+        """Release the constants of a call that is not recorded."""
         for ref, tensor in call.given.items():
             if ref.root.constant is not None and ref.root.key not in self._touching:
                 self._roots.pop(id(whole_of(tensor)), None)
 
     def ref(self, tensor: Tensor, *, copies: bool = False) -> Ref:
-        """How the tensor is told from now on; `copies`: it is about to be written to."""
+        """Return the reference to a tensor; `copies`: the call is about to write to it."""
         whole = whole_of(tensor)
-        if whole.requires_grad and not tensor.requires_grad:  # detached: what it is now
+        if whole.requires_grad and not tensor.requires_grad:  # detached: a constant from here on
             return Ref(self._constant(tensor.detach().clone()))
         if is_retyped(tensor) and not tensor.requires_grad:
             return Ref(self._constant(tensor.detach()))
@@ -287,7 +287,7 @@ class Tape:
         return Root(next(self._keys), value.stride(), None, value, value._version)
 
     def _new(self, result: Tensor) -> Root | None:
-        """The root of what a call gave; some give a view of a tensor that they don't show."""
+        """Return the root of a call's result; a result may be a view of a hidden tensor."""
         if not result.requires_grad:
             return None
         whole = whole_of(result)
@@ -303,10 +303,10 @@ class Tape:
     # --- looking back ----------------------------------------------------------------------------
 
     def making_of(self, ref: Ref) -> list[Recorded]:
-        """The calls that made the tensor what it is now, as they came.
+        """Return the calls that determine the tensor's present value, in order.
 
-        Those that made its root or wrote to it; and so on for what these were given, as it was
-        then.
+        These are the calls that made its root or wrote to it and, recursively, those that
+        determined their inputs at that time.
         """
         found: dict[int, Recorded] = {}
         seen_to: dict[int, int] = {}
@@ -324,33 +324,33 @@ class Tape:
 
 
 def values_in(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among a function's arguments whose numbers count, not only their type or form."""
+    """Return the tensors in a function's arguments whose values matter, not just dtype or shape."""
     if name in _CASTS:
         return tensors_in(*args[:1])
     return [] if name in _FORMS else tensors_in(*args, *kwargs.values())
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a function of this name writes to its first argument."""
+    """Return whether a function of this name writes to its first argument."""
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The tensor that this one is a view of; itself if it is none."""
+    """Return the tensor that this one is a view of, or itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def is_retyped(tensor: Tensor) -> bool:
-    """Whether it is a view that reads numbers of another type out of memory, complex ones say."""
+    """Return whether it is a view of another dtype, such as a real view of complex numbers."""
     return tensor._base is not None and tensor.dtype != tensor._base.dtype
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Tells apart which memory tensors lie in."""
+    """Return an identifier of the memory that a tensor uses."""
     memory: int = tensor.untyped_storage()._cdata
     return memory
 
 
 def _moved(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In place of a cast: coarser numbers than those of the measures would only add rounding."""
+    """Replace a cast: lower precision than that of the measures would only add rounding."""
     return tensor.to(device, dtype, copy=True)

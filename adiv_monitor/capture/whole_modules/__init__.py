@@ -1,1 +1,1 @@
-"""Modules that are measured as a whole, since no rule says how they use parameters."""
+"""Modules that are measured as a whole because no rule describes how they use parameters."""

@@ -1,4 +1,4 @@
-"""What a tensor is made of, by the graph that autograd keeps of it."""
+"""Searches of the graph that autograd keeps of a tensor."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def nodes_above(tensors: Iterable[Tensor], stop: Collection[Any] = ()) -> Iterator[Any]:
-    """The nodes that gradients of the tensors go on to, but for `stop` and what lies behind it."""
+    """Yield the nodes that the tensors' gradients pass on to, but neither `stop` nor beyond it."""
     seen = set(stop)
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while waiting:
@@ -19,7 +19,7 @@ def nodes_above(tensors: Iterable[Tensor], stop: Collection[Any] = ()) -> Iterat
                 yield node
 
 
-# These give what a tensor is, moved or in another shape or precision.
+# Nodes that move, reshape or cast a tensor.
 _MOVES = {
     *("TBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0", "ToCopyBackward0"),
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
@@ -29,13 +29,13 @@ _MOVES = {
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """One by which a tensor's gradient comes to a leaf.
+    """An edge by which a tensor's gradient reaches a leaf.
 
     Attributes:
-        node: that hands it on.
-        number: which of its edges.
-        leaf: to which it comes.
-        moves: nodes on the way that change its place or shape, not its numbers.
+        node: the node that passes on the gradient.
+        number: the index of the edge.
+        leaf: the leaf.
+        moves: the nodes on the way that reorder or reshape the gradient without computing.
     """
 
     node: Any
@@ -45,14 +45,14 @@ class Edge:
 
 
 def edges_to_leaves(tensors: Iterable[Tensor], stop: Collection[Any]) -> Iterator[Edge]:
-    """The edges by which gradients of tensors come to leaves.
+    """Yield the edges by which the tensors' gradients reach leaves.
 
-    The node is the one that computes with the leaf: another that merely moves it may be shared,
-    with calls of other functions, and with the gradient of this one's gradient.
+    The node of an edge is the one that computes with the leaf. A node that only moves the leaf may
+    be shared with other calls, and with the gradient of this call's gradient.
 
     Args:
         tensors: the tensors.
-        stop: nodes whose edges do not count, nor what lies behind them.
+        stop: nodes whose edges are ignored, with all nodes behind them.
     """
     seen = set(stop)
     waiting = [tensor.grad_fn for tensor in tensors]
@@ -64,7 +64,7 @@ def edges_to_leaves(tensors: Iterable[Tensor], stop: Collection[Any]) -> Iterato
         for number, (above, _) in enumerate(node.next_functions):
             moves = []
             while above is not None and above not in seen and type(above).__name__ in _MOVES:
-                if type(above).__name__ != "ToCopyBackward0":  # the precision is no matter
+                if type(above).__name__ != "ToCopyBackward0":  # the precision does not matter
                     moves.append(above)
                 above = above.next_functions[0][0]
             leaf = getattr(above, "variable", None)
@@ -75,7 +75,7 @@ def edges_to_leaves(tensors: Iterable[Tensor], stop: Collection[Any]) -> Iterato
 
 
 def leaves_of(tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> set[int]:
-    """Ids of the leaves, such as parameters, that tensors are made of, besides by the inputs."""
+    """Return ids of the leaves that tensors are computed from other than through the inputs."""
     stop = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
     leaves = (getattr(node, "variable", None) for node in nodes_above(tensors, stop))
     return {id(leaf) for leaf in leaves if leaf is not None}

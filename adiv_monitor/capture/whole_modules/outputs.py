@@ -1,4 +1,4 @@
-"""Which tensors of what a module's forward gives are its z, and which entries of them are a row."""
+"""Determines which output tensors of a module are its z, and which entries form a row."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,17 +17,18 @@ from adiv_monitor.rerun.nested import tensors_in
 class Outputs:
     """The z of a module that is measured as a whole.
 
-    z are the tensors of the output that gradients come through: not those that others of them are
-    made of, nor their views, whose gradient they get too; scalars only if there is nothing else.
+    z are the output tensors that gradients pass through. Tensors that others of them are computed
+    from are left out, and so are views of others, whose gradient arrives at the viewed tensor.
+    Scalars count only if there is nothing else.
 
-    Rows of one tensor (batch, …, channels) are all positions, with the channels in the last
-    dimension; of images and volumes, four and five dimensions, in the second one. Several tensors
-    that are alike but for their channels are put side by side; those that share no more than
-    the batch are one row for each of its elements; others are one row, all of them together.
+    The rows of one tensor (batch, …, channels) are all positions, with the channels in the last
+    dimension; in images and volumes, with four and five dimensions, they are in the second one.
+    Several tensors of the same shape except for the channels are concatenated. Those that share
+    only the batch form one row per batch element; all others form a single row together.
 
     Args:
-        output: what the forward gave.
-        inputs: tensors that it got, which are no output of it.
+        output: the output of the forward.
+        inputs: its input tensors, which do not count as outputs.
 
     Attributes:
         like: shape, dtype and device of those tensors.
@@ -50,18 +51,18 @@ class Outputs:
 
     @property
     def precision(self) -> float:
-        """Rounding of the coarsest of those tensors."""
+        """The machine epsilon of the coarsest tensor of z."""
         return max(torch.finfo(dtype).eps for _, dtype, _ in self.like)
 
     def of(self, output: Any) -> list[Tensor]:
-        """The same tensors of what another call gave."""
+        """Return the same tensors of another call's output."""
         every = list(tensors_in(output))
         if len(every) != self._count:
             raise ValueError(f"its forward gave {self._count} tensors, then {len(every)}")
         return [every[place] for place in self._places]
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """z, with all dimensions but the last one for the rows."""
+        """Return z, with all dimensions but the last one indexing rows."""
         if len(tensors) == 1:
             return _channels_last(tensors[0])
         kept = self._kept
@@ -71,7 +72,7 @@ class Outputs:
     def hook(
         self, tensors: Sequence[Tensor], arrive: Callable[[Tensor], None], guard: Guard
     ) -> None:
-        """Call it with ∂L/∂z, laid out as z, whenever that is known."""
+        """Call `arrive` with ∂L/∂z in the layout of z whenever a backward pass computes it."""
 
         def arrives(gradients: Sequence[Tensor | None]) -> None:
             arrive(self._gradient(gradients))
@@ -83,7 +84,7 @@ class Outputs:
             register_multi_grad_hook(tensors, partial(guard, arrives))
 
     def _gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """∂L/∂z from that of each tensor; None: zero."""
+        """Return ∂L/∂z from the gradients of the tensors, where None means zero."""
         found = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, self.like, strict=True)
@@ -92,7 +93,7 @@ class Outputs:
 
 
 def _alike(shapes: Sequence[Sequence[int]]) -> int:
-    """How many leading dimensions of several tensors are those of rows: all but one, one, none."""
+    """Return how many leading dimensions of all tensors index rows: all but one, one, or none."""
     if not shapes:
         return 0
     first = shapes[0]
@@ -113,7 +114,7 @@ def _without_scalars(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _without_makers(tensors: list[Tensor]) -> list[Tensor]:
-    """Without those that others are made of; of a view and what it views, without the view."""
+    """Return the tensors that no other is computed from; a viewed tensor replaces its view."""
     if len(tensors) < 2:
         return tensors
     dropped = set()

@@ -1,4 +1,4 @@
-"""Parameters that no rule of a function accounts for, and the modules to measure them through."""
+"""Parameters without a rule, and the modules through which they are measured."""
 
 import copy
 import math
@@ -28,11 +28,11 @@ from adiv_monitor.rerun.twin import Arguments, Twin
 
 
 class ParametersWithoutRule:
-    """Finds, when a module has run, the parameters in it that are left to be measured through it.
+    """Finds the parameters without a rule that must be measured through a module that has run.
 
-    Those that a function took of which there is no rule, and those that no function was seen to
-    take, though the output is made of them (custom autograd functions). Each goes to the innermost
-    module that ran and holds it, be it further below.
+    These are parameters of functions without a rule, and parameters that the output depends on
+    although no visible function took them (custom autograd functions). Each parameter goes to the
+    innermost module that ran and holds it at any depth.
 
     Args:
         selection: the parameters to measure.
@@ -41,11 +41,11 @@ class ParametersWithoutRule:
 
     def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
         self._guard = guard
-        # By id of a parameter, the functions that took it, each with the nodes of what it gave.
+        # By id of a parameter, the functions that took it, with the nodes of their results.
         self._unexplained: dict[int, dict[str, set[Any]]] = {}
-        self._reached: dict[int, str] = {}  # the first of these that a gradient came back to
+        self._reached: dict[int, str] = {}  # the first function whose result a gradient reached
         self._hooks: list[TensorHook] = []
-        self._refused: dict[int, str] = {}  # → why it can't be measured through a module
+        self._refused: dict[int, str] = {}  # → the reason why it can't be measured through a module
         self._accounted: set[int] = set()
         for module in selection.rules:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
@@ -54,16 +54,16 @@ class ParametersWithoutRule:
         self._before: dict[int, nn.Parameter] = {}
 
     def account(self, keys: Iterable[int]) -> None:
-        """A rule describes a use of the parameters of these ids."""
+        """Record that a rule accounts for a use of the parameters with these ids."""
         self._accounted.update(keys)
 
     def leave(self, keys: Collection[int], function: str, made: Iterable[Tensor]) -> None:
-        """A function took them, of which there is no rule.
+        """Record that a function without a rule took parameters.
 
         Args:
             keys: ids of the parameters.
             function: the function.
-            made: what it gave. By what has no gradient, as indices have none, nothing is used.
+            made: its result. Tensors without a gradient, such as indices, are ignored.
         """
         for tensor in made:
             if tensor.grad_fn is None:
@@ -76,12 +76,12 @@ class ParametersWithoutRule:
             self._hooks[-1].put_on()
 
     def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
-        """A gradient has come back to what a function without a rule made of parameters."""
+        """Record that a gradient reached the result of a function without a rule."""
         for key in keys:
             self._reached.setdefault(key, function)
 
     def release(self) -> None:
-        """Let go of graphs and of copies of parameters: what goes on needs its own alone."""
+        """Release graphs and copies of parameters, which are not needed after the step."""
         call_all(*(hook.remove for hook in self._hooks))
         self._hooks.clear()
         for functions in self._unexplained.values():
@@ -90,11 +90,11 @@ class ParametersWithoutRule:
         self._before = {}
 
     def has(self, key: int) -> bool:
-        """Whether a use of this parameter that a gradient reached is not measured in any way."""
+        """Return whether a use of this parameter that a gradient reached is not measured."""
         return self.why(key) is not None
 
     def why(self, key: int) -> str | None:
-        """Why it is not; None if it is, or was not seen."""
+        """Return the reason why a parameter is not measured; None if it is or was not seen."""
         if key in self._unexplained and key in self._reached:
             return (
                 f"it is used by {self._reached[key]}, for which there is no rule, and no module "
@@ -103,17 +103,17 @@ class ParametersWithoutRule:
         return self._refused.get(key)
 
     def may_be_in(self, module: nn.Module) -> bool:
-        """Whether there may be any in what a module or those below it hold."""
+        """Return whether the module may hold parameters without a rule at any depth."""
         held = self._held[module]
         return not held <= self._accounted or not held.isdisjoint(self._unexplained)
 
     def claim(
         self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[str]:
-        """Names, within the module, of the parameters that are to be measured through it."""
+        """Return the names, in the module, of the parameters to be measured through it."""
         held = self._held[module] - self._refused.keys()
         found = held & self._unexplained.keys()
-        if found:  # elsewhere it may never meet a loss, as a distance that only picks an entry
+        if found:  # the result may be unused, like a distance that only selects an entry
             nodes = {tensor.grad_fn for tensor in outputs}
             nodes.update(nodes_above(outputs, {tensor.grad_fn for tensor in inputs}))
             found = {
@@ -122,7 +122,7 @@ class ParametersWithoutRule:
                 if not nodes.isdisjoint(set[Any]().union(*self._unexplained[key].values()))
             }
         hidden = held - self._accounted - found
-        if not self._claims.keys().isdisjoint(hidden):  # by modules inside this one
+        if not self._claims.keys().isdisjoint(hidden):  # claimed by modules inside this one
             below = set(module.modules()) - {module}
             hidden = {key for key in hidden if below.isdisjoint(self._claims.get(key, ()))}
         if hidden:
@@ -133,7 +133,7 @@ class ParametersWithoutRule:
         return [name for name, p in module.named_parameters() if id(p) in found] if found else []
 
     def refuse(self, parameters: Iterable[Tensor], reason: str) -> None:
-        """They can't be measured so."""
+        """Record why parameters can't be measured through a module."""
         self._refused |= dict.fromkeys(map(id, parameters), reason)
 
     def features(
@@ -146,18 +146,18 @@ class ParametersWithoutRule:
         began: Forward,
         rows: Rows,
     ) -> JacobianFeatures:
-        """How the chosen rows of z move with the parameters.
+        """Return how the chosen rows of z move with the parameters.
 
-        Only those elements of the batch are run again that have chosen rows, where each can be run
-        without the others: nothing is drawn, and the rows come out as they were. Else all are.
+        Only the batch elements with chosen rows are rerun, if each can be run without the others:
+        no random numbers are drawn, and the rows are reproduced. Otherwise all elements are rerun.
 
         Args:
             module: the module, whose forward has just run.
-            names: of the parameters.
-            arguments: what the forward got.
-            outputs: what of its output is z.
+            names: the names of the parameters.
+            arguments: the arguments of the forward.
+            outputs: determines z in its output.
             expected: z of the chosen rows (rows, n_total).
-            began: what the forward found.
+            began: the state at the beginning of the forward.
             rows: the chosen rows.
 
         Raises:
@@ -196,9 +196,9 @@ class ParametersWithoutRule:
 
 
 def _below(selection: Selection) -> dict[nn.Module, set[int]]:
-    """By module, ids of the parameters to measure that it or a module below it holds."""
+    """Return ids of the parameters to measure that each module holds at any depth."""
     held: dict[nn.Module, set[int]] = {}
-    for module in reversed(selection.modules):  # those inside come first
+    for module in reversed(selection.modules):  # inner modules first
         own = {id(p) for p in module._parameters.values() if id(p) in selection.places}
         below = (held.get(child, set()) for child in module._modules.values() if child is not None)
         held[module] = own.union(*below)
@@ -208,8 +208,8 @@ def _below(selection: Selection) -> dict[nn.Module, set[int]]:
 def _run(
     twin: Twin, names: Sequence[str], outputs: Outputs, rows: Rows, vector: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rows of z, and J_Θ(z) ΔΘ of them, for a change of these parameters as one vector."""
-    unit = vector.abs().amax()  # half precision has no numbers as small as changes may be
+    """Return the rows of z and their J_Θ(z) ΔΘ for a change of the parameters as one vector."""
+    unit = vector.abs().amax()  # half precision cannot represent small changes
     unit = torch.where(unit == 0, 1, unit)
     moving = {name: twin.parameters[name] for name in names}
     parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
@@ -228,7 +228,7 @@ def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Te
 
 
 def _held(elements: Tensor | None, batch: int, tensor: Tensor) -> Tensor:
-    """A copy of an input; of one for each element of the batch, of these elements."""
+    """Return a copy of an input, reduced to these elements if it has a batch dimension."""
     if elements is None or not tensor.dim() or len(tensor) != batch:
         return tensor.detach().clone()
     return tensor.detach().index_select(0, elements.to(tensor.device))
@@ -244,7 +244,7 @@ def _copied(value: Any) -> Any:
 
 
 def _choices(rows: Rows, still: bool) -> Iterator[tuple[Tensor | None, Rows]]:
-    """Elements of the batch to run again, None: all; and where the rows are among theirs."""
+    """Yield batch elements to rerun, None for all, with the positions of the rows among them."""
     if still and rows.chosen is not None:
         elements, place = np.unique(rows.positions[0], return_inverse=True)
         if len(elements) < rows.shape[0]:

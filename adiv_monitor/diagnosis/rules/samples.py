@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
+SAID = 3  # parts that are named
 TURNED = 0.99  # cosine of the gradient with that without the cut
 
 
@@ -59,10 +60,19 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def gradient_cut(record: Record) -> Iterator[Finding]:
-    """A cut in front of parameters that the loss depends on, beside other ways that are whole."""
+def cuts(record: Record) -> list[Fact]:
+    """Where the gradient is cut, if it turns without that."""
     facts = [f for f in record.found_by("gradient-cut") if f.numbers["cosine"] < TURNED]
-    if not facts or is_opposed(record):
+    return [] if is_opposed(record) else facts
+
+
+def gradient_cut(record: Record) -> Iterator[Finding]:
+    """A cut in front of parameters that the loss depends on, beside other ways that are whole.
+
+    Where no way is whole, it stands with the parameters that no gradient comes to.
+    """
+    facts = cuts(record)
+    if not facts or set(record.wiring.unreached) - set(record.wiring.unused):
         return
     where = ", ".join(fact.place for fact in facts[:3])
     yield Finding(
@@ -77,3 +87,44 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
         "before them learns nothing by that way.",
         since=0,
     )  # fmt: skip
+
+
+def input_partly_ignored(record: Record) -> Iterator[Finding]:
+    """Places, features or patches that no output depends on, neither at first nor at the end."""
+    facts = record.found_by("input-partly-ignored")
+    if facts:
+        where = ", ".join(fact.place for fact in facts[:SAID])
+        more = f" and {len(facts) - SAID} more" if len(facts) > SAID else ""
+        masked = any("masked" in fact.words for fact in facts)
+        yield Finding(
+            "input-partly-ignored",
+            (),
+            "act" if suffers(record) else "watch",
+            (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
+                      0.0, step=0),),
+            (
+                *((Advice("look at the mask: does True stand for what is left out, or for what "
+                          "is kept?", "inverted-masks"),) if masked else ()),
+                Advice("follow them through forward(): look for masks, for slices such as "
+                       "[:, -1], and for what is overwritten"),
+            ),
+            f"No output depends on {where}{more}, of shape {facts[0].words['shape']}, neither "
+            "before training nor after it: exchanged between samples, they change nothing.",
+            since=0,
+        )  # fmt: skip
+
+
+def order_ignored(record: Record) -> Iterator[Finding]:
+    """Places whose order makes no difference: to be acted on only if positions help."""
+    for fact in record.found_by("order-ignored"):
+        count = fact.numbers["places"]
+        yield Finding(
+            "order-ignored",
+            (),
+            "watch",
+            (Evidence("places in any order", count, step=0),),
+            (Advice("add positions (sinusoids, or a table that is learnt) to what the first layer "
+                    "gives, unless the inputs are sets", "positions"),),
+            f"The outputs are the same in whatever order the {count:.0f} places of an input come.",
+            since=0,
+        )  # fmt: skip

@@ -8,6 +8,7 @@ from adiv_monitor.diagnosis.readings import maps, named, typical
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.initialisation import vanishing
 from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.samples import cuts
 from adiv_monitor.diagnosis.rules.units import ALL_DEAD, dead_share
 
 # Below this relative change of the loss when inputs are exchanged between samples, the model does
@@ -49,16 +50,20 @@ def unreached(record: Record) -> Iterator[Finding]:
     unused = set(record.wiring.unused)
     names = tuple(n for n in record.wiring.unreached if n not in unused)
     if names:
+        where = ", ".join(fact.place for fact in cuts(record)[:3])
         yield Finding(
             "unreached",
             names,
             "act",
             (Evidence("parameters without a gradient", len(names), 0),),
             (
+                Advice(f"take off the detach(), .data or torch.no_grad() at {where}", "uncut")
+                if where else
                 Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax on the way "
                        "from these layers to the loss"),
             ),
-            f"The loss depends on {_several(names)}, but no gradient comes back: the way is cut.",
+            f"The loss depends on {_several(names)}, but no gradient comes back: the way is cut"
+            + (f" at {where}." if where else "."),
             "No optimizer and no learning rate can train what has no gradient.",
             against=RATES,
         )  # fmt: skip

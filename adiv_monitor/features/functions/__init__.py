@@ -1,1 +1,1 @@
-"""How functions use parameters: one file per family."""
+"""Rules for functions that use parameters, one file per family of functions."""

@@ -1,7 +1,7 @@
-"""torch's own attention: its projections, which it packs into one product.
+"""The packed projections of `torch.nn.MultiheadAttention`.
 
-`multi_head_attention_forward` is Python and is opened (`capture/forwards.py`), so that what it
-calls is seen like any other call.
+`multi_head_attention_forward` is a Python function and is opened (`capture/forwards.py`), so that
+the functions it calls are captured like any others.
 """
 
 import torch
@@ -15,13 +15,13 @@ from adiv_monitor.features.uses import FunctionCall, Use, uses
 def projection(
     call: FunctionCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> list[Use]:
-    """Queries, keys and values apart, each an affine map of its own, and the output's."""
+    """Return an affine map each for queries, keys and values, or the output projection's."""
     packed = weight if weight._base is None else weight._base
     width = packed.shape[1]
     if packed.shape[0] != 3 * width:
         return [affine(input, weight, bias)]
     first = (weight.storage_offset() - packed.storage_offset()) // (width * width)
-    with torch.enable_grad():  # else they would not be known as views of what is trained
+    with torch.enable_grad():  # so that autograd knows them as views of a trained parameter
         weights = weight.split(width)  # type: ignore[no-untyped-call]
         biases = [None] * len(weights)
         if bias is not None:
@@ -33,6 +33,6 @@ def projection(
 
 
 def part_of(module: nn.Module, name: str) -> str:
-    """What a parameter of torch's attention, where it is not packed, projects; "" for others."""
+    """Return "q", "k" or "v" for an unpacked projection of torch's attention; "" for others."""
     separate = isinstance(module, nn.MultiheadAttention) and name.endswith("_proj_weight")
     return name[0] if separate and name[1] == "_" else ""

@@ -20,12 +20,12 @@ class BagFeatures:
     """Features that add up several rows of the weight.
 
     Attributes:
-        token: (tokens,) int64, rows of the weight.
-        bag: (tokens,) int64, the bag that each lies in; ascending.
-        share: (tokens,), what each is multiplied by; 0 for padding.
-        bags: how many there are.
-        rows: (rows,) int64, the bags that are looked at.
-        vocabulary: how many rows the weight has.
+        token: (tokens,) int64, indices of the weight's rows.
+        bag: (tokens,) int64, index of each token's bag; ascending.
+        share: (tokens,), factor of each token; 0 for padding.
+        bags: number of bags.
+        rows: (rows,) int64, the sampled bags.
+        vocabulary: number of rows of the weight.
     """
 
     token: Int[Tensor, " tokens"]
@@ -37,20 +37,20 @@ class BagFeatures:
 
     @property
     def groups(self) -> int:
-        """One table."""
+        """Number of groups: 1."""
         return 1
 
     def scale(self) -> Float[Tensor, "rows 1"]:
-        """Σ (Σ share)² over the tokens of a bag: one that comes twice counts as one."""
+        """Return Σ (Σ share)² over the distinct tokens of every sampled bag."""
         merged = self.squared()
         return self._sums(merged.share, merged.bag)[self.rows][:, None]
 
     def squared(self) -> "BagFeatures":
-        """(Σ share)² of each token of a bag in place of its shares."""
+        """Return features with (Σ share)² of each distinct token of a bag in place of shares."""
         keys, order = torch.sort(self.bag * self.vocabulary + self.token)
         run = torch.zeros_like(keys)
         run[1:] = (keys[1:] != keys[:-1]).cumsum(0)
-        # What is left over behind the last run has no share, in the last bag.
+        # Entries after the last run are left over: they have share 0, in the last bag.
         return replace(
             self,
             token=torch.zeros_like(keys).scatter_(0, run, self.token[order]),
@@ -59,7 +59,7 @@ class BagFeatures:
         )
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
-        """The sums of the weight's rows."""
+        """Return the weighted sum of the weight's rows for every sampled bag."""
         first = torch.searchsorted(self.bag, torch.arange(self.bags, device=self.bag.device))
         sums = functional.embedding_bag(
             self.token, weight.to(self.share), first, mode="sum", per_sample_weights=self.share
@@ -67,31 +67,31 @@ class BagFeatures:
         return sums[self.rows]
 
     def by_bias(self, bias: Tensor) -> None:
-        """There is no bias."""
+        """Return None: there is no bias."""
 
     def restrict(self, *, weight: bool, bias: bool) -> "BagFeatures":
-        """There is only the weight."""
+        """Return self: there is only the weight."""
         return self
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """φ_r·Σ_k a_k φ_k of every row."""
+        """Return φ_r·Σ_k a_k φ_k of every row."""
         products = self.share * self.weight_sum(active)[self.token]
         return self._sums(products, self.bag)[self.rows]
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
-        """Σ_k a_k φ_k."""
+        """Return Σ_k a_k φ_k."""
         return self.sum(active.new_zeros(self.bags).index_add_(0, self.rows, active))
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
-        """‖φ_r‖ of every row."""
+        """Return ‖φ_r‖ of every row."""
         return self.scale()[:, 0].sqrt()
 
     def pick(self, rows: Tensor) -> "BagFeatures":
-        """The features of some of the rows."""
+        """Return the features of some of the rows."""
         return replace(self, rows=self.rows[rows])
 
     def joined(self, others: Sequence[Features]) -> "BagFeatures":
-        """These rows and those of other calls of the same layer."""
+        """Return the features of these rows and those of other calls of the same layer."""
         every = [self, *(other for other in others if isinstance(other, BagFeatures))]
         starts = [sum(features.bags for features in every[:i]) for i in range(len(every))]
         pairs = list(zip(every, starts, strict=True))
@@ -105,7 +105,7 @@ class BagFeatures:
         )
 
     def sum(self, weights: Float[Tensor, " bags"]) -> Float[Tensor, " vocabulary"]:
-        """Σ_k a_k φ_k over all bags."""
+        """Return Σ_k a_k φ_k over all bags."""
         shares = self.share * weights[self.bag]
         return shares.new_zeros(self.vocabulary).index_add_(0, self.token, shares)
 
@@ -128,7 +128,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Use:
-    """Z = Σ share · W[token] over a bag; padding is left out."""
+    """Z = Σ share · W[token] over the tokens of a bag except padding."""
     if call.trains:
         refuse_rescaled(scale_grad_by_freq, sparse)
     if mode == "max":
@@ -164,7 +164,7 @@ def embedding_bag(
     def features(rows: Rows) -> BagFeatures:
         if rows.chosen is None:
             return all_bags()
-        if offsets is not None:  # how long the chosen ones are is known to the device alone
+        if offsets is not None:  # the bags' lengths are known only on the device
             return all_bags().pick(rows.flat)
         weights = None if per_sample_weights is None else per_sample_weights[rows.flat].reshape(-1)
         return of_matrix(input[rows.flat], weights)

@@ -1,7 +1,7 @@
-"""Parameters that act entry by entry, broadcast over the rest: what gains and offsets are.
+"""Gains and offsets: parameters that act entry by entry and are broadcast over other dimensions.
 
-A parameter's dimensions of size one, and those that it lacks, are shared: every place along them is
-a row. Of its own dimensions, the last one is the channels.
+A parameter is shared along its dimensions of size one and those that it lacks: every position along
+them is a row. The last of its other dimensions holds the channels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from adiv_monitor.features.whole import LateScales, Whole, in_parts
 
 
 def own_dims(parameter: Tensor, shape: Sequence[int]) -> list[int]:
-    """The dimensions of the broadcast shape along which the parameter differs."""
+    """Return the dimensions of the broadcast shape along which the parameter is not broadcast."""
     first = len(shape) - parameter.dim()
     return [first + d for d, size in enumerate(parameter.shape) if size > 1]
 
 
 def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
-    """Z = p⊙x, of this shape: per entry i of the parameter, φ = x_i."""
+    """Z = p⊙x, of the given shape: per entry i of the parameter, φ = x_i."""
     own = own_dims(parameter, shape)
     rest = [d for d in range(len(shape)) if d not in own]
 
@@ -32,7 +32,7 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
         return tensor[..., None] if not own else tensor.permute(*rest, *own).flatten(len(rest))
 
     def features(rows: Rows) -> DenseFeatures:
-        taken = rows.take(layout(x.expand(shape)))  # of a mask too
+        taken = rows.take(layout(x.expand(shape)))  # x may be a boolean mask
         return DenseFeatures(taken.to(torch.promote_types(taken.dtype, parameter.dtype))[..., None])
 
     def scales(x: Tensor) -> Iterator[Tensor]:
@@ -46,22 +46,23 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(rows, channels)."""
+    """Flatten a tensor to (rows, channels)."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 def offset(
     parameter: Tensor, shape: Sequence[int], factor: float = 1, where: Tensor | None = None
 ) -> Use | None:
-    """Z = factor · p, of this shape: φ = factor; ±one-hot(place) if p differs between places.
+    """Z = factor · p, of the given shape: φ = factor, or ±one-hot(place) if p is a table.
 
-    None with another factor there.
+    A table differs in several dimensions; its use is None if the factor is not ±1.
 
     Args:
         parameter: p.
-        shape: of z.
-        factor: a number.
-        where: which rows of z it is in, broadcast to z; None: all. The others are idle.
+        shape: shape of z.
+        factor: the factor of p.
+        where: mask of the rows of z that contain p, broadcast to z; None: all. The other rows have
+            zero gradient.
     """
     own = own_dims(parameter, shape)
     channel = own[-1] if own else None

@@ -1,7 +1,7 @@
-"""Products of a weight with data, summed over what they share, whatever the order of dimensions.
+"""Products of a weight with data, summed over shared dimensions, in any order of dimensions.
 
-Written as Einstein does: every dimension of weight, data and result has a letter. Of the weight's
-letters, those that
+In einsum notation, every dimension of weight, data and result has a letter. The weight's letters
+that
 
 - the result lacks are features (φ is repeated along those that the data lacks too);
 - the data lacks are outputs;
@@ -33,12 +33,12 @@ class Operand:
     letters: str
 
     def squeeze(self, letters: str) -> "Operand":
-        """Without some letters of size one."""
+        """Remove some letters of size one."""
         dims = [d for d, letter in enumerate(self.letters) if letter in letters]
         return Operand(self.tensor.squeeze(dims), _without(self.letters, letters))
 
     def sum(self, letters: str) -> "Operand":
-        """Summed over some letters."""
+        """Sum over some letters."""
         if not letters:
             return self
         dims = [self.letters.index(letter) for letter in letters]
@@ -46,7 +46,7 @@ class Operand:
         return Operand(summed, _without(self.letters, letters))
 
     def permute(self, letters: str) -> Tensor:
-        """The tensor with its dimensions in this order."""
+        """Return the tensor with its dimensions in the order of these letters."""
         return self.tensor.permute([self.letters.index(letter) for letter in letters])
 
     @property
@@ -58,7 +58,7 @@ class Operand:
 def contractions(
     call: FunctionCall, operands: Sequence[Operand], result: str, factor: float = 1.0
 ) -> list[Use]:
-    """One use for each trained operand, with the others held; none if nothing is data."""
+    """Return one use for each trained operand, with the others fixed; none if nothing is data."""
     theirs = [call.of_model(operand.tensor) for operand in operands]
     if all(theirs):
         return []
@@ -79,15 +79,15 @@ def contraction(
     bias: Tensor | None = None,
     bias_factor: float = 1.0,
 ) -> Use | None:
-    """Z = factor · Σ W x₁ x₂ … + bias_factor · b; None where a letter comes twice in an operand.
+    """Z = factor · Σ W x₁ x₂ … + bias_factor · b; None if an operand has a letter twice.
 
     Args:
         weight: the parameter.
-        others: what it is multiplied with.
+        others: the other operands.
         result: the letters of z.
-        factor: of the product.
-        bias: a parameter (outputs,) where z's last letter is the weight's only output.
-        bias_factor: of the bias.
+        factor: factor of the product.
+        bias: a parameter (outputs,), if z's last letter is the weight's only output.
+        bias_factor: factor of the bias.
     """
     if any(len(set(o.letters)) < len(o.letters) for o in (weight, *others)):
         return None
@@ -115,20 +115,20 @@ def contraction(
 
 @dataclass(frozen=True)
 class Form:
-    """Which letters are what.
+    """The roles of the letters of a contraction.
 
     Attributes:
         weight: the letters of the weight.
-        dropped: those of them, of size one, that others have.
-        data: what the weight is multiplied with, without what can be summed beforehand.
+        dropped: letters of the weight, of size one, that other operands have.
+        data: the other operands, already summed over letters that nothing else has.
         result: the letters of z.
         sizes: the size of every letter.
         rows: z's letters that are rows, with those of blocks, in z's order.
-        blocks: letters of the weight that tell which block a row uses.
+        blocks: letters of the weight that determine which block a row uses.
         channels: z's other letters.
-        grouped: whether these are groups, and no outputs.
+        grouped: whether the channels are groups instead of outputs.
         inner: letters of the weight that are summed over.
-        absent: the last ones of these, which the data lacks.
+        absent: the letters at the end of `inner` that the data lacks.
     """
 
     weight: str
@@ -145,7 +145,7 @@ class Form:
 
     @classmethod
     def of(cls, weight: Operand, others: Sequence[Operand], result: str) -> "Form":
-        """What the letters are."""
+        """Determine the roles of the letters."""
         sizes: dict[str, int] = {}
         for operand in (weight, *others):
             for letter, size in operand.sizes.items():
@@ -176,7 +176,7 @@ class Form:
         )
 
     def layout(self, tensor: Tensor) -> Tensor:
-        """Z with its rows first and its channels last."""
+        """Return a tensor shaped like z with its rows first and its channels last."""
         if self.rows + self.channels != self.result:
             tensor = Operand(tensor, self.result).permute(self.rows + self.channels)
         if not self.channels:
@@ -184,7 +184,7 @@ class Form:
         return tensor.flatten(len(self.rows)) if len(self.channels) > 1 else tensor
 
     def shaped(self, weight: Tensor) -> Tensor:
-        """The weight as (blocks, outputs, features), or (groups, 1, features)."""
+        """Return the weight as (blocks, outputs, features), or (outputs or groups, features)."""
         operand = Operand(weight, self.weight).squeeze(self.dropped)
         weight = operand.permute(self.blocks + self.channels + self.inner)
         outputs, width = self._volume(self.channels), self._volume(self.inner)
@@ -197,15 +197,15 @@ class Form:
 
     @property
     def block_count(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return self._volume(self.blocks)
 
     def block_of(self, rows: Rows) -> np.ndarray:
-        """Which block every row uses."""
+        """Return the index of the block that every row uses."""
         places = [rows.positions[self.rows.index(letter)] for letter in self.blocks]
         return np.ravel_multi_index(places, [self.sizes[letter] for letter in self.blocks])
 
-    # --- what the weight is multiplied with ------------------------------------------------------
+    # --- the data --------------------------------------------------------------------------------
 
     @property
     def _groups(self) -> str:
@@ -216,7 +216,7 @@ class Form:
         return self._groups + _without(self.inner, self.absent)
 
     def phi(self, rows: Rows) -> Tensor:
-        """Φ of some rows, (rows, groups, features)."""
+        """Return Φ of some rows, (rows, groups, features)."""
         r = _another(self.weight + self.result + _letters(self.data))
         taken = [self._take(rows, operand, r) for operand in self.data]
         count = rows.total if rows.chosen is None else len(rows.chosen)
@@ -229,7 +229,7 @@ class Form:
         return self._repeated(phi).reshape(count, groups, self._volume(self.inner))
 
     def _take(self, rows: Rows, operand: Operand, r: str) -> Operand:
-        """The operand's part of each row; r is the letter of rows."""
+        """Gather the operand's part of each row; r is the letter of rows."""
         places = [c for c in self.rows if c in operand.letters]
         rest = _without(operand.letters, "".join(places))
         tensor = operand.permute("".join(places) + rest)
@@ -241,7 +241,7 @@ class Form:
         return Operand(to_compute_dtype(tensor[tuple(to_device(index, rows.device))]), r + rest)
 
     def _repeated(self, tensor: Tensor) -> Tensor:
-        """With the features that the data lacks, which are all the same."""
+        """Repeat a tensor along the features that the data lacks, which are all equal."""
         if not self.absent:
             return tensor
         sizes = [self.sizes[letter] for letter in self.absent]
@@ -249,7 +249,7 @@ class Form:
         return whole.expand(*tensor.shape, *sizes)
 
     def whole(self) -> tuple[Tensor, Tensor] | None:
-        """‖φ‖² of all rows, (rows,), and Σφ; None with groups, or sums inside the data."""
+        """Return ‖φ‖² of all rows, (rows,), and Σφ; None with groups, or sums inside the data."""
         summed_inside = set(_letters(self.data)) - set(self.rows + self._present)
         if self._groups or summed_inside:
             return None
@@ -271,7 +271,7 @@ class Form:
 
 
 def _alone(own: str, others: Sequence[Operand], result: str) -> Iterator[Operand]:
-    """The data without letters of size one that others have, and summed over what it alone has."""
+    """Yield the data without shared letters of size one, summed over letters of its own."""
     others = list(others)
     for i, operand in enumerate(others):
         elsewhere = own + _letters(others[:i] + others[i + 1 :])
@@ -291,7 +291,7 @@ def _without(letters: str, others: str) -> str:
 
 
 def _another(letters: str) -> str:
-    """A letter that is not taken."""
+    """Return an unused letter."""
     return next(
         c for c in map(chr, range(ord("A"), ord("z") + 1)) if c.isalpha() and c not in letters
     )

@@ -1,7 +1,7 @@
-"""Convolutions, and their transposes: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
+"""Convolutions and transposed convolutions: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
 
-Of sampled rows only their patches are gathered; the input is neither unfolded nor padded. What all
-rows say together, scales and mean patch, are sums over windows of one channel or one sample.
+Only the patches of sampled rows are gathered; the input is neither unfolded nor padded. Scales and
+mean patch of all rows are sums over windows of one channel or one sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,16 +29,16 @@ from adiv_monitor.features.whole import LateScales, Whole, in_parts, squares
 
 @dataclass(frozen=True)
 class Geometry:
-    """From where a convolution reads; one entry of each tuple per spatial dimension.
+    """The positions that a convolution reads; one entry of each tuple per spatial dimension.
 
     Attributes:
         kernel: size of the kernel.
         stride: step between outputs.
-        padding: entries that are added on the left and on the right.
+        padding: number of entries added on the left and on the right.
         dilation: step between the entries of a patch.
-        groups: groups of channels, each with patches of its own.
-        channels: input channels of a group.
-        mode: what the padding is filled with, as torch's modules call it.
+        groups: number of groups of channels, each with its own patches.
+        channels: number of input channels of a group.
+        mode: padding mode, as in torch's modules.
         spacing: step between the inputs, with zeros in between; empty: 1 each.
     """
 
@@ -53,32 +53,32 @@ class Geometry:
 
     @property
     def dims(self) -> int:
-        """How many spatial dimensions there are."""
+        """Number of spatial dimensions."""
         return len(self.kernel)
 
     @property
     def by_position(self) -> bool:
-        """Whether every patch is the input at the output's own position: 1×1, one by one."""
+        """Whether every patch is the input at the output's position: kernel and stride 1."""
         once = all(n == 1 for n in (*self.kernel, *self.stride, *self.spacing))
         return once and not any(map(any, self.padding))
 
     @property
     def patch_size(self) -> int:
-        """How many entries a patch has: channels of a group × kernel volume."""
+        """Number of entries of a patch: channels of a group × kernel volume."""
         return self.channels * prod(self.kernel)
 
     def spatial_last(self, tensor: Tensor) -> Tensor:
-        """The layout of (batch, channels, *spatial) and of (channels, *spatial)."""
+        """Move the channels of (batch, channels, *spatial) or (channels, *spatial) last."""
         return tensor.movedim(-1 - self.dims, -1)
 
     def batched(self, tensor: Tensor) -> Tensor:
-        """(batch, channels, *spatial), also of a single sample."""
+        """Return (batch, channels, *spatial); a single sample gets a batch dimension."""
         return tensor[None] if tensor.dim() == self.dims + 1 else tensor
 
 
 def geometry_of(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
-    """How a module reads."""
-    pairs = module._reversed_padding_repeated_twice  # for "same" too, last dimension first
+    """Return the geometry of a module."""
+    pairs = module._reversed_padding_repeated_twice  # also for "same"; last dimension first
     padding = tuple(zip(pairs[::2], pairs[1::2], strict=True))[::-1]
     return Geometry(
         tuple(module.kernel_size),
@@ -102,7 +102,7 @@ def convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Use:
-    """Z = W patch + b at every output position; weights are shared by all positions."""
+    """Z = W patch + b at every output position, each of which is a row."""
     kernel = tuple(weight.shape[2:])
     dilations = repeated(dilation, len(kernel))
     sides = _sides(padding, kernel, dilations)
@@ -112,7 +112,7 @@ def convolution(
 
 
 def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | None) -> Use:
-    """An affine map of every patch."""
+    """Return the use of an affine map of every patch."""
     of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> DenseFeatures:
@@ -148,7 +148,7 @@ def transposed_convolution(
 ) -> Use:
     """Z = W patch + b: a patch has the inputs that reach the output position, and zeros.
 
-    It is a convolution, with the kernel turned round, of the input with zeros in between.
+    This is a convolution, with the flipped kernel, of the input with zeros in between.
     """
     kernel = tuple(weight.shape[2:])
     n = len(kernel)
@@ -170,7 +170,7 @@ def transposed_convolution(
 
 
 def repeated(value: Any, dims: int) -> tuple[int, ...]:
-    """A number or one per dimension: one per dimension."""
+    """Return one number per dimension, from one number or one per dimension."""
     if isinstance(value, int):
         return (value,) * dims
     values = tuple(map(int, value))
@@ -188,7 +188,7 @@ def _sides(
 
 
 def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
-    """‖patch‖², (batch, *positions, groups): Σ x² over a group's channels, summed over windows."""
+    """Return ‖patch‖², (batch, *positions, groups), as window sums of Σ x² over a group."""
     batched = geometry.batched(input)
     groups = geometry.groups, batched.shape[1] // geometry.groups
     by_group = batched.reshape(len(batched), *groups, *batched.shape[2:])
@@ -201,12 +201,11 @@ def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
 
 
 def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> Tensor:
-    """Sums over windows along one dimension."""
+    """Return sums over windows along one dimension."""
     extent = dilation * (size - 1) + 1
-    if size == 1 or x.is_cuda:  # few launches
+    if size == 1 or x.is_cuda:  # fewer kernel launches
         return x.unfold(dim, extent, stride)[..., ::dilation].sum(-1)
-    # A CPU sums entry by entry over strided windows; whole tensors are added up to three times as
-    # fast.
+    # On a CPU, adding whole tensors is up to three times as fast as summing strided windows.
     length = (x.shape[dim] - extent) // stride * stride + 1
     every = (slice(None),) * dim + (slice(None, None, stride),)
     first, *others = (x.narrow(dim, i * dilation, length)[every] for i in range(size))
@@ -217,7 +216,7 @@ def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> 
 
 
 def _sum(geometry: Geometry, input: Tensor) -> Tensor:
-    """Sum of all patches, (channels, *kernel)."""
+    """Return the sum of all patches, (channels, *kernel)."""
     batched = geometry.batched(input)
     of_samples = batched.sum(0, keepdim=True, dtype=compute_dtype(batched))
     positions = tuple(range(2, 2 + len(geometry.kernel)))
@@ -225,15 +224,15 @@ def _sum(geometry: Geometry, input: Tensor) -> Tensor:
 
 
 def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
-    """The receptive fields of the chosen rows, (rows, groups, channels of a group × kernel)."""
+    """Return the patches of the chosen rows, (rows, groups, channels of a group × kernel)."""
     per_output = geometry.patch_size
     if geometry.by_position:
         taken = rows.take(geometry.spatial_last(input))
         return taken.reshape(len(taken), geometry.groups, per_output)
     batched = geometry.batched(input)
     if rows.chosen is None:
-        # With the channels last in memory, a copy of the windows moves stretches, not single
-        # entries: several times faster.
+        # With the channels last in memory, a copy of the windows moves contiguous ranges, not
+        # single entries, which is several times faster.
         padded = _padded(geometry, batched, channels_last=True)
         by_place = _windows(geometry, padded).movedim(1, -1)  # (batch, *positions, *kernel, …)
         by_row = by_place.reshape(rows.total, prod(geometry.kernel), batched.shape[1])
@@ -242,7 +241,7 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
             .transpose(1, 2)
             .reshape(rows.total, geometry.groups, per_output)
         )
-        # Windows that don't overlap may be views: training may change the input in place.
+        # Windows without overlap may be views, and training may change the input in place.
         return phi.clone() if shares_memory(phi, input) else phi
     shape = rows.shape if input is batched else (1, *rows.shape)
     sample, *start = np.unravel_index(rows.chosen, shape)
@@ -257,17 +256,17 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
 
 
 def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Tensor:
-    """The input with all that is read besides: what padding adds, and zeros in between.
+    """Return the input with padding and with zeros between its entries, as the geometry requires.
 
     Args:
-        geometry: from where is read.
+        geometry: the geometry.
         x: the input.
-        channels_last: lay it so in memory.
+        channels_last: store the result with the channels last in memory.
     """
     if any(step > 1 for step in geometry.spacing):
         x = _spaced(x, geometry.spacing)
     pad = [side for sides in reversed(geometry.padding) for side in sides]
-    if any(pad) and geometry.mode == "zeros" and channels_last:  # at once
+    if any(pad) and geometry.mode == "zeros" and channels_last:  # pad and reorder in one copy
         x = functional.pad(x.movedim(1, -1), [0, 0, *pad]).movedim(-1, 1)
     elif any(pad):
         mode = "constant" if geometry.mode == "zeros" else geometry.mode
@@ -276,7 +275,7 @@ def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Te
 
 
 def _windows(geometry: Geometry, x: Tensor) -> Tensor:
-    """(batch, channels, *positions, *kernel): a view of the padded input, every patch by place."""
+    """Return a view of the padded input as (batch, channels, *positions, *kernel)."""
     n = len(geometry.kernel)
     reach = [d * (k - 1) + 1 for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
     outputs = [
@@ -293,7 +292,7 @@ def _windows(geometry: Geometry, x: Tensor) -> Tensor:
 
 
 def _spaced(x: Tensor, spacing: tuple[int, ...]) -> Tensor:
-    """The input with zeros in between."""
+    """Return the input with zeros between its entries."""
     sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], spacing, strict=True)]
     spaced = x.new_zeros(*x.shape[:2], *sizes)
     places = tuple(slice(None, None, step) for step in (1, 1, *spacing))
@@ -304,12 +303,12 @@ def _spaced(x: Tensor, spacing: tuple[int, ...]) -> Tensor:
 def _sources(
     geometry: Geometry, outputs: list[Index], sizes: tuple[int, ...]
 ) -> tuple[list[Index], np.ndarray]:
-    """From where each element of a patch is read, per dimension (rows, kernel volume).
+    """Return the input position of each entry of a patch, per dimension (rows, kernel volume).
 
-    And which of them lie outside the input and are zero.
+    The second result marks the entries that lie outside the input and are zero.
 
     Args:
-        geometry: of the convolution.
+        geometry: the geometry of the convolution.
         outputs: the rows' positions in each dimension of the output.
         sizes: the input's spatial shape.
     """
@@ -329,7 +328,7 @@ def _sources(
 
 
 def _pad(position: Index, size: int, mode: str) -> Index:
-    """Where in 0..size−1 each padded position is read from; anywhere, if it is zero instead."""
+    """Map padded positions to 0..size−1; with zero padding, positions outside map anywhere."""
     if mode == "circular":
         return position % size
     if mode == "reflect":  # about the first element, then about the last

@@ -1,4 +1,4 @@
-"""Einstein sums with a weight among their operands."""
+"""`torch.einsum` with a weight among its operands."""
 
 from collections.abc import Sequence
 from string import ascii_letters
@@ -11,7 +11,7 @@ from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 @uses("einsum")
 def einsum(call: FunctionCall, equation: str, *operands: Tensor | Sequence[Tensor]) -> list[Use]:
-    """Z by any equation that takes no diagonals."""
+    """Return the uses in an equation without diagonals."""
     tensors: list[Tensor] = []
     for operand in operands:
         tensors += [operand] if isinstance(operand, Tensor) else operand
@@ -21,13 +21,13 @@ def einsum(call: FunctionCall, equation: str, *operands: Tensor | Sequence[Tenso
 
 
 def spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
-    """The letters of all operands and of the result, with letters for what "..." stands for."""
+    """Return the letters of all operands and of the result, with "..." replaced by letters."""
     left, arrow, result = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     counts = [d - len(term.replace("...", "")) for term, d in zip(terms, dims, strict=True)]
     free = [letter for letter in ascii_letters if letter not in equation]
     rest = "".join(free[: max(counts)])
-    if not arrow:  # what comes once, in the order of the alphabet
+    if not arrow:  # the letters that occur once, in alphabetical order
         once = (letter for letter in ascii_letters if left.count(letter) == 1)
         result = ("..." if "." in left else "") + "".join(once)
     full = [t.replace("...", rest[len(rest) - n :]) for t, n in zip(terms, counts, strict=True)]

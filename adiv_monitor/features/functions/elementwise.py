@@ -1,7 +1,7 @@
 """Elementwise gains γ⊙x̂ + δ of normalisers: per feature i, φ = [x̂_i, 1], scale x̂_i² + 1.
 
-The rules recompute x̂ for the chosen rows only; of the whole input they read no more than the
-statistics that the normaliser itself uses.
+The rules recompute x̂ for the chosen rows only; they read the whole input only for the statistics
+that the normaliser itself uses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
 from adiv_monitor.features.whole import CHUNK, LateScales, hooks_keep, in_parts
 from adiv_monitor.kernels.choice import attempt
 
-# Of the batch's statistics these keep mean and 1/√(var + ε) for the backward pass.
+# Autograd nodes that save the batch's mean and 1/√(var + ε) for the backward pass.
 _KEEP_MOMENTS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 
 
@@ -29,14 +29,14 @@ def gain(
     reads: Sequence[Tensor],
     layout: Callable[[Tensor], Tensor] = channels_second,
 ) -> Use:
-    """γ⊙x̂ + δ.
+    """Return the use of γ and δ in γ⊙x̂ + δ.
 
     Args:
         weight: γ.
         bias: δ.
-        normalised: x̂ of the chosen rows (rows, channels).
-        every: x̂ of all rows, in parts that are shaped like those of the input, from what it reads.
-        reads: the tensors for that.
+        normalised: returns x̂ of the chosen rows (rows, channels).
+        every: yields x̂ of all rows, in parts shaped like those of the input, from `reads`.
+        reads: the tensors that `every` takes.
         layout: see `Use`.
     """
 
@@ -151,7 +151,7 @@ def instance_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Use | None:
-    """x̂ = (x − mean) / √(var + ε) over each sample's channels, or of the running statistics."""
+    """x̂ = (x − mean) / √(var + ε) per sample and channel, or with the running statistics."""
     if call.of_model(input):  # a weight that is standardised
         return None
     if use_input_stats:
@@ -172,7 +172,7 @@ def batch_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Use | None:
-    """x̂ = (x − mean) / √(var + ε) per channel, of the batch, or the running ones in evaluation."""
+    """x̂ = (x − mean) / √(var + ε) per channel, of the batch; running ones in evaluation."""
     if call.of_model(input):  # a weight that is standardised
         return None
 
@@ -181,7 +181,7 @@ def batch_norm(
     else:
         known = [running_mean, running_var]
     kept = None if known else _kept_moments(call.result)
-    shifts: list[Tensor] = []  # what the mean that was kept had lost by rounding
+    shifts: list[Tensor] = []  # the rounding error of the saved mean
 
     def normalised(rows: Rows) -> Tensor:
         if not known:
@@ -228,25 +228,25 @@ def batch_norm(
 
 
 def _by_channel(input: Tensor) -> Tensor:
-    """(batch, channels, positions)."""
+    """Return the input as (batch, channels, positions)."""
     return input.flatten(2) if input.dim() > 2 else input[..., None]
 
 
 def _normalised(
     rows: Rows, input: Tensor, eps: float, pivot: Tensor, shift: Tensor, variance: Tensor
 ) -> Tensor:
-    """x̂ of the rows; the pivot goes first, so that nothing is lost far from zero."""
+    """Return x̂ of the rows; the pivot is subtracted first, against cancellation."""
     x = rows.take(input.movedim(1, -1)).sub_(pivot)
-    if shift.dim() == 1:  # the same for all rows
+    if shift.dim() == 1:  # the statistics are the same for all rows
         shift, variance = shift.to(x.dtype), variance.to(x.dtype)
         return functional.batch_norm(x, shift, variance, eps=eps)
     return x.sub_(shift).mul_((to_compute_dtype(variance) + eps).rsqrt())
 
 
 def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Mean and 1/√(var + ε) of the batch as batch_norm itself took and kept them; None: unknown.
+    """Return the batch's mean and 1/√(var + ε) that batch_norm saved; None if unavailable.
 
-    Not where hooks hold what is kept.
+    They are unavailable if saved-tensor hooks are active.
     """
     node: Any = result.grad_fn
     if node is None or node.name() not in _KEEP_MOMENTS or not node._saved_training:
@@ -254,20 +254,20 @@ def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
     if hooks_keep():
         return None
     mean, reciprocal = node._saved_result1, node._saved_result2
-    # In half precision throughout it keeps them as rounded as the rest.
+    # In pure half precision, the saved statistics are rounded to half precision as well.
     return (mean, reciprocal) if mean.dtype == compute_dtype(result) else None
 
 
 def _parts_mean(x: Tensor, pivot: Tensor) -> Tensor:
-    """Mean − pivot over all but the second of three dimensions: what a mean lost by rounding."""
+    """Return mean − pivot over all but the second of three dimensions: a mean's rounding error."""
     parts = torch.split(x, max(1, CHUNK * len(x) // max(x.numel(), 1)))
     return joined([(to_compute_dtype(part) - pivot[:, None]).mean(2) for part in parts]).mean(0)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A pivot, mean − pivot and variance, over all but the second of three dimensions.
+    """Return a pivot, mean − pivot and variance, over all but the second of three dimensions.
 
-    The pivot, near the mean, is the first entry. Faster than `var_mean` on a CPU, by ten times.
+    The pivot is the first entry, which is near the mean. Ten times as fast as `var_mean` on a CPU.
     """
     pivot = to_compute_dtype(x[:1, :, :1])
     means, norms = [], []

@@ -1,4 +1,4 @@
-"""Look-ups: φ(x) = one-hot(token), scale 1."""
+"""Embedding look-ups: φ(x) = one-hot(token), scale 1."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def embedding(
 
 
 def refuse_rescaled(scale_grad_by_freq: bool, sparse: bool) -> None:
-    """Gradients that are not GᵀΦ, or of which no norm can be taken."""
+    """Refuse options by which the gradient is not GᵀΦ, or sparse, so that it has no norm."""
     if scale_grad_by_freq:
         raise Refused("scale_grad_by_freq=True rescales the gradient row by row: set it to False")
     if sparse:
@@ -37,7 +37,7 @@ def refuse_rescaled(scale_grad_by_freq: bool, sparse: bool) -> None:
 
 
 def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
-    """Rows of a table; torch counts a negative padding token from the end, as indices are."""
+    """Return the use of a table by look-ups; a negative padding token counts from the end."""
     vocabulary = len(table)
 
     def trained(tokens: Tensor) -> Tensor:
@@ -60,14 +60,14 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
 
 @uses("__getitem__")
 def indexed(call: FunctionCall, input: Tensor, index: object) -> Use | None:
-    """Z = W[index], or W[:, index], with numbers of rows: a table of position biases, say."""
+    """Z = W[index] or W[:, index] with integer indices, as for a table of position biases."""
     of_dims = index if isinstance(index, tuple) else (index,)
     numbers = [d for d, of_dim in enumerate(of_dims) if isinstance(of_dim, Tensor)]
     rest = [of_dim for of_dim in of_dims if not isinstance(of_dim, Tensor)]
     if len(numbers) != 1 or any(of_dim != slice(None) for of_dim in rest):
         return None
     index = of_dims[numbers[0]]
-    is_view = call.result._base is not None  # a single number
+    is_view = call.result._base is not None  # the index is a single number
     if is_view or not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
         return None
     return selected(call, input, numbers[0], index)
@@ -75,7 +75,7 @@ def indexed(call: FunctionCall, input: Tensor, index: object) -> Use | None:
 
 @uses("index_select")
 def selected(call: FunctionCall, input: Tensor, dim: int, index: Tensor) -> Use | None:
-    """Z = W[index] along a dimension: one row of it per number."""
+    """Z = W[index] along a dimension: one row of W per index."""
     if not call.is_weight(input):
         return None
     dim %= input.dim()

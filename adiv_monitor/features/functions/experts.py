@@ -1,4 +1,4 @@
-"""Experts of one tensor whose rows lie one expert after the other, as `grouped_mm` takes them."""
+"""Experts in one weight tensor, with rows sorted by expert, as in `grouped_mm`."""
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ def grouped_product(
 ) -> list[Use] | Use | None:
     """z_r = x_r W_e, (experts, inputs, outputs), for the rows from offs[e − 1] up to offs[e].
 
-    Where experts end is known to the device alone, and stays there. Rows behind the last one's are
-    left as they were by the function; they are idle.
+    The offsets of the experts stay on the device. The function does not write the rows after the
+    last expert's; they count as zero-gradient rows.
     """
     if offs is None:
         return matmul(call, input, mat2)
@@ -56,7 +56,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> list[Use] | Use | None:
-    """The same by its public name."""
+    """Apply `grouped_product` to the function's public name."""
     return grouped_product(call, mat_a, mat_b, offs)
 
 

@@ -1,4 +1,4 @@
-"""Products with a gain, entry by entry."""
+"""Elementwise products with a parameter."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def product(call: FunctionCall, input: Tensor, other: Tensor) -> Use | None:
 def quotient(
     call: FunctionCall, input: Tensor, other: Tensor, *, rounding_mode: str | None = None
 ) -> Use | None:
-    """Z = p/x; x/p is not linear in p."""
+    """Z = p/x; there is no use in x/p, which is not linear in p."""
     if rounding_mode is None and call.is_weight(input) and call.has_data(other):
         return gain(input, other.reciprocal(), call.result.shape)
     return None
@@ -32,7 +32,7 @@ def quotient(
 def added_product(
     call: FunctionCall, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
 ) -> list[Use]:
-    """Z = x + v·a⊙b, linear in each."""
+    """Z = x + v·a⊙b, linear in each of x, a and b."""
     if not call.has_data(input, tensor1, tensor2):
         return []
     shape = call.result.shape
@@ -58,7 +58,7 @@ def added_quotient(
 
 @uses("lerp", "lerp_")
 def mixture(call: FunctionCall, input: Tensor, end: Tensor, weight: Tensor | float) -> list[Use]:
-    """Z = (1 − w)⊙a + w⊙b, linear in each."""
+    """Z = (1 − w)⊙a + w⊙b, linear in each of a, b and w."""
     if not call.has_data(input, end, weight):
         return []
     shape = call.result.shape

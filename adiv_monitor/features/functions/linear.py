@@ -16,7 +16,7 @@ from adiv_monitor.features.whole import Whole, squares_and_sum
 def linear(
     call: FunctionCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> list[Use]:
-    """Z = x Wᵀ + b: one row per sample or token; or what is trained is x, and W is data."""
+    """Z = x Wᵀ + b: one row per sample or token; x may be the parameter and W data."""
     found = [affine(input, weight, bias)] if call.of_model(weight) or bias is not None else []
     if call.is_weight(input) and call.has_data(weight):
         rows = ascii_uppercase[: input.dim() - 1]
@@ -36,7 +36,7 @@ def affine(
     part: str = "",
     outputs: tuple[int, int] | None = None,
 ) -> Use:
-    """An affine map of the last dimension of x.
+    """Return the use of an affine map of the last dimension of x.
 
     Args:
         x: the input.
@@ -44,7 +44,7 @@ def affine(
         bias: (outputs,).
         transposed: the weight is (inputs, outputs).
         part: see `Use`.
-        outputs: its first output among those of the result, and how many; None: all.
+        outputs: index of its first output in the result, and number of outputs; None: all.
     """
     of_bias = None if bias is None else 1.0
 
@@ -52,7 +52,7 @@ def affine(
         return DenseFeatures(rows.take(x)[:, None], of_bias, transposed=transposed)
 
     def whole() -> Whole:
-        flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # which may be of no columns
+        flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # −1 fails if there are no columns
         of_rows, total = squares_and_sum(flat)
         return Whole(of_rows, of_bias or 0.0, total)
 

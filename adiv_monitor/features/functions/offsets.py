@@ -1,4 +1,4 @@
-"""Sums with a parameter: biases of one's own, position tables."""
+"""Sums with a parameter, such as custom biases and position tables."""
 
 from torch import Tensor
 
@@ -27,5 +27,5 @@ def difference(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float
 def difference_to(
     call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float = 1
 ) -> Use | None:
-    """Z = p − αx, or x − αp, the other way round."""
+    """Z = p − αx, or x − αp, with the arguments in reverse order."""
     return total(call, other, input, alpha=-alpha)

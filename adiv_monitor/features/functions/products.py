@@ -1,6 +1,6 @@
 """Products of matrices, vectors and stacks of them, with the weight on either side.
 
-All are sums over one shared dimension or more, and are read as such (`contraction.py`).
+All are treated as sums over one or more shared dimensions (`contraction.py`).
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ def added_matrices(
     beta: float = 1,
     alpha: float = 1,
 ) -> Sequence[Use]:
-    """Z = βb + αAB; with a matrix of weights on the right, b may be its bias."""
+    """Z = βb + αAB; if B is the weight, a vector b is its bias."""
     of_columns = call.of_model(mat2) and not call.of_model(mat1)
     if of_columns and call.of_model(input) and input.shape == mat2.shape[1:]:
         weight, data = Operand(mat2, "kj"), [Operand(mat1, "ik")]
@@ -176,7 +176,7 @@ def _added(
     beta: float,
     alpha: float,
 ) -> list[Use]:
-    """The product's weights, and what is added to it as an offset."""
+    """Return the uses in the product, and the use of the added parameter as an offset."""
     found = contractions(call, operands, result, alpha)
     if call.of_model(added) and added.requires_grad and _has_data(call, added, operands):
         of_offset = offset(added, call.result.shape, beta)

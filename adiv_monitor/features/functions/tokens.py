@@ -1,4 +1,4 @@
-"""Parameters put among data as they are: class tokens, mask tokens, queries that are learned."""
+"""Parameters inserted into data unchanged: class tokens, mask tokens, learned queries."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
 
 @uses(*REPEATING)
 def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
-    """Z = p, once for every sample; not to the shape of another parameter, to be part of that."""
+    """Z = p, repeated for every sample; no use if it is repeated to another parameter's shape."""
     if size and isinstance(size[0], Tensor) and call.of_model(size[0]):
         return None
     shape = call.result.shape
@@ -28,7 +28,7 @@ def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) ->
 
 @uses("cat", "concat", "concatenate")
 def concatenation(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -> list[Use]:
-    """Z = p in its place among what is data."""
+    """Z = p in its part of a concatenation with data."""
     start, found = 0, []
     for tensor in tensors if call.has_data(*tensors) else ():
         size = tensor.shape[dim]
@@ -41,7 +41,7 @@ def concatenation(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -
 
 @uses("stack")
 def stack(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -> list[Use]:
-    """Z = p at its place along a new dimension."""
+    """Z = p at its index along a new dimension."""
     found = []
     for i, tensor in enumerate(tensors) if call.has_data(*tensors) else ():
         if call.is_weight(tensor):
@@ -51,7 +51,7 @@ def stack(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -> list[U
 
 @uses("where")
 def choice(call: FunctionCall, condition: Tensor, input: object, other: object) -> list[Use]:
-    """Z = p where a condition holds, or where it does not."""
+    """Z = p where a condition holds, or where it does not hold."""
     if not call.has_data(condition, input, other):
         return []
     found = []
@@ -71,9 +71,9 @@ def masked_fill(call: FunctionCall, input: Tensor, mask: Tensor, value: object) 
 
 @uses("__setitem__")
 def assignment(call: FunctionCall, input: Tensor, index: object, value: object) -> list[Use]:
-    """x[index] = p: of a part that slices and numbers tell, or where a mask is set.
+    """x[index] = p, for an index of slices and numbers, or a mask.
 
-    Not of a view: it gets no gradient of what else is read from the tensor that it shows.
+    There is no use if x is a view: it gets no gradient from other reads of its base tensor.
     """
     if input._base is not None:
         return []
@@ -82,11 +82,11 @@ def assignment(call: FunctionCall, input: Tensor, index: object, value: object) 
     if not call.is_weight(value):
         return []
     if not call.has_data(input) and value.numel() == input[index].numel():  # type: ignore[index]
-        return []  # once: a part of a weight
+        return []  # p is written once, as a part of a larger weight
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         rest = input.dim() - index.dim()
         if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
-            return []  # an entry for each place
+            return []  # p has a different entry for each place
         return _masked(value, index[(..., *(None for _ in range(rest)))], input.shape)
     if _is_plain(index):
         return _placed(value, input[index].shape, lambda tensor: tensor[index])  # type: ignore[index]
@@ -94,7 +94,7 @@ def assignment(call: FunctionCall, input: Tensor, index: object, value: object) 
 
 
 def _kept(parameter: Tensor, index: object) -> list[Use]:
-    """Z = p where it was not written to."""
+    """Z = p where the assignment did not overwrite it."""
     mask = torch.ones_like(parameter, dtype=torch.bool)
     mask[index] = False  # type: ignore[index]
     return _masked(parameter, mask, parameter.shape)
@@ -113,7 +113,7 @@ def _is_plain(index: object) -> bool:
 def _placed(
     parameter: Tensor, shape: Sequence[int], place: Callable[[Tensor], Tensor]
 ) -> list[Use]:
-    """An offset in a part of the result."""
+    """Return the use of a parameter as an offset in a part of the result."""
     found = offset(parameter, shape)
     if found is None:
         return []
@@ -122,9 +122,9 @@ def _placed(
 
 
 def _masked(parameter: Tensor, mask: Tensor, shape: Sequence[int]) -> list[Use]:
-    """An offset where a mask is set: nothing trains the parameter in other rows.
+    """Return the use of a parameter as an offset where a mask is set; other rows are untrained.
 
-    A gain of zeros and ones where rows are set in part.
+    If the mask differs within rows, it is the use of a gain of zeros and ones.
     """
     own = own_dims(parameter, shape)
     dim = own[-1] - len(shape) if own else 0

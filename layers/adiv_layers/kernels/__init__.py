@@ -1,1 +1,1 @@
-"""Triton kernels behind `adiv_layers.ops`; imported only when there is a device to run them."""
+"""Triton kernels of `adiv_layers.ops`, imported only if there is a device to run them."""

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels over (images, channels, positions) with any strides, the channels in equal groups.
 
-Channels-last and contiguous convolutions are both of this shape, and so are the rows of a linear
+Channels-last and contiguous convolutions both have this shape, and so do the rows of a linear
 layer: one image, whose positions are the rows. Strides are read, never assumed, so transposed,
-sliced and expanded tensors are right as they are; the tile merely follows the fast direction.
-Offsets are 64-bit, so tensors may hold more than 2³¹ elements. Sums are taken in the dtype of the
-factor, and in a fixed order: two runs agree bit by bit. Programs that walk over tiles copy what
-comes next while they work on one.
+sliced and expanded tensors work unchanged; the tile only follows the fast direction. Offsets are
+64-bit, so tensors may hold more than 2³¹ elements. Sums are computed in the dtype of the factor and
+in a fixed order: two runs agree bit by bit. Programs that iterate over tiles prefetch the next tile
+during the work on one.
 
-All sizes but the strides of the fast direction come divided by UNIT, a power of two that divides
-them, so that the compiler sees how wide an access may be.
+All sizes except the strides of the fast direction are passed divided by UNIT, a power of two that
+divides them, so that the compiler knows how wide an access may be.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ def offset_of(
     CHANNELS_FAST: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Where a tile of positions × channels of an image lies; all three of them 64-bit."""
+    """Return offsets of a tile of positions × channels of an image; all three are 64-bit."""
     if CHANNELS_FAST:
         tile = (position * UNIT * position_stride)[:, None] + (channel * channel_stride)[None, :]
     else:
@@ -42,7 +42,7 @@ def offset_of(
 
 @triton.jit
 def sizes_of(channels, positions, CHANNELS_FAST: tl.constexpr, UNIT: tl.constexpr):
-    """Numbers of channels and positions; the one that came divided by UNIT is 64-bit."""
+    """Return numbers of channels and positions; the one passed divided by UNIT is 64-bit."""
     channels = tl.cast(channels, tl.int64) * UNIT if CHANNELS_FAST else channels
     positions = positions if CHANNELS_FAST else tl.cast(positions, tl.int64) * UNIT
     return channels, positions
@@ -82,9 +82,9 @@ def gate_kernel(
 ):
     """Write scaled = f·g, dots = Σ_c g·other and sums = Σ_positions g or f·g in one pass over g.
 
-    What is None is left out. Where CURVE is not 0 dots are times CURVE·f³, and 0 where |f| has
-    reached LIMIT. A program keeps its channels and walks over positions; it writes one row of
-    `sums`. SAME: `other` is the same at all positions, like a bias.
+    Outputs that are None are skipped. If CURVE is not 0, dots are multiplied by CURVE·f³, and 0
+    where |f| has reached LIMIT. A program keeps its channels and iterates over positions; it writes
+    one row of `sums`. SAME: `other` is the same at all positions, like a bias.
     """
     channels, positions = sizes_of(channels, positions, CHANNELS_FAST, UNIT)
     group = tl.program_id(1).to(tl.int64)
@@ -168,7 +168,7 @@ def blend_kernel(
     POSITIONS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write f·a + GAIN·shift or, where there is an other, a + GAIN·f·other, as a is laid out."""
+    """Write f·a + GAIN·shift or, if there is `other`, a + GAIN·f·other, in the layout of a."""
     channels, positions = sizes_of(channels, positions, CHANNELS_FAST, UNIT)
     group = tl.program_id(1).to(tl.int64)
     wide = factor.dtype.element_ty
@@ -242,7 +242,7 @@ def gate(
     limit: float = 0.0,
     weighted: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill `scaled`; return dots and sums as partial sums, their first dimension, or None.
+    """Fill `scaled`; return dots and sums as partial sums over their first dimension, or None.
 
     g, other, scaled: (images, channels, positions). factor: (images, groups, positions),
     contiguous. Dots: (parts, images, groups, positions). Sums: (programs, channels).
@@ -276,8 +276,8 @@ def gate(
         LIMIT=limit,
         WEIGHTED=weighted,
         SAME=other is not None and images == 1 and other.stride(2) == 0,
-        # 16 KiB of each operand are under way (a tile of float64 is larger); no copy that runs
-        # ahead is of less than 4 bytes.
+        # Prefetches 16 KiB of each operand (a tile of float64 is larger). Asynchronous copies need
+        # at least 4 bytes.
         STAGES=1 + 4 // g.element_size() if layout.unit >= 4 else 1,
         **layout.options,
     )
@@ -285,7 +285,7 @@ def gate(
 
 
 def add_up(parts: Tensor, like: Tensor, gain: float = 1.0) -> Tensor:
-    """gain·Σ over the rows of `parts` (count, width), in the dtype of `like`."""
+    """Return gain·Σ over the rows of `parts` (count, width), in the dtype of `like`."""
     count, width = parts.shape
     total = like.new_empty(width)
     grid = (divide_up(width, 32),)
@@ -303,7 +303,7 @@ def blend(
 ) -> None:
     """Fill `result`, which has the strides of a (images, channels, positions) or is a itself.
 
-    f·a + gain·shift (one number per channel), or a + gain·f·other.
+    The result is f·a + gain·shift (one number per channel), or a + gain·f·other.
     """
     (images, channels, positions), groups = a.shape, factor.shape[1]
     layout = _layout(channels // groups, a, other, None)
@@ -345,7 +345,7 @@ def square_sum(x: Tensor, sums: Tensor) -> None:
 
 
 class _Layout(NamedTuple):
-    """How tiles follow the memory of the tensors of a launch."""
+    """The tiles of a launch, which follow the memory of its tensors."""
 
     tile: Tile
     channels_fast: bool
@@ -354,7 +354,7 @@ class _Layout(NamedTuple):
     options: dict[str, int]
 
     def strides(self, x: Tensor | None) -> tuple[int, int, int]:
-        """Strides of images, channels and positions, all but the fast one divided by the unit."""
+        """Return strides of image, channel, position, all but the fast one divided by the unit."""
         if x is None:
             return 0, 0, 0
         image, channel, position = x.stride()
@@ -364,14 +364,14 @@ class _Layout(NamedTuple):
 
 
 def _layout(channels: int, x: Tensor, second: Tensor | None, third: Tensor | None) -> _Layout:
-    """The layout for x and its like (images, all channels, positions); `channels` to a group."""
+    """Return the layout for x and tensors of its shape; a group has `channels` channels."""
     positions, fast = x.shape[2], x.stride(1) < x.stride(2)
     sizes = [channels if fast else positions]
     for tensor in (x, second, third):
         if tensor is not None:
             image, channel, position = tensor.stride()
             sizes += [image, position if fast else channel]
-            if position and tensor.data_ptr() % 16:  # what begins anywhere is read one by one
+            if position and tensor.data_ptr() % 16:  # unaligned data is read element by element
                 sizes.append(1)
     unit = unit_of(*sizes)
     tile = strided_tile(channels, positions, fast, unit)

@@ -1,4 +1,4 @@
-"""When the kernels are used, and the Triton behind them, which is imported only then."""
+"""The choice between kernels and plain PyTorch; Triton is imported only when needed."""
 
 import functools
 import warnings
@@ -15,11 +15,11 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def kernels_for(*tensors: Tensor | None) -> Any:
-    """The module of functions on kernels if they can run on these tensors, here and now, or None.
+    """Return the module of kernel functions if they can run on these tensors now, else None.
 
-    Not under torch.compile, export, tracing or a dispatch mode, which want to see plain
-    expressions; not under `torch.func` transforms or forward-mode derivatives, for which the
-    kernels have no rule; not on subclasses (DTensor, fakes), whose data is not theirs to read.
+    They are not used under torch.compile, export, tracing or a dispatch mode, which need plain
+    expressions; under `torch.func` transforms or forward-mode derivatives, for which the kernels
+    have no rule; or on subclasses (DTensor, fakes), whose data may not be read directly.
     """
     first = tensors[0]
     if first is None or first.device.type not in DEVICES:
@@ -33,23 +33,24 @@ def kernels_for(*tensors: Tensor | None) -> Any:
         or torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
         or forward_ad._current_level >= 0
-        or any(tensor is not None and tensor.is_neg() for tensor in tensors)  # is not what it has
+        # The data of a tensor with the negative bit is not its value.
+        or any(tensor is not None and tensor.is_neg() for tensor in tensors)
     ):
         return None
     return _functions()
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether this is a tensor that a kernel can read, and not an empty one."""
+    """Return whether this is a non-empty tensor that a kernel can read."""
     return (type(x) is Tensor or type(x) is Parameter) and x.dtype in _DTYPES and x.numel() > 0
 
 
 @functools.cache
 def _functions() -> Any:
-    """The functions on kernels; without a Triton, said once, there are none."""
+    """Import and return the kernel functions; None, with one warning, if Triton does not work."""
     try:
         from adiv_layers.kernels import functions
-    except Exception as cause:  # whatever is broken: the plain expressions still work
+    except Exception as cause:  # whatever the failure, the plain expressions still work
         warnings.warn(
             f"adiv_layers: no Triton kernels ({cause!r}); plain PyTorch is used instead.",
             RuntimeWarning,

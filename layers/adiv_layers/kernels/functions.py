@@ -1,8 +1,8 @@
-"""Autograd functions around the kernels, for tensors that `choice.kernels_for` lets through.
+"""Autograd functions around the kernels, for tensors that `choice.kernels_for` accepts.
 
-Their backwards turn to differentiable PyTorch where someone differentiates twice or maps over
-gradients, and where a kernel does not start. None saves its output, unless nobody but another of
-these functions sees it, so a layer may be followed by an operation that overwrites its output.
+Their backwards use differentiable PyTorch for derivatives of derivatives, for batched gradients,
+and if a kernel does not start. None of them saves its output, unless only another of these
+functions uses it, so the operation after a layer may overwrite the layer's output.
 """
 
 from collections.abc import Callable
@@ -36,11 +36,11 @@ __all__ = [
 
 
 class UnitRows(Function):
-    """x -> x̂ = f·x, f; saves x and f, so that x̂ may be overwritten."""
+    """The function x → x̂ = f·x, f; it saves x and f, so that x̂ may be overwritten."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, form: Correction, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """One read of x, one write of x̂."""
+        """Compute x̂ and f, with one read of x and one write of x̂."""
         unit = x.new_empty(x.shape, dtype=dtype)
         factor = _unit_rows(x, unit.view(-1, x.shape[-1]), form, 0.0)
         ctx.save_for_backward(x, factor)
@@ -50,7 +50,7 @@ class UnitRows(Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, gamma: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradient of x from the gradients u of x̂ and γ of f, see `_through_unit`."""
+        """Return the gradient of x from the gradients u of x̂ and γ of f, see `_through_unit`."""
         x, factor = ctx.saved_tensors
         if u is None and gamma is None:
             return None, None, None
@@ -65,10 +65,10 @@ class UnitRows(Function):
 
 
 class InputScaled(Function):
-    """x, W, b -> z = Wx̂ + f·shift·b, or Wx̂ + shift·b where the constant is 0; x̂ and f.
+    """The function x, W, b → z = Wx̂ + f·shift·b, or Wx̂ + shift·b if the constant is 0; x̂ and f.
 
-    x̂ and f are outputs for derivatives of derivatives alone: they are what is saved, and through
-    them the saved ones depend on x, which itself need not be kept.
+    x̂ and f are outputs only for derivatives of derivatives: the function saves them, and as
+    outputs they depend on x in the graph, which itself need not be kept.
     """
 
     @staticmethod
@@ -80,11 +80,11 @@ class InputScaled(Function):
         form: Correction,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x̂ in one pass, then one product, into whose sum b goes as one more column."""
+        """Compute x̂ in one pass, then one product, in which b may be one more column."""
         width = x.shape[-1]
         count = x.numel() // width
         inside = bias if form.constant > 0 else None
-        # [x̂, f·shift] · [W, b] costs a copy of W, adding f·shift·b a pass over z.
+        # [x̂, f·shift] · [W, b] costs a copy of W; adding f·shift·b costs a pass over z.
         column = inside is not None and count >= width
         room = 8 * divide_up(width + 1, 8) if column else width
         whole = x.new_empty((*x.shape[:-1], room), dtype=dtype)
@@ -110,7 +110,7 @@ class InputScaled(Function):
     def backward(
         ctx: Any, g: Tensor | None, u: Tensor | None, gamma: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of x, W and b; γ and that of b in one pass over g."""
+        """Return the gradients of x, W and b; γ and that of b are computed in one pass over g."""
         unit, factor, weight, bias = ctx.saved_tensors
         form, needed = ctx.form, ctx.needs_input_grad[:3]
         if g is not None and u is None and gamma is None and usable_backward(g):
@@ -146,7 +146,7 @@ def _input_scaled_backward(
     needed: tuple[bool, ...],
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
-    """The same by kernels."""
+    """Return the gradients of x, W and b by kernels."""
     flat, width = g.reshape(-1, g.shape[-1]), unit.shape[-1]
     dx = dw = db = dots = None
     if bias is not None and form.constant > 0:
@@ -170,9 +170,9 @@ def _input_scaled_backward(
 
 
 class OutputScaled(Function):
-    """x, W, b -> f∘(map of x + shift·b), or f∘(map of x) + shift·b where the constant is 0.
+    """The function x, W, b → f∘(map + shift·b), or f∘map + shift·b if the constant is 0.
 
-    plain: the same as a differentiable expression of x, W and b.
+    plain: the same function as a differentiable expression of x, W and b.
     """
 
     @staticmethod
@@ -185,7 +185,7 @@ class OutputScaled(Function):
         bias: Tensor | None,
         form: Correction,
     ) -> Tensor:
-        """The map, then one pass over its output."""
+        """Compute the map, then scale its output in one pass."""
         factor = linear_map.factor(x, form.gain, form.constant, form.eps)
         inner = bias if form.constant == 0 else times(bias, form.shift)
         y = linear_map.forward(x, weight, inner if form.constant > 0 else None)
@@ -199,7 +199,7 @@ class OutputScaled(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the map at h = f·g, less what x does to f (eqn 33)."""
+        """Return gradients of the map at h = f·g, minus the effect of x on f (eqn 33)."""
         x, weight, bias, factor, y = ctx.saved_tensors
         linear_map, plain, form = ctx.settings
         needed = ctx.needs_input_grad[2:5]
@@ -232,8 +232,8 @@ def output_scaled(
     form: Correction,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`OutputScaled` in this dtype."""
-    # A bias inside is added by the map itself.
+    """Apply `OutputScaled` in this dtype."""
+    # The map itself adds a bias inside the scaling.
     inner = bias.to(dtype) if bias is not None and form.constant > 0 else bias
     z: Tensor = OutputScaled.apply(linear_map, plain, x.to(dtype), weight.to(dtype), inner, form)
     return z
@@ -242,13 +242,13 @@ def output_scaled(
 def input_scaled(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: Correction, dtype: torch.dtype
 ) -> Tensor:
-    """The map of `InputScaled` in this dtype."""
+    """Apply `InputScaled` in this dtype and return z."""
     z: Tensor = InputScaled.apply(x, weight.to(dtype), bias, form, dtype)[0]
     return z
 
 
 def _unit_rows(x: Tensor, unit: Tensor, form: Correction, column: float) -> Tensor:
-    """Fill `unit`, return f (…, 1)."""
+    """Fill `unit` and return f (…, 1)."""
     factor = x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
     floor = least_square(form.eps, factor)
     rows.unit_rows(
@@ -266,7 +266,7 @@ def _unit_rows_backward(
     form: Correction,
     is_unit: bool,
 ) -> None:
-    """Fill `dx` as `_through_unit` would; the terms of γ are still without the shift if is_unit."""
+    """Fill `dx` as `_through_unit` would; if is_unit, the terms of γ lack the factor shift."""
     share, limit = 1.0 / form.gain**2, form.limit(factor)
     shift = form.shift if is_unit else 1.0
     rows.unit_rows_backward(
@@ -277,7 +277,7 @@ def _unit_rows_backward(
 def _through_unit(
     u: Tensor | None, gamma: Tensor | None, unit: Tensor, factor: Tensor, form: Correction
 ) -> Tensor:
-    """f(u − (u·x̂ + fγ)x̂/gain²), the gradient of x from those of x̂ and f; fu where eps holds f."""
+    """Return the gradient of x, f(u − (u·x̂ + fγ)x̂/gain²), or fu where eps determines f."""
     u = torch.zeros_like(unit) if u is None else u.to(factor.dtype)
     along = (u * unit).sum(-1, keepdim=True)
     if gamma is not None:

@@ -1,4 +1,4 @@
-"""Gradients behind a scaled output, and the gradient-only corrections, by kernels."""
+"""Gradients of scaled outputs, and gradient-only corrections, by kernels."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def scaled_gradient(
     gain: float,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient h = f·g laid out like g or `other`; dots as in `channels.gate`; the bias's."""
+    """Return h = f·g laid out like `other` or g, dots as in `channels.gate`, and b's gradient."""
     like = g if other is None else other
     images, count, positions = g.shape
     if like.stride(1) < like.stride(2):
@@ -33,10 +33,10 @@ def scaled_gradient(
 def row_gradients(
     x: Tensor, g: Tensor, bias: bool, proportional: bool, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient-only corrections (eqns 20, 21) of W and b, from rows x and gradients g."""
+    """Return gradient-only corrections (eqns 20, 21) of W and b, from rows x and gradients g."""
     weighted = proportional and bias
     gain, constant = _share(bias, proportional)
-    # Scale the narrower one; near x = 0 only x/‖x‖² is sure to be finite.
+    # Scale the narrower tensor; but near x = 0 only x/‖x‖² is certain to be finite.
     if x.shape[1] <= g.shape[1] or not weighted:
         unit, factor = torch.empty_like(x), x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
         floor = least_square(eps, factor)
@@ -62,7 +62,7 @@ def patch_gradients(
     proportional: bool,
     eps: float,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient-only corrections of W and b of a convolution, from its input and gradients g."""
+    """Return gradient-only corrections of W and b of a convolution, from input and gradients g."""
     weighted = proportional and bias
     gain, constant = _share(bias, proportional)
     factor = patches.factor(x, gain, constant, eps, squared=True)
@@ -75,7 +75,7 @@ def patch_gradients(
 
 
 def _share(bias: bool, proportional: bool) -> tuple[float, float]:
-    """Gain and constant of a row's share: 1/(‖x‖² + 1), 1/(2‖x‖²), or 1/‖x‖² without a bias."""
+    """Return gain and constant of a row's factor: 1/(‖x‖² + 1), 1/(2‖x‖²); 1/‖x‖² without bias."""
     if proportional and bias:
         return 1.0, 1.0
     return (0.5 if bias else 1.0), 0.0

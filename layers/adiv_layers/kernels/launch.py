@@ -1,4 +1,4 @@
-"""How large a kernel's tiles are, how many programs it gets, and on which device it starts."""
+"""Launches of kernels: size of the tiles, number of programs, device and failures."""
 
 import functools
 import math
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# The most elements of a row that one program keeps in registers; a wider row is read twice, the
+# The most elements of a row that one program keeps in registers. A wider row is read twice, the
 # second time from cache. In float64 every element takes two registers.
 _ROW = {torch.float32: 16384, torch.float64: 8192}
 _TILE = 4096  # the most elements of a tile over positions and channels
-_ACROSS, _ALONG = 1024, 128  # and the most of them in the direction that memory runs
+_ACROSS, _ALONG = 1024, 128  # and the most in the contiguous direction
 
 
 class Rows(NamedTuple):
-    """Tile of a kernel over rows: so many whole rows, or one row in blocks."""
+    """The tile of a kernel over rows: several whole rows, or one row in blocks."""
 
     rows: int
     block: int
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Tile of a kernel over positions and channels."""
+    """The tile of a kernel over positions and channels."""
 
     positions: int
     channels: int
@@ -32,20 +32,21 @@ class Tile(NamedTuple):
 
 
 def rows_tile(width: int, dtype: torch.dtype) -> Rows:
-    """The tile for rows of this width whose sums are taken in this dtype."""
+    """Return the tile for rows of this width whose sums are computed in this dtype."""
     limit = _ROW[dtype]
     block = max(16, power_of_two(width)) if width <= limit else limit // 2
-    # What is done once per row costs every thread as much as 16 elements do; 32 hold two operands.
+    # Work once per row costs a thread as much as 16 elements; with 32 it holds two operands.
     each = 32 if dtype == torch.float32 and block >= width else 16
     rows = max(1, 32 * each // block)
     return Rows(rows, block, max(1, rows * block // (32 * each)))
 
 
 def strided_tile(channels: int, positions: int, channels_fast: bool, unit: int) -> Tile:
-    """The tile for channels × positions, long in the direction that memory runs.
+    """Return the tile for channels × positions, longest in the contiguous direction.
 
-    A thread has 32 elements, or 16 in a tall tile, where more of them have an address of their own
-    in a register; where fewer than 4 stay together every one has, so a thread takes half as many.
+    A thread has 32 elements, or 16 in a tall tile, where more of them need an address of their own
+    in a register. If fewer than 4 elements are contiguous, each needs an address, so a thread takes
+    half as many.
     """
     if channels_fast:
         across = min(power_of_two(channels), _ACROSS)
@@ -61,33 +62,33 @@ def strided_tile(channels: int, positions: int, channels_fast: bool, unit: int) 
 
 
 def workers(tensor: Tensor, steps: int, columns: int) -> int:
-    """Programs that share the steps of one column of tiles: about four on every multiprocessor.
+    """Return the number of programs for one column of tiles: about four per multiprocessor.
 
-    More would only lengthen the partial sums, of which each program writes one row.
+    More programs would only add partial sums, of which each program writes one row.
     """
     return max(1, min(steps, 4 * _multiprocessors(tensor.device) // columns))
 
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device; without one, in the interpreter, a small number."""
+    """Return the number of multiprocessors; in the interpreter, without a device, 1."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be compiled, loaded or started; plain PyTorch can do its work."""
+    """Error of a kernel that can't be compiled, loaded or started; plain PyTorch can replace it."""
 
 
 class _NotLoaded(Exception):
-    """A kernel would have to be loaded while a CUDA graph is being captured."""
+    """Error of a kernel that would have to be loaded during the capture of a CUDA graph."""
 
 
-# What need not be so the next time: memory may be free again, a graph captured, a disk emptied.
+# Temporary failures: memory may be free later, the capture over, the disk emptied.
 _PASSING = (torch.OutOfMemoryError, MemoryError, OSError, _NotLoaded)
-_broken: set[tuple[Any, ...]] = set()  # what failed for good, and is not tried again
-_told: set[tuple[Any, ...]] = set()  # what a warning was given about
+_broken: set[tuple[Any, ...]] = set()  # launches that failed for good and are not retried
+_told: set[tuple[Any, ...]] = set()  # failures that a warning was issued for
 
 
 def run(
@@ -96,14 +97,14 @@ def run(
     """Start a kernel on the anchor's device, which need not be the current one.
 
     Raises:
-        KernelError: it does not start; why is said once, in a warning.
+        KernelError: the kernel does not start; one warning states the reason.
     """
     if 0 in grid:
         return
     key = (kernel, anchor.device, *options.items()) if _broken else ()
     if key in _broken:
         raise KernelError
-    options["enable_fp_fusion"] = True  # said outright: Triton means to change the default
+    options["enable_fp_fusion"] = True  # explicit, because Triton plans to change the default
     try:
         if anchor.is_cuda:
             with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
@@ -124,7 +125,7 @@ def run(
 def _refuse_to_load(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Raise unless the kernel is loaded: CUDA would refuse to load it now and end the capture."""
+    """Raise if the kernel is not loaded yet: loading it now would end the CUDA graph capture."""
     compiled = kernel.warmup(*arguments, grid=grid, **options)
     if compiled is None or compiled.module is None:
         raise _NotLoaded(
@@ -133,7 +134,7 @@ def _refuse_to_load(
 
 
 def _tell(kernel: Any, device: torch.device, cause: Exception, passing: bool) -> None:
-    """Warn, once for every kernel and kind of cause."""
+    """Warn once for every kernel and kind of cause."""
     key = (kernel, device, type(cause))
     if key not in _told:
         _told.add(key)
@@ -147,15 +148,15 @@ def _tell(kernel: Any, device: torch.device, cause: Exception, passing: bool) ->
 
 
 def unit_of(*sizes: int) -> int:
-    """The power of two, at most 8, that divides all sizes: so many elements stay together."""
+    """Return the largest power of two, at most 8, that divides all sizes."""
     return math.gcd(8, *sizes)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 def divide_up(a: int, b: int) -> int:
-    """Quotient of a and b, rounded up."""
+    """Return the quotient of a and b, rounded up."""
     return -(-a // b)

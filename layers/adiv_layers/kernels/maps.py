@@ -1,8 +1,8 @@
-"""The two linear maps whose outputs are scaled, rows and patches, and where their pieces lie.
+"""The two linear maps whose outputs are scaled, rows and patches, and their memory layouts.
 
-The kernels see (images, channels, positions). Rows are one image, whose positions are the rows; of
-a convolution the positions are all spatial positions. Triton is imported when a factor is first
-asked for.
+The kernels use the shape (images, channels, positions). Rows are one image, whose positions are the
+rows; the positions of a convolution are all spatial positions. Triton is imported when a factor is
+first computed.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from adiv_layers.forms import accumulation_dtype, least_square
 
 
 def columns(rows: Tensor) -> Tensor:
-    """Rows (..., features) as (1, features, rows)."""
+    """View rows (..., features) as (1, features, rows)."""
     return rows.reshape(-1, rows.shape[-1]).t().unsqueeze(0)
 
 
 def space_out(space: list[int], geometry: list[int]) -> list[int]:
-    """Spatial sizes of a convolution's output.
+    """Return the spatial sizes of a convolution's output.
 
     geometry: kernel size, stride, padding, dilation, each of the length of `space`.
     """
@@ -36,17 +36,17 @@ class Rows:
     """The linear map of every row of x: Wx + b."""
 
     def view(self, x: Tensor) -> Tensor:
-        """Input or output as the kernels see it."""
+        """View an input or output as (images, channels, positions)."""
         return columns(x)
 
     def restore(self, view: Tensor, output: Tensor) -> Tensor:
-        """A view that was made of the output, or of its like, in the output's own shape."""
+        """Return a view of the output, or of a tensor like it, in the output's own shape."""
         return view.squeeze(0).t().reshape(output.shape)
 
     def factor(
         self, x: Tensor, gain: float, constant: float, eps: float, squared: bool = False
     ) -> Tensor:
-        """Factor f of every row: see `rows.factor_of`."""
+        """Return the factor f of every row: see `rows.factor_of`."""
         from adiv_layers.kernels import rows
 
         shape = (1, 1, x.numel() // x.shape[-1])
@@ -56,25 +56,25 @@ class Rows:
         return factor
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The map itself."""
+        """Apply the map."""
         return F.linear(x, weight, bias)
 
     def backward(
         self, h: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of x and W, if needed, where h is the output's."""
+        """Return gradients of x and W, if needed, from the gradient h of the output."""
         dx = h @ weight if needed[0] else None
         if not needed[1]:
             return dx, None
         return dx, h.reshape(-1, h.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
     def spread(self, c: Tensor, x: Tensor) -> Tensor:
-        """What outputs collected for the squares they saw, at the inputs: the rows themselves."""
+        """Return the sum at every input of c over the outputs that use it: for rows, c itself."""
         return c
 
 
 class Patches(NamedTuple):
-    """The linear map of every patch of x: a convolution with as much padding at either end."""
+    """The linear map of every patch of x: a convolution with equal padding at both ends."""
 
     kernel_size: list[int]
     stride: list[int]
@@ -83,22 +83,22 @@ class Patches(NamedTuple):
     groups: int
 
     def suits(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether x is a batch, and groups wide enough: narrow ones leave most of a tile empty."""
+        """Return whether x is a batch with wide groups: narrow ones leave most of a tile empty."""
         width = min(weight.shape[1], weight.shape[0] // self.groups)
         return x.dim() == weight.dim() and (self.groups == 1 or width >= 8)
 
     def view(self, x: Tensor) -> Tensor:
-        """Input or output as the kernels see it."""
+        """View an input or output as (images, channels, positions)."""
         return x.flatten(2)
 
     def restore(self, view: Tensor, output: Tensor) -> Tensor:
-        """A view that was made of the output, or of its like, in the output's own shape."""
+        """Return a view of the output, or of a tensor like it, in the output's own shape."""
         return view.view(output.shape)
 
     def factor(
         self, x: Tensor, gain: float, constant: float, eps: float, squared: bool = False
     ) -> Tensor:
-        """Factor f of every patch: see `rows.factor_of`."""
+        """Return the factor f of every patch: see `rows.factor_of`."""
         from adiv_layers.kernels import channels, patch
 
         space, geometry = _three(list(x.shape[2:]), 1), self._geometry()
@@ -110,20 +110,20 @@ class Patches(NamedTuple):
         return factor.flatten(2)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The map itself."""
+        """Apply the map."""
         return torch.convolution(x, weight, bias, *self._settings())
 
     def backward(
         self, h: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of x and W, if needed, where h is the output's."""
+        """Return gradients of x and W, if needed, from the gradient h of the output."""
         dx, dw, _ = torch.ops.aten.convolution_backward(
             h, x, weight, None, *self._settings(), (*needed, False)
         )
         return dx, dw
 
     def spread(self, c: Tensor, x: Tensor) -> Tensor:
-        """What patches collected for the squares they saw, at the positions that they hold."""
+        """Return the sum at every input position of c over the patches that contain it."""
         from adiv_layers.kernels import patch
 
         space, geometry = _three(list(x.shape[2:]), 1), self._geometry()
@@ -140,11 +140,11 @@ class Patches(NamedTuple):
         ]
 
     def _settings(self) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
-        """What PyTorch's convolution is told, the transposed one's settings among it."""
+        """Return the settings of PyTorch's convolution, including those of the transposed one."""
         none = [0] * len(self.stride)
         return self.stride, self.padding, self.dilation, False, none, self.groups
 
 
 def _three(sizes: list[int], missing: int) -> list[int]:
-    """The sizes of three dimensions, of which the last ones are given."""
+    """Extend sizes to three dimensions, by leading ones."""
     return [missing] * (3 - len(sizes)) + sizes

@@ -2,8 +2,8 @@
 """Kernels over the patches of a convolution: a box filter without channels, and its transpose.
 
 ‖patch‖² is a box filter of q = Σ_c x², so no patch is ever unfolded. The maps have one value per
-position and stay in cache; their values are summed exactly as stored, where a convolution with
-ones could round them to TF32. One and two dimensions are three with leading ones.
+position and stay in cache. Their values are summed exactly as stored, whereas a convolution with
+ones could round them to TF32. One and two dimensions are treated as three with leading ones.
 """
 
 import triton
@@ -98,7 +98,7 @@ def box_transposed_kernel(
     width_dilation,
     BLOCK: tl.constexpr,
 ):
-    """Write boxᵀ(c): at an input position, Σ of c over the patches that hold it."""
+    """Write boxᵀ(c): at an input position, Σ of c over the patches that contain it."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < elements
     x = index % width_in + width_padding
@@ -140,7 +140,7 @@ def box(
 ) -> None:
     """Fill `factor` (images, groups, *space_out) from q (images, groups, *space_in), contiguous.
 
-    geometry: kernel size, stride, padding and dilation, each of the same three dimensions.
+    geometry: kernel size, stride, padding and dilation, each for the same three dimensions.
     """
     run(
         box_kernel,

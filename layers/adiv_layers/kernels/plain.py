@@ -1,4 +1,4 @@
-"""When a backward pass may use the kernels, and what it does otherwise."""
+"""The choice of kernels in a backward pass, and differentiable gradients otherwise."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,10 @@ from adiv_layers.kernels.choice import kernels_for
 
 
 def usable_backward(g: Tensor) -> bool:
-    """Whether these gradients may go through kernels: nobody will differentiate what comes out.
+    """Return whether kernels may process these gradients: the result will not be differentiated.
 
-    Nor map over them: `is_grads_batched` sends batches that look like plain tensors.
+    Gradients must not be batched either: `is_grads_batched` passes batches that look like plain
+    tensors.
     """
     return (
         not torch.is_grad_enabled()
@@ -26,7 +27,7 @@ def differentiable(
     needed: tuple[bool, ...],
     g: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of a plain expression, which can be differentiated again."""
+    """Return the gradients of a plain expression, which can be differentiated again."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         output = plain(*inputs)

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels over rows that lie contiguous in memory: x̂ = f·x with its factor, and its backward.
+"""Kernels over rows that are contiguous in memory: x̂ = f·x with its factor, and its backward.
 
-f = GAIN/√(‖x‖² + CONSTANT), or GAIN/√max(‖x‖², FLOOR) where CONSTANT is 0. Row offsets are 64-bit,
-so tensors may hold more than 2³¹ elements. Values are widened straight after the load: sums are
-taken in the dtype of f, float32 or float64.
+f = GAIN/√(‖x‖² + CONSTANT), or GAIN/√max(‖x‖², FLOOR) if CONSTANT is 0. Row offsets are 64-bit, so
+tensors may hold more than 2³¹ elements. Values are widened directly after the load: sums are
+computed in the dtype of f, float32 or float64.
 
-Memory is moved in groups of 8 elements, aligned, whatever the width: what a row has before its
-first whole group and behind its last is moved apart, element by element. Groups are those of the
-tensor that is written; one that is read and lies otherwise is read element by element.
+Memory is accessed in aligned groups of 8 elements, whatever the width. Elements of a row before its
+first whole group and after its last one (edges) are accessed separately, one by one. Groups are
+those of the tensor that is written; a tensor with another alignment is read one by one.
 """
 
 import triton
@@ -21,10 +21,10 @@ from adiv_layers.kernels.launch import divide_up, power_of_two, rows_tile, run, 
 def factor_of(
     square, GAIN: tl.constexpr, CONSTANT: tl.constexpr, FLOOR: tl.constexpr, SQUARED: tl.constexpr
 ):
-    """Factor f of rows with this ‖x‖².
+    """Return the factor f of rows with this ‖x‖².
 
-    SQUARED: GAIN·r² and, without a constant, 0 for rows that are shorter than the floor and so
-    have no direction.
+    SQUARED: return GAIN/(‖x‖² + CONSTANT) or, without a constant, GAIN/‖x‖², and then 0 for rows
+    below the floor, which have no direction.
     """
     # Compared, not clamped: a maximum would turn NaN into the floor.
     short = square < (-1.0 if CONSTANT > 0 else FLOOR)
@@ -34,11 +34,11 @@ def factor_of(
 
 @triton.jit
 def groups_of(row, rows, width, AHEAD: tl.constexpr):
-    """Where rows of this width lie in groups of 8 elements: ahead, first, last, end.
+    """Return places of rows of this width in groups of 8 elements: ahead, first, last, end.
 
-    Places count from the beginning of the group in which a row begins: `ahead` of them are before
-    the row, which are AHEAD more with every row, `end` is behind it, and in [first, last) its
-    groups are whole. Rows outside have no place at all.
+    Places count from the start of the group in which a row starts: `ahead` of them are before the
+    row (AHEAD more with every row), `end` is after it, and the groups in [first, last) are whole.
+    Rows out of range have no places.
     """
     ahead = ((row % 8) * AHEAD % 8).to(tl.int32)
     end = tl.where(row < rows, ahead + width, 0)
@@ -47,14 +47,14 @@ def groups_of(row, rows, width, AHEAD: tl.constexpr):
 
 @triton.jit
 def whole(place, first, last):
-    """Whether a place is in a whole group; the same for a group, so that an access may be one."""
+    """Return whether a place is in a whole group; equal within a group, so access can be joint."""
     group = place // 8 * 8
     return (group >= first) & (group < last)
 
 
 @triton.jit
 def edges_of(ahead, first, last, end, AHEAD: tl.constexpr):
-    """The at most 7 places before the whole groups and those behind, and whether they are there."""
+    """Return the at most 7 places before and after the whole groups, and whether they exist."""
     place = tl.arange(0, 16)[None, :]
     before = place < 8
     limit = tl.where(before, 0 if AHEAD == 0 else tl.minimum(first, end), end)
@@ -64,7 +64,7 @@ def edges_of(ahead, first, last, end, AHEAD: tl.constexpr):
 
 @triton.jit
 def start_of(x, row, stride, ahead, AHEAD: tl.constexpr, UNIT: tl.constexpr):
-    """Place 0 of rows, a multiple of UNIT elements, of which the division tells the compiler."""
+    """Return place 0 of rows; the division tells the compiler that it is a multiple of UNIT."""
     if AHEAD == 0:
         start = row[:, None] * (stride // UNIT * UNIT)
     else:
@@ -74,10 +74,10 @@ def start_of(x, row, stride, ahead, AHEAD: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def load(source, mask, UNIT: tl.constexpr):
-    """Elements of a tile, 0 where there are none; a thread loads a group, UNIT elements at once.
+    """Load a tile, with 0 outside; a thread loads a group, UNIT elements at once.
 
-    If that is less than 8 bytes, neighbours are loaded by neighbouring threads, which exchange them
-    for the groups that they store: loading these piece by piece they would be 16 bytes apart.
+    If UNIT elements are less than 8 bytes, neighbouring threads load neighbouring elements and then
+    exchange them for the groups that they store: otherwise the loads would be 16 bytes apart.
     """
     if UNIT * source.dtype.element_ty.primitive_bitwidth >= 64:
         return tl.load(source, mask=mask, other=0.0)
@@ -88,10 +88,10 @@ def load(source, mask, UNIT: tl.constexpr):
 
 @triton.jit
 def sum_of_edges(products):
-    """Sums over the edges of rows; of a single row a number, which every thread is handed.
+    """Return sums over the edges of rows; for a single row a number, which every thread receives.
 
-    As a tensor it would have to be exchanged for the layout of the sums over whole groups, and
-    Triton 3.6 would rather load the edges once more, by every thread and one by one.
+    A tensor would have to be converted to the layout of the sums over whole groups, and Triton 3.6
+    would instead load the edges again, in every thread and one by one.
     """
     sums = tl.sum(products, 1)
     return tl.sum(sums, 0) if products.shape[0] == 1 else sums
@@ -120,7 +120,7 @@ def unit_rows_kernel(
 ):
     """Write factor = f and, unless `unit` is None, unit = f·x.
 
-    Where COLUMN is not 0, f·COLUMN follows every row of `unit`, and zeros up to its stride, a
+    If COLUMN is not 0, every row of `unit` is followed by f·COLUMN, and zeros up to its stride, a
     multiple of 8.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -190,7 +190,7 @@ def unit_rows_backward_kernel(
 ):
     """Write dx = f(u − SHARE·(u·x̂ + SHIFT·fγ)x̂); where |f| has reached LIMIT it is constant: fu.
 
-    gamma holds γ as `parts` rows of terms. x holds the rows x, or x̂ if IS_UNIT. dx may be u.
+    gamma holds γ as `parts` rows of partial sums. x holds rows x, or x̂ if IS_UNIT. dx may be u.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -215,7 +215,8 @@ def unit_rows_backward_kernel(
             values = load(source + start + place, mask, X_UNIT).to(wide)
             products += slope * values
     if EDGES:
-        # Before the sum over all threads: every warp loads the edges, and one writes dx over them.
+        # Loaded before the sum over all threads: every warp reads the edges, and one writes dx
+        # over them.
         edge, among = edges_of(ahead, first, last, end, AHEAD)
         edge_slope = tl.load(upstream + edge, mask=among, other=0.0).to(wide)
         edge_values = tl.load(source + edge, mask=among, other=0.0).to(wide)
@@ -286,7 +287,7 @@ def unit_rows(
 ) -> None:
     """Fill `factor` (rows,) and `unit` (rows, width or more) from x (…, width).
 
-    column: what is written behind x̂, times f; 0: nothing, and `unit` is as wide as x.
+    column: number that is written after x̂, times f; 0: none, and `unit` is as wide as x.
     """
     flat = _rows(x)
     rows, width = flat.shape
@@ -332,7 +333,7 @@ def unit_rows_backward(
 ) -> None:
     """Fill `dx` (…, width), contiguous, from the gradients u of x̂ and γ of f; x is x̂ or x.
 
-    gamma: (parts, rows), shift times whose sum over parts is γ, or None. dx may be u.
+    gamma: (parts, rows); γ is shift times its sum over parts; None: γ is zero. dx may be u.
     """
     flat, source = _rows(u), _rows(x)
     rows, width = flat.shape
@@ -367,7 +368,7 @@ def unit_rows_backward(
 
 
 def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
-    """Fill `packed` (n_out, a multiple of 8 that is more than n_in) from weight and bias."""
+    """Fill `packed` (n_out, a multiple of 8 above n_in) from weight and bias."""
     weight = _rows(weight)
     rows, width = weight.shape
     end = packed.shape[1]
@@ -391,11 +392,11 @@ def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Rows as (rows, width) with neighbouring columns side by side, which the kernels rely on."""
+    """Return rows as (rows, width) with contiguous columns, as the kernels require."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
 def _unit(x: Tensor, stride: int) -> int:
-    """So many elements of x stay together where groups are those of aligned rows of this stride."""
+    """Return how many elements of x are contiguous within groups of aligned rows of this stride."""
     return 1 if x.data_ptr() % 16 else unit_of(x.stride(0) - stride)

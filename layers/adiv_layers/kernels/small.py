@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Corrected linear maps of few rows by a small weight, where launches cost more than arithmetic.
 
-The rows' lengths are summed in the loop of the matrix product, so the forward pass is one kernel
-(two where the rows are wide and shared among programs), and the backward pass one: every program
-takes some of the inputs and all rows and outputs. What several programs know (f, the gradient of
-b) they all write, and all the same.
+The rows' squared norms are summed in the loop of the matrix product, so the forward pass is one
+kernel (two if the rows are wide and shared among programs), and the backward pass one: every
+program processes some of the inputs and all rows and outputs. Results that several programs compute
+(f, the gradient of b) are written by each of them, with equal values.
 
-They are here for a network of such layers in a CUDA graph, where launches are cheap: should it take
-as long as one of `nn.Linear` there, or longer, the general kernels do and these may go.
+These kernels are for a network of such layers in a CUDA graph, where launches are cheap. If it is
+no faster there than a network of `nn.Linear`, the general kernels suffice and these can go.
 """
 
 import torch
@@ -19,7 +19,7 @@ from adiv_layers.forms import Correction, least_square
 from adiv_layers.kernels.launch import divide_up, power_of_two, run
 from adiv_layers.kernels.rows import factor_of
 
-ROWS = 64  # the most rows there may be
+ROWS = 64  # the most rows
 INPUTS = 256  # inputs that one program of the forward pass sums over
 _BLOCK, _OUT = 64, 32  # inputs and outputs of a tile
 
@@ -29,7 +29,7 @@ def finish(
     product, square, bias, z, y, factor, row, out, rows, n_out,
     GAIN: tl.constexpr, SHIFT: tl.constexpr, CONSTANT: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """From Wx and ‖x‖² of a tile: z, y = what f multiplies in it (if wanted), and f."""
+    """Write z, f and, unless None, y (the product that f multiplies) from Wx and ‖x‖² of a tile."""
     f = factor_of(square, GAIN, CONSTANT, FLOOR, False)
     shift = tl.zeros_like(product)
     if bias is not None:
@@ -52,7 +52,7 @@ def forward_kernel(
     NARROW: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Wx and ‖x‖² over INPUTS inputs: `finish`ed, or written as one term of their sums."""
+    """Compute Wx and ‖x‖² over INPUTS inputs; `finish` them, or write them as partial sums."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(1).to(tl.int64) * OUT + tl.arange(0, OUT)
     part = tl.program_id(2).to(tl.int64)
@@ -83,7 +83,7 @@ def finish_kernel(
     GAIN: tl.constexpr, SHIFT: tl.constexpr, CONSTANT: tl.constexpr, FLOOR: tl.constexpr,
     ROWS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Add up the terms of Wx and ‖x‖², and `finish`."""
+    """Add the partial sums of Wx and ‖x‖², and `finish` them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(1).to(tl.int64) * OUT + tl.arange(0, OUT)
     mask = (row < rows)[:, None] & (out < n_out)[None, :]
@@ -105,10 +105,10 @@ def backward_kernel(
     SHIFT: tl.constexpr, SHARE: tl.constexpr, LIMIT: tl.constexpr, WEIGHTED: tl.constexpr,
     NARROW: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BLOCK inputs from h = f·g: dx = hW − SHARE·f³(g·y)x, dw = hᵀx; of b: SHIFT·Σ h.
+    """Write gradients of BLOCK inputs, with h = f·g: dx = hW − SHARE·f³(g·y)x, dw = hᵀx.
 
-    What is None is left out. Not WEIGHTED: that of b is SHIFT·Σ g. Where |f| has reached LIMIT it
-    is constant.
+    The gradient of b is SHIFT·Σ h, or SHIFT·Σ g if not WEIGHTED. Outputs that are None are skipped.
+    f is constant where |f| has reached LIMIT.
     """
     row = tl.arange(0, ROWS).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -153,7 +153,7 @@ def small_forward(
 ) -> Tensor:
     """Fill z and y (rows, n_out) from x (rows, n_in) and weight (n_out, n_in); return f (rows,).
 
-    z holds the map in the dtype in which products are taken, y what f multiplies in it, float32.
+    z holds the map in the dtype of products, y the float32 product that f multiplies.
     """
     (rows, n_in), n_out = x.shape, len(weight)
     factor = x.new_empty(rows, dtype=torch.float32)
@@ -212,7 +212,7 @@ def small_backward(
     dw: Tensor | None,
     db: Tensor | None,
 ) -> None:
-    """Fill dx, dw and db, contiguous, those that there are, from the gradients g of z."""
+    """Fill dx, dw and db, contiguous, unless None, from the gradients g of z."""
     (rows, n_in), n_out = x.shape, len(weight)
     run(
         backward_kernel,

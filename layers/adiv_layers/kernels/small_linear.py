@@ -1,4 +1,4 @@
-"""The autograd function around the kernels for few rows by a small weight."""
+"""The autograd function around the kernels for few rows and a small weight."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,11 +16,11 @@ from adiv_layers.kernels.plain import differentiable, usable_backward
 _NUMBERS, _OUTPUTS = (
     2**18,
     512,
-)  # the most of a weight for which launches cost more than its product
+)  # largest weight for which launches cost more than its product
 
 
 def is_small(x: Tensor, weight: Tensor) -> bool:
-    """Whether these kernels are the ones for x (…, n_in) and weight: by shape and precision."""
+    """Return whether these kernels suit x (…, n_in) and weight, by shape and precision."""
     n_out, n_in = weight.shape
     return (
         x.numel() <= small.ROWS * n_in
@@ -32,10 +32,10 @@ def is_small(x: Tensor, weight: Tensor) -> bool:
 
 
 class SmallLinear(Function):
-    """x, W, b -> f·(Wx + shift·b), or f·Wx + shift·b where the constant is 0.
+    """The function x, W, b → f·(Wx + shift·b), or f·Wx + shift·b if the constant is 0.
 
-    plain: the same as a differentiable expression of x, W and b. Under autocast everything is
-    narrowed where it is multiplied, and nothing before.
+    plain: the same function as a differentiable expression of x, W and b. Under autocast operands
+    are cast only where they are multiplied.
     """
 
     @staticmethod
@@ -48,7 +48,7 @@ class SmallLinear(Function):
         form: Correction,
         dtype: torch.dtype,
     ) -> Tensor:
-        """One kernel, or two."""
+        """Compute the output with one kernel, or two."""
         flat, weight_rows = _rows(x), _rows(weight)
         z = x.new_empty((*x.shape[:-1], len(weight)), dtype=dtype)
         y = torch.empty_like(z, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -60,7 +60,7 @@ class SmallLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """One kernel."""
+        """Return the gradients of x, W and b, with one kernel."""
         x, weight, bias, factor, y = ctx.saved_tensors
         plain, form = ctx.settings
         needed = ctx.needs_input_grad[1:4]
@@ -77,6 +77,6 @@ class SmallLinear(Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Rows as (rows, width) with neighbouring columns side by side, which the kernels rely on."""
+    """Return rows as (rows, width) with contiguous columns, as the kernels require."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from audit.fault_benchmark import data, healthy, networks
+from audit.fault_benchmark import data, healthy, networks, reported_inputs
 from audit.fault_benchmark.run import Case, Healthy, Run
 from torch import Tensor, nn
 from torch.nn import functional
@@ -523,6 +523,7 @@ SET_BY = [
     _case(healthy.MLP_ADAM, "torch.rand", by_rand, "one-sided-weights"),
     _case(COSINES, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(ADAMW, "rate 1e-7", partial(slower, by=1e4), "rate-too-low"),
+    *reported_inputs.SET_BY,
 ]  # fmt: skip
 
 HELD_OUT = [
@@ -552,6 +553,7 @@ HELD_OUT = [
     _case(healthy.BLOBS, "torch.rand in the head", by_rand_in_the_head, "one-sided-weights"),
     _case(COSINES_OF_WORDS, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(healthy.MLP_DROPOUT, "keep for drop", kept(0.95), "dropout-too-high"),
+    *reported_inputs.HELD_OUT,
 ]  # fmt: skip
 TWINS = {case.twin.name: case.twin for case in (*SET_BY, *HELD_OUT)}
 REPORTED = {case.name: case for case in (*SET_BY, *HELD_OUT)}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.seen.changed_inputs import still
 from adiv_monitor.audit.seen.inputs import is_input, names_by_place
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.samples import first
@@ -62,22 +63,10 @@ def _cut(setup: Setup) -> Any:
     batch = first(setup.batches[0], SAMPLES)
     try:
         with torch.no_grad():
-            see_calls(_still(setup.fork()), lambda call: None, batch)
+            see_calls(still(setup.fork()), lambda call: None, batch)
     except Exception:  # the batch's size is written into the model
         return setup.batches[0]
     return batch
-
-
-def _still(fork: Fork) -> Fork:
-    """Without what mixes samples in training on purpose, or draws by chance."""
-    for module in fork.model.modules():
-        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
-            module.eval()
-        if isinstance(module, nn.RNNBase):
-            module.dropout = 0.0
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
-    return fork
 
 
 def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pass:
@@ -114,7 +103,7 @@ def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pas
     fork.model.register_forward_pre_hook(before, with_kwargs=True)
     fork.model.register_forward_hook(after)
     with torch.no_grad():
-        see_calls(_still(fork), look, batch)
+        see_calls(still(fork), look, batch)
     return seen
 
 

@@ -10,6 +10,7 @@ from adiv_monitor.audit.trials.fixes import (
     layers,
     optimizer,
     rates,
+    sequences,
     wiring,
 )
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
@@ -17,7 +18,7 @@ from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 FIXES: Mapping[str, Fix] = MappingProxyType(
     {
         fix.name: fix
-        for family in (inputs, rates, layers, activations, wiring, optimizer, code)
+        for family in (inputs, rates, layers, activations, wiring, optimizer, code, sequences)
         for fix in family.FIXES
     }
 )

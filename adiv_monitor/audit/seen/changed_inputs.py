@@ -1,0 +1,71 @@
+"""What a model puts out for a batch whose inputs are changed; labels, targets and masks stay."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork
+
+Change = Callable[[Tensor], Tensor]
+
+
+def still(fork: Fork) -> Fork:
+    """The fork without what mixes samples in training on purpose, or draws by chance."""
+    for module in fork.model.modules():
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
+            module.eval()
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
+    return fork
+
+
+class ChangedInputs:
+    """Runs a fork's model on a batch, as it is and with inputs that are changed.
+
+    Attributes:
+        inputs: the tensors that the model was called with, as long as the batch.
+        own: the outputs for them.
+    """
+
+    def __init__(self, fork: Fork, batch: Any) -> None:
+        self._fork, self._batch = fork, batch
+        self.inputs: list[Tensor] = []
+        self.own = self.outputs(0, lambda x: x)
+
+    def outputs(self, number: int, change: Change) -> list[Tensor]:
+        """The model's outputs where the input of this number is changed."""
+        size = size_of(self._batch)
+        seen: list[Tensor] = []
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            self.inputs = []
+
+            def instead(x: Tensor) -> Tensor:
+                if x.ndim < 2 or len(x) != size:
+                    return x
+                self.inputs.append(x.detach())
+                return change(x) if len(self.inputs) == number + 1 else x
+
+            names = names_by_place(module, len(args))
+            given = {**dict(zip(names, args, strict=True)), **kwargs}
+            new = {n: mapped(x, instead) if is_input(n) else x for n, x in given.items()}
+            return tuple(new[n] for n in names), {n: new[n] for n in kwargs}
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            seen.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())
+
+        model = self._fork.model
+        handles = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after),
+        ]
+        try:
+            RepeatedLoss(self._fork).of(self._batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen

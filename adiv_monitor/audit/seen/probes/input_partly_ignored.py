@@ -1,0 +1,142 @@
+"""Are there places, features or patches of the inputs that no output ever depends on?"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.seen.changed_inputs import ChangedInputs, still
+from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+SAMPLES = 12  # of a batch, at most
+PARTS = 16  # of an axis, at most
+GRID = 4  # parts of a side of images
+VARIES = 0.25  # share of the samples in which a part must differ from the next one's
+# Functions that take a mask of booleans: its place and its name.
+MASKS = {
+    "masked_fill": (1, "mask"),
+    "scaled_dot_product_attention": (3, "attn_mask"),
+    "multi_head_attention_forward": (14, "key_padding_mask"),
+}
+_AXES = {2: ("features",), 3: ("places", "features"), 4: ("channels",)}
+
+
+class Part(NamedTuple):
+    """A part of an input: what is exchanged at once.
+
+    Attributes:
+        name: of its axis, or of the patch.
+        along: the axis' entries; None: a patch.
+        entries: of the whole input.
+    """
+
+    name: str
+    along: slice | None
+    entries: tuple[slice, ...]
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """The parts whose exchange between samples changes no output, before training and after it.
+
+    What is the same in nearly all samples, such as padding, is left out; so is an input that is
+    ignored as a whole.
+    """
+    batch = first(setup.batches[0], SAMPLES)
+    runs = [ChangedInputs(still(fork), batch) for fork in (_copy(setup, trained), setup.fork())]
+    masks = {"masked": "True"} if any(_is_masked(setup.fork(), batch)) else {}
+    found = []
+    for number, x in enumerate(runs[0].inputs):
+        parts = [part for part in _parts(x) if _varies(x[part.entries])]
+        silent = [p for p in parts if all(_is_silent(run, number, p) for run in runs)]
+        if len(silent) < len(parts):
+            share = len(silent) / max(len(parts), 1)
+            of = f"input {number}" if len(runs[0].inputs) > 1 else "the input"
+            found += [
+                Fact(f"{words} of {of}", {"share": share, "parts": float(len(silent))},
+                     {"shape": str(tuple(x.shape)), **masks})
+                for words in _joined(silent)
+            ]  # fmt: skip
+    return Probed(tuple(found))
+
+
+def _copy(setup: Setup, trained: Fork) -> Fork:
+    """A fork with the weights of a trained one, which stays in its mode."""
+    fork = setup.fork()
+    fork.model.load_state_dict(trained.model.state_dict())
+    return fork
+
+
+def _parts(x: Tensor) -> Iterator[Part]:
+    names = _AXES.get(x.ndim, ())
+    if x.ndim == 2 and not x.is_floating_point():
+        names = ("places",)
+    whole = slice(None)
+    for axis, name in enumerate(names, start=1):
+        for some in _ranges(x.shape[axis], PARTS):
+            yield Part(name, some, (*[whole] * axis, some))
+    if x.ndim == 4:
+        for rows in _ranges(x.shape[2], GRID):
+            for columns in _ranges(x.shape[3], GRID):
+                name = f"rows {_said(rows)}, columns {_said(columns)}"
+                yield Part(name, None, (whole, whole, rows, columns))
+
+
+def _ranges(length: int, most: int) -> list[slice]:
+    """The axis in parts; none of an axis of one entry."""
+    count = min(length, most)
+    edges = [i * length // count for i in range(count + 1)] if length > 1 else []
+    return [slice(a, b) for a, b in pairwise(edges)]
+
+
+def _said(some: slice) -> str:
+    last = some.stop - 1
+    return f"{some.start}" if last == some.start else f"{some.start} to {last}"
+
+
+def _joined(parts: list[Part]) -> list[str]:
+    """What they are; neighbours along an axis as one."""
+    joined: list[tuple[str, slice | None]] = []
+    for name, along, _ in parts:
+        last, before = joined[-1] if joined else ("", None)
+        if along is not None and before is not None and (last, before.stop) == (name, along.start):
+            joined[-1] = name, slice(before.start, along.stop)
+        else:
+            joined.append((name, along))
+    return [name if along is None else f"{name} {_said(along)}" for name, along in joined]
+
+
+def _varies(part: Tensor) -> bool:
+    """Whether it differs between samples."""
+    differs = (part != part.roll(1, 0)).flatten(1).any(1)
+    return len(part) > 1 and float(differs.float().mean()) >= VARIES
+
+
+def _is_silent(run: ChangedInputs, number: int, part: Part) -> bool:
+    def exchanged(x: Tensor) -> Tensor:
+        changed = x.clone()
+        changed[part.entries] = x[part.entries].roll(1, 0)
+        return changed
+
+    own, other = run.own, run.outputs(number, exchanged)
+    fitting = bool(own) and len(own) == len(other)
+    return fitting and all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+def _is_masked(fork: Fork, batch: Any) -> list[bool]:
+    """Of each call, whether a mask of booleans goes in."""
+    found: list[bool] = []
+    with torch.no_grad():
+        see_calls(fork, lambda call: found.append(mask_of(call) is not None), batch)
+    return found
+
+
+def mask_of(call: Call) -> tuple[int, str, Tensor] | None:
+    """The mask of booleans that a call is given, by its place and its name."""
+    place, name = MASKS.get(call.name, (0, ""))
+    mask = call.argument(place, name) if name else None
+    return (place, name, mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None

@@ -1,0 +1,106 @@
+"""Logits of attentions in the probe's pass: their values, their scale, what widths do to them."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+pytest.importorskip("scipy")
+
+from adiv_monitor.alignment import Probe
+from adiv_monitor.alignment.logits import read_logits, scale_named
+from adiv_monitor.alignment.slopes import layer_widths
+from adiv_monitor.alignment.width import Experiment, described, measure_widths
+from adiv_monitor.alignment.width_plot import distinct
+
+X = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    """Two heads; `how` the logits are made."""
+
+    def __init__(self, width: int, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed = nn.Linear(12, width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.attend(self.embed(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads
+        if self.how == "fused":
+            made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            later = torch.ones(5, 5).triu(1) * -1e9
+            made = ((q @ k.transpose(-2, -1)) / q.shape[-1] + later).softmax(-1) @ v
+        return self.head(made.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("how", "power"), [("fused", 0.5), ("by hand", 1.0)])
+def test_logits_are_products_times_their_scale(how: str, power: float) -> None:
+    model = Attention(32, how)
+    (found,) = read_logits(model, Probe(X)).values()
+    q, k, _ = model.attend(model.embed(X)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    assert found.head_size == 16
+    assert found.scale == pytest.approx(16**-power)
+    torch.testing.assert_close(found.values, (q @ k.mT).detach() * 16**-power)
+
+
+def test_attention_of_torch_is_seen_and_a_softmax_of_outputs_is_not() -> None:
+    model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    (name,) = read_logits(model, Probe(torch.randn(2, 5, 32)))
+    assert name == "self_attn logits"
+    plain = nn.Sequential(nn.Linear(12, 16), nn.Softmax(-1))
+    assert read_logits(plain, Probe(X)) == {}
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        ({64: 0.25, 256: 0.125}, "q·k/√d, d 16 to 64"),
+        ({64: 1 / 16, 256: 1 / 64}, "q·k/d, d 16 to 64"),
+        ({64: 1 / 4, 256: 1 / 16}, "4 q·k/d, d 16 to 64"),
+        ({64: 0.2, 256: 0.2}, "q·k times 0.2 to 0.2, d 16 to 64"),
+        ({64: 1.0, 256: 1.0}, "softmax of q·k as it is .*, d 16 to 64"),
+    ],
+)
+def test_scales_have_names(scales: dict[int, float], said: str) -> None:
+    assert re.fullmatch(said, scale_named({64: 16, 256: 64}, scales))
+
+
+def test_the_coordinate_check_has_a_row_of_logits() -> None:
+    """With heads that grow, 1/√d lets the change of logits grow where 1/d does not."""
+
+    def build(how: str, width: int, seed: int) -> Experiment:
+        torch.manual_seed(seed)
+        model = Attention(width, how)
+
+        def step() -> None:
+            """All weights of queries and keys move along one direction, as Adam's do, by 1/n."""
+            with torch.no_grad():
+                model.attend.weight[: 2 * width] += model.attend.weight.new_ones(width) / width
+
+        return Experiment(model, step, Probe(X))
+
+    rows = {}
+    for how in ("fused", "by hand"):
+        runs = measure_widths(lambda *given, how=how: build(how, *given), (32, 128, 512), steps=3)
+        layers = layer_widths(runs)
+        (rows[how],) = [layer for layer in layers if layer.path == "logits"]
+        assert rows[how].note in described(layers)
+    assert rows["fused"].note == "q·k/√d, d 16 to 256"
+    assert rows["by hand"].note == "q·k/d, d 16 to 256"
+    slopes = [rows[how].move.value for how in ("fused", "by hand")]
+    assert slopes[0] - slopes[1] == pytest.approx(0.5, abs=1e-3)  # √d, the same runs otherwise
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 40])
+def test_layers_have_colours_of_their_own(count: int) -> None:
+    colours = distinct(count)
+    distances = [math.dist(x, y) for x, y in itertools.combinations(colours, 2)]
+    assert min(distances, default=1.0) > 0.08

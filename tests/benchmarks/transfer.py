@@ -1,0 +1,280 @@
+"""Is the best learning rate the same when a model gets wider? Loss over rate, at several widths.
+
+An MLP on handwritten digits and a GPT on the characters of Python's own manual; Adam, and SGD with
+momentum; rates in half decades, for the MLP in quarters; three seeds. The rate warms up over a
+tenth of the steps and falls linearly to nothing. Judged is the loss at the end: the MLP's on its
+training data, which it sees seven times, and beside it that on held-out data; the GPT's on held-out
+text. Arms:
+
+- torch: torch's own initialisation, one rate for all parameters, tuned at each width;
+- mup: `parametrize_model(…, "mup", base=…)` and its groups, the base 32 wide;
+- solver: torch's own initialisation, "sp", and the largest rates that the solver gives for it;
+- package: Microsoft's mup package with the same base (where it can be imported).
+
+The heads of the GPT have 16 entries at every width, so that it does not matter whether attention
+divides by the root of that or by it.
+
+Expected before it was run: torch's best rate falls with width with Adam, by half a decade or more
+from 32 to 256 (hidden weights would need 1/n), that of the others does not; mup and package are
+alike within the noise; at the widest, mup and solver at the narrowest's best rate are no worse than
+torch at its own best one. With SGD the differences are small: hidden weights would need n^(−½).
+(The first runs judged the MLP on held-out digits in half decades: there muP with SGD was worse than
+torch, as was mup, 0.098 against 0.079 at 256. The question is what rates do to training.)
+
+`kinds` is another comparison: what a factor of ten for one kind of parameter does, with a base and
+without one ("absolute"). Expected: with a base no factor is better than 1 in all settings; without
+one, vectors that learn at η itself (a factor of 10^1.8) are worse.
+
+    python tests/benchmarks/transfer.py train --runs runs.jsonl --minutes 20     again, to go on
+    python tests/benchmarks/transfer.py train --runs runs.jsonl --kinds
+    python tests/benchmarks/transfer.py report --runs runs.jsonl --write FILE.md --picture FILE.png
+"""
+
+import argparse
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from matplotlib.figure import Figure
+from transfer_training import SEEDS, Setting, train
+from write_up import heading, table, write
+
+WIDTHS = {"mlp": (32, 64, 128, 256), "gpt": (32, 64, 128)}
+OPTIMIZERS = ("adam", "sgd")
+ARMS = ("torch", "mup", "solver", "package")
+TITLES = {
+    "torch": "torch's own",
+    "mup": "muP",
+    "solver": "SP, solver's rates",
+    "package": "mup package",
+}
+KINDS_WIDTH = 64
+# Factors of η, by kind and tenfold exponent, with a base and without one.
+FACTORS = {
+    "mup": ("", *(f"{k}={x}" for k in ("vector", "input", "hidden", "readout") for x in (-10, 10))),
+    "absolute": ("", "vector=-10", "vector=10", "vector=18"),
+}
+# Tenfold the exponents of rates that are tried first, from which to which, and how far apart they
+# are; further ones where the best is at an end.
+RATES = {"adam": (-30, -15), "sgd": (-20, -5)}
+APART = {"mlp": 2.5, "gpt": 5}
+SMALLEST, LARGEST = -60, 20
+
+Curve = dict[float, dict[int, float]]  # tenfold exponent → seed → loss
+Runs = dict[Setting, Curve]
+
+
+def settings(kinds: bool) -> Iterator[Setting]:
+    """All that are compared, small ones first."""
+    arms = ARMS if has_package() else ARMS[:-1]
+    for kind in WIDTHS:
+        for width, name, arm in product(WIDTHS[kind], OPTIMIZERS, arms) if not kinds else ():
+            yield Setting(kind, name, arm, width)
+        for name, arm in product(OPTIMIZERS, FACTORS) if kinds else ():
+            for factor in FACTORS[arm]:
+                yield Setting(kind, name, f"{arm}:{factor}" if factor else arm, KINDS_WIDTH)
+
+
+def read(file: Path, measure: str = "loss") -> Runs:
+    """The runs of a file so far."""
+    runs: Runs = defaultdict(lambda: defaultdict(dict))
+    for line in file.read_text().splitlines() if file.exists() else ():
+        run = json.loads(line)
+        runs[Setting(*run["setting"])][run["tenfold"]][run["seed"]] = float(run[measure])
+    return runs
+
+
+def best(curve: Curve) -> float:
+    """The rate of the least mean loss."""
+    return min(curve, key=lambda tenfold: mean(curve[tenfold].values()))
+
+
+def missing(setting: Setting, runs: Runs) -> list[tuple[float, int]]:
+    """Rates and seeds that are to be run next; none once the best rate is between two others."""
+    curve = runs[setting]
+    least, most = RATES[setting.optimizer]
+    apart = APART[setting.model]
+    wanted = {*(least + apart * i for i in range(round((most - least) / apart) + 1)), *curve}
+    if curve and best(curve) == max(curve) < LARGEST:
+        wanted.add(max(curve) + apart)
+    if curve and best(curve) == min(curve) > SMALLEST:
+        wanted.add(min(curve) - apart)
+    return [(rate, s) for rate in sorted(wanted) for s in SEEDS if s not in curve.get(rate, {})]
+
+
+def train_all(file: Path, minutes: float, kinds: bool) -> None:
+    """Run what the file does not have yet, and append it; stop after so many minutes."""
+    end = time.monotonic() + 60 * minutes
+    runs = read(file)
+    for setting in settings(kinds):
+        while due := missing(setting, runs):
+            if time.monotonic() > end:
+                print(f"not done yet: the next is {setting}")
+                return
+            begun = time.process_time()
+            losses = train(setting, due)
+            with file.open("a") as lines:
+                for (tenfold, seed), loss, held_out in zip(due, *losses, strict=True):
+                    runs[setting][tenfold][seed] = loss
+                    run = {"setting": setting, "tenfold": tenfold, "seed": seed, "loss": loss}
+                    run["held_out"] = held_out
+                    lines.write(json.dumps(run) + "\n")
+            seconds = time.process_time() - begun
+            print(f"{setting}: {len(due)} runs, {seconds:.0f} s, best {best(runs[setting]) / 10}")
+    print("done")
+
+
+def has_package() -> bool:
+    """Whether mup can be imported."""
+    try:
+        import mup  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def mean_and_error(losses: dict[int, float]) -> tuple[float, float]:
+    """Over seeds: the mean and its standard error."""
+    values = list(losses.values())
+    finite = all(map(math.isfinite, values))
+    return mean(values), stdev(values) / len(values) ** 0.5 if finite else math.inf
+
+
+def written(loss: tuple[float, float]) -> str:
+    return f"{loss[0]:.4f} ± {loss[1]:.4f}"
+
+
+def power(tenfold: float) -> str:
+    return f"10^{tenfold / 10:g}"
+
+
+def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
+    """A table for each model and optimizer."""
+    lines = []
+    for kind, name in product(WIDTHS, OPTIMIZERS):
+        widths = WIDTHS[kind]
+        last = widths[-1]
+        rows = []
+        own = runs.get(Setting(kind, name, "torch", last), {})
+        if not own:
+            continue
+        tuned = mean_and_error(own[best(own)])
+        for arm in ARMS:
+            curves = [runs.get(Setting(kind, name, arm, width), {}) for width in widths]
+            if not all(curves):
+                continue
+            rates = [best(curve) for curve in curves]
+            carried = mean_and_error(curves[-1][rates[0]])
+            errors = math.hypot(carried[1], tuned[1])
+            worse = (carried[0] - tuned[0]) / errors
+            of_held_out = held_out[Setting(kind, name, arm, last)][rates[0]]
+            rows.append(
+                [
+                    arm,
+                    *map(power, rates),
+                    written(mean_and_error(curves[-1][rates[-1]])),
+                    written(carried),
+                    f"{carried[0] - tuned[0]:+.4f} ({worse:+.1f})",
+                    written(mean_and_error(of_held_out)),
+                ]
+            )
+        lines += [f"## {kind}, {name}", ""]
+        header = [f"best rate, {width}" for width in widths]
+        found = [
+            f"loss, {last}",
+            f"loss, {last} at the rate of {widths[0]}",
+            "over tuned torch",
+            "held out",
+        ]
+        lines += table(["", *header, *found], rows)
+    return lines
+
+
+def kinds_lines(runs: Runs) -> list[str]:
+    """A table of what a factor for one kind changes: the loss at the best rate."""
+    pairs = list(product(WIDTHS, OPTIMIZERS))
+    rows = []
+    for arm, factors in FACTORS.items():
+        for factor in factors:
+            full = f"{arm}:{factor}" if factor else arm
+            curves = [runs.get(Setting(*pair, full, KINDS_WIDTH), {}) for pair in pairs]
+            if all(curves):
+                shown = [
+                    f"{written(mean_and_error(c[best(c)]))} at {power(best(c))}" for c in curves
+                ]
+                kind, _, tenfold = factor.partition("=")
+                what = f"{kind} × {power(int(tenfold))}" if factor else "all × 1"
+                rows.append([{"mup": "base 32"}.get(arm, "no base"), what, *shown])
+    title = [f"## Factors of η by kind, muP, width {KINDS_WIDTH}", ""]
+    return [*title, *table(["", "", *(f"{k}, {o}" for k, o in pairs)], rows)] if rows else []
+
+
+def picture(runs: Runs, file: Path) -> None:
+    """Loss over rate, a line for each width, with the range over seeds."""
+    figure = Figure(figsize=(11, 10.5), layout="constrained")
+    pairs = list(product(WIDTHS, OPTIMIZERS))
+    grid = figure.subplots(len(pairs), len(ARMS), sharey="row", sharex="row")
+    for (kind, name), line in zip(pairs, grid, strict=True):
+        ends = []
+        for arm, axes in zip(ARMS, line, strict=True):
+            for place, width in enumerate(WIDTHS[kind]):
+                curve = runs.get(Setting(kind, name, arm, width), {})
+                rates = [r for r in sorted(curve) if math.isfinite(mean(curve[r].values()))]
+                if not rates:
+                    continue
+                means = [mean(curve[rate].values()) for rate in rates]
+                ends += [min(means), *(x for x in means if x < 2.2 * min(means))]
+                colour = f"C{place}"
+                powers = [10 ** (rate / 10) for rate in rates]
+                for low, rate in zip(powers, rates, strict=True):
+                    axes.plot(
+                        [low] * len(SEEDS), list(curve[rate].values()), ".", ms=3, color=colour
+                    )
+                axes.plot(powers, means, color=colour, label=f"{width} wide")
+                axes.plot(powers[means.index(min(means))], min(means), "o", color=colour)
+            axes.set_xscale("log")
+            axes.set_title(f"{kind}, {name}: {TITLES[arm]}", fontsize=9)
+        if ends:
+            line[0].set_ylim(0.95 * min(ends), 1.02 * max(ends))
+        line[0].set_ylabel("loss")
+        line[0].legend(fontsize=8)
+    for axes in grid[-1]:
+        axes.set_xlabel("η")
+    figure.savefig(file, dpi=110)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("train", "report"))
+    parser.add_argument("--runs", type=Path, required=True, help="lines of JSON, one a run")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--kinds", action="store_true", help="train with factors by kind")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if given.what == "train":
+        train_all(given.runs, given.minutes, given.kinds)
+        return
+    runs = read(given.runs)
+    lines = heading("Learning rates over widths", __file__, argparse.Namespace(threads=1))
+    lines[2] = (
+        "`python tests/benchmarks/transfer.py train --runs transfer.jsonl`, the same with "
+        "`--kinds`, and `report`: means over three seeds ± standard errors; in brackets, how many "
+        "standard errors the difference is."
+    )
+    lines += [*transfer_lines(runs, read(given.runs, "held_out")), *kinds_lines(runs)]
+    print(write(lines, given.write))
+    if given.picture is not None:
+        picture(runs, given.picture)
+
+
+if __name__ == "__main__":
+    main()
