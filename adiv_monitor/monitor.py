@@ -146,7 +146,7 @@ class Monitor:
         model: nn.Module,
         optimizer: Optimizer | None,
         *,
-        every_n_steps: int = 50,
+        every_n_steps: int = 100,
         max_overhead: float | None = None,
         layers: LayerChoice = None,
         layers_per_step: int | None = None,

@@ -1,4 +1,4 @@
-"""Models that attend, and attention with explicit scores: what the tests of attention share."""
+"""Models with attention, and attention with explicit scores, for the tests of attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def explicit(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scores Y, which keep their gradient, and the output; torch's documented equivalent."""
+    """Return the scores Y, which retain their gradient, and the output, as torch documents it."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -39,14 +39,14 @@ def explicit(
     elif attn_mask is not None:
         bias = bias + attn_mask
     logits = Y * (query.shape[-1] ** -0.5 if scale is None else scale) + bias
-    # A query that sees no key gets zeros; a softmax of -inf alone would be NaN.
+    # A query whose keys are all masked yields zeros; a softmax over -inf alone would be NaN.
     none = (logits == -torch.inf).all(-1, keepdim=True)
     P = torch.softmax(logits.masked_fill(none, 0.0), -1).masked_fill(none, 0.0)
     return Y, (P * dropped) @ value
 
 
 class Spy:
-    """Stands in for the fused function, notes what it gets, and makes the scores explicitly."""
+    """Replacement for the fused attention function that records its inputs and explicit scores."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queries: list[Tensor] = []
@@ -68,7 +68,7 @@ class Spy:
             mask, dropout_p, causal = args
             k = {"attn_mask": mask, "is_causal": causal}
         dropped: Tensor | float = 1.0
-        if dropout_p:  # what torch is known to draw on a CPU
+        if dropout_p:  # the same draw as torch's on a CPU
             drawn = query.new_empty(*query.shape[:-1], key.shape[-2]).bernoulli_(1 - dropout_p)
             dropped = drawn / (1 - dropout_p)
         Y, output = explicit(query, key, value, dropped=dropped, **k)
@@ -82,14 +82,14 @@ class Spy:
 
 
 class Attending(nn.Module):
-    """torch's own attention as a model."""
+    """A model of one `nn.MultiheadAttention`."""
 
     def __init__(self, *, mask: Tensor | None = None, padding: bool = False, **options: Any):
         super().__init__()
         self.attention = nn.MultiheadAttention(12, 3, **options)
         self.mask = mask
         self.padding = padding
-        self.weights = bool(options.get("vdim"))  # some case that returns the weights
+        self.weights = bool(options.get("vdim"))  # one case that returns the weights
 
     def forward(self, x: Tensor) -> Tensor:
         padding = None
@@ -109,7 +109,7 @@ class Attending(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Frozen projections with a trained low-rank part, changed in place, beside random numbers."""
+    """Frozen projections plus a trained low-rank part, in place, and a random number drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class LowRank(nn.Module):
 
 
 class RootMeanSquare(nn.Module):
-    """The library's own norm rounds to float32 on the way."""
+    """RMSNorm without the rounding to float32 of the transformers library's own."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class RootMeanSquare(nn.Module):
 
 
 class Language(nn.Module):
-    """A small language model of the library, given embeddings."""
+    """A small language model of the transformers library, called with embeddings."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models, batches and observed runs that the tests of the audit share."""
+"""Small models, batches and observed runs for the tests of the audit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def sgd(rate: float = 0.1, **settings: Any) -> Callable[[nn.Module], torch.optim
 
 
 def seen(model: nn.Module, data: list[Any] | None = None, **given: Any) -> Record:
-    """One observed run."""
+    """Observe one run and return its record."""
     setup = {"optimizer": adamw, "loss": cross_entropy, "steps": 6, **given}
     every = setup.pop("every_n_steps", 2)
     return observe(
@@ -48,7 +48,7 @@ def seen(model: nn.Module, data: list[Any] | None = None, **given: Any) -> Recor
 
 
 def dying() -> tuple[nn.Module, Callable[[nn.Module, Batch], Tensor]]:
-    """Nine units, alive at first, and a loss that kills them in the first step of a large rate."""
+    """Return nine initially active units, and a loss that kills them at a large learning rate."""
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 1))
     with torch.no_grad():
         model[0].bias.fill_(1.0)

@@ -1,4 +1,4 @@
-"""Code blocks of Markdown pages: found, run as they stand, and their commands looked up."""
+"""Code blocks of Markdown pages: extract them, run them, and check the commands in them."""
 
 import re
 import shlex
@@ -16,25 +16,25 @@ NOT_RUN = "# Not run by the tests: "
 
 
 def python_blocks(page: Path) -> list[str]:
-    """Those in Python, in their order."""
+    """Return a page's Python blocks, in order."""
     return _blocks(page, "python")
 
 
 def commands(page: Path) -> list[str]:
-    """Every line of the blocks for a shell, without remarks."""
+    """Return every command line of a page's shell blocks, without comments."""
     lines = [line for block in _blocks(page, "sh") for line in block.splitlines()]
     lines = [line.partition(" #")[0].strip() for line in lines]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def _blocks(page: Path, language: str) -> list[str]:
-    """Also those in lists, which are indented."""
+    """Return a page's blocks in a language, those indented inside lists included."""
     fenced = re.compile(rf"^( *)```{language}\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
     return [textwrap.dedent(block) for _, block in fenced.findall(page.read_text())]
 
 
 def run(page: Path, namespace: dict[str, Any]) -> None:
-    """Run a page's blocks one after the other; what says that it is not run is only compiled."""
+    """Run a page's Python blocks in order; blocks marked as not run are only compiled."""
     for number, block in enumerate(python_blocks(page), start=1):
         code = compile(block, f"{page.name}, block {number}", "exec")
         if not block.startswith(NOT_RUN):
@@ -42,7 +42,7 @@ def run(page: Path, namespace: dict[str, Any]) -> None:
 
 
 def names() -> dict[str, Any]:
-    """What a reader has already: a model, an optimizer, data, a loss, a training function."""
+    """Return the names that a page presupposes: a model, an optimizer, data, a loss, `train`."""
     model = nn.Sequential()
     model.add_module("encoder", nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     loader = [(torch.randn(5, 4), torch.randint(2, (5,))) for _ in range(3)]
@@ -68,7 +68,7 @@ def names() -> dict[str, Any]:
 def assert_audits(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An adiv-audit's options are understood; what it names is the reader's, and not there."""
+    """Assert that `adiv-audit` accepts the command's options; the files it names need not exist."""
     pytest.importorskip("yaml")
     scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
     entry = re.search(r'adiv-audit = "([\w.]+):main"', scripts)

@@ -1,4 +1,4 @@
-"""Tiny seeded models, optimizers and data that the tests share. Everything is float64."""
+"""Tiny seeded models, optimizers and data shared by the tests, all in float64."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 class TokenModel(nn.Module):
-    """Embedding, LayerNorm, token-wise linear layers, mean over tokens."""
+    """A model of embedding, LayerNorm, token-wise linear layers and a mean over tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """A model with the data it takes."""
+    """A model with matching data."""
 
     build: Callable[[], nn.Module]
     data: Callable[[int], Tensor]
@@ -55,8 +55,8 @@ class Case:
     def model(self) -> nn.Module:
         torch.manual_seed(1)
         model = self.build().double()
-        model(self.data(2))  # gives lazy layers their shape
-        for parameter in model.parameters():  # so that gains are not 1 and biases not 0
+        model(self.data(2))  # initialises lazy layers
+        for parameter in model.parameters():  # so that no gain is 1 and no bias 0
             parameter.data += 0.1 * torch.randn_like(parameter)
         return model
 
@@ -73,7 +73,7 @@ CASES = {
 
 
 class GradientMutatingSGD(torch.optim.Optimizer):
-    """Sign descent with decay that writes into `.grad`, as some optimizers do."""
+    """Sign descent with weight decay that writes into `.grad`, as some optimizers do."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})

@@ -1,4 +1,4 @@
-"""What every test gets: fresh seeds, and a compiler that has seen nothing yet."""
+"""Fixtures of every test: fresh seeds, and an empty compiler cache; the `slow` marker."""
 
 import gc
 import sys
@@ -31,16 +31,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, and need not be looked through for garbage again.
+    """Exempt all imported and collected objects from garbage collection.
 
-    That takes up to a second each time, and a Trainer of Hugging Face's asks for it in every fit.
+    Scanning them takes up to a second each time, and Hugging Face's Trainer collects in every fit.
     """
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or what bindings to C++ hold is told to have leaked
+    gc.unfreeze()  # otherwise C++ bindings report leaks of the objects they hold
 
 
 def _is_slow(item: pytest.Item, case: int) -> bool:
@@ -53,7 +53,7 @@ def _is_slow(item: pytest.Item, case: int) -> bool:
 
 @pytest.fixture(scope="session")
 def whole(request: pytest.FixtureRequest) -> bool:
-    """Whether all is tried, also by tests that choose from many cases themselves."""
+    """Whether `--whole` was given, for tests that select among many cases themselves."""
     found: bool = request.config.getoption("whole")
     return found
 
@@ -65,6 +65,6 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
-    """Code that modules share may be compiled eight times in a process, in all tests together."""
+    """Reset the compiler: in one process it compiles code that modules share only eight times."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Reports of audits as they would be, made without one."""
+"""Example reports of audits, made without running one."""
 
 import math
 import random
@@ -37,7 +37,7 @@ HOSTILE = (
 
 
 class Small(nn.Module):
-    """A little convolutional network with layers that are wanted by name."""
+    """A small convolutional network whose layers have the names used in the examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Small(nn.Module):
 def trained(
     steps: int = 40, every_n_steps: int = 4, lr: float = 3e-3, scale: float = 16.0
 ) -> Record:
-    """The record of a real run on made-up pictures."""
+    """Return the record of a real run on artificial images."""
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     centres = torch.rand(10, 1, 8, 8)
@@ -74,7 +74,7 @@ def trained(
 
 
 def record(reports: tuple[StepReport, ...], losses: list[float], norms: list[float]) -> Record:
-    """A record around what a run gave."""
+    """Return a record around a run's reports, losses and gradient norms."""
     facts = Facts(
         model="my_project.models.Small",
         parameters=10_000,
@@ -116,7 +116,7 @@ def record(reports: tuple[StepReport, ...], losses: list[float], norms: list[flo
 
 
 def trial(fix: str, steps: int, losses: list[float], ratio: float) -> Trial:
-    """A trial that came to this ratio of the loss without it."""
+    """Return a trial with this ratio of its loss to the loss without the fix."""
     last = losses[-(len(losses) // 4) :]
     without = sum(last) / len(last)
     by_rate = None if fix.startswith("rate") else 0.88 * without
@@ -124,7 +124,7 @@ def trial(fix: str, steps: int, losses: list[float], ratio: float) -> Trial:
 
 
 def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
-    """One of each strength, with all that a finding can hold."""
+    """Return one finding of each strength, with every field that a finding can have."""
     tried = trial("standardise-inputs", len(losses), losses, 0.44)
     failed = trial("norm-like", len(losses), losses, 1.02)
     return (
@@ -161,7 +161,7 @@ def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
 
 
 def what_if(layers: list[str], seed: int = 0) -> dict[str, dict[str, Alternative]]:
-    """Every alternative for every layer."""
+    """Return every alternative for every layer."""
     draw = random.Random(seed)
     return {
         layer: {
@@ -175,20 +175,20 @@ def what_if(layers: list[str], seed: int = 0) -> dict[str, dict[str, Alternative
 
 
 def faulty() -> AuditReport:
-    """A run with a finding of each strength."""
+    """Return the report of a run with a finding of each strength."""
     of_run = trained()
     layers = list(of_run.reports[-1].layers)
     return AuditReport(findings(layers, list(of_run.losses)), of_run, what_if(layers))
 
 
 def healthy() -> AuditReport:
-    """A run in which nothing was found, and not all was looked for."""
+    """Return the report of a run without findings, in which some checks were not run."""
     of_run = replace(trained(scale=1.0), rates={}, overfit=None, wiring=Wiring())
     return AuditReport((), of_run)
 
 
 def made_up(layers: list[str], steps: int, seed: int = 0) -> AuditReport:
-    """As many layers and measured steps as are wanted, with readings that drift by chance."""
+    """Return a report with these layers and so many measured steps; readings drift randomly."""
     draw = random.Random(seed)
     lengths = [10 ** draw.uniform(0, 2) for _ in layers]
     reports = tuple(
@@ -254,7 +254,7 @@ def _reading(draw: random.Random, share: float, length: float) -> LayerReading:
 
 
 def known_by_reports(seed: int = 0, losses: bool = True) -> AuditReport:
-    """A training of four layers that no audit ran, with losses or without."""
+    """Return the report of a monitored training of four layers without an audit."""
     from example_reports import LAYERS, reading, report
 
     running = Running()

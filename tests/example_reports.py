@@ -1,4 +1,4 @@
-"""Reports as a training run would give them, made without one."""
+"""Example reports of a training run, made without running one."""
 
 import math
 import random
@@ -16,7 +16,7 @@ LAYERS = ("stem.conv", "block.0.attention.q_proj", "block.0.mlp[wide]", "head")
 
 
 def reading(seed: int = 0, **values: object) -> LayerReading:
-    """A reading with every measure in a plausible range; keywords overrule."""
+    """Return a reading with every measure in a plausible range; keywords override its values."""
     draw = random.Random(seed)
     measures: dict[str, object] = {name: draw.uniform(0.1, 0.95) for name in MEASURES}
     measures |= {"scale_mean": 10 ** draw.uniform(0, 3), "effective_lr": 10 ** draw.uniform(-4, 0)}
@@ -34,7 +34,7 @@ def reading(seed: int = 0, **values: object) -> LayerReading:
 
 
 def attention(seed: int = 0, **values: object) -> AttentionReading:
-    """Two heads, every measure in a plausible range; keywords overrule."""
+    """Return a reading of two heads in a plausible range; keywords override its values."""
     draw = random.Random(seed)
     heads = {name: (draw.uniform(0.1, 0.5), draw.uniform(0.5, 0.9)) for name in ATTENTION_MEASURES}
     fixed: dict[str, object] = {
@@ -49,7 +49,7 @@ def attention(seed: int = 0, **values: object) -> AttentionReading:
 
 
 def report(step: int = 0, **values: object) -> StepReport:
-    """Four layers, one unsupported module, one note; keywords overrule the report's fields."""
+    """Return a report of four layers, one unsupported module and a note; keywords override."""
     fields: dict[str, object] = {
         "step": step,
         "layers": {path: reading(1000 * i + step) for i, path in enumerate(LAYERS)},

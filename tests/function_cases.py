@@ -1,7 +1,7 @@
-"""Every function that uses parameters, in several shapes and with several arguments; float64.
+"""Every function that uses parameters, with several shapes and arguments; float64.
 
-A case says of each use, in words that have nothing to do with how the monitor finds it, which
-dimensions of the function's result are channels; all others are rows.
+Each case states, independently of the monitor's code, which dimensions of a use's result are
+channels; all other dimensions are rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +20,15 @@ def everything(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Of:
-    """One use of parameters: which rows it has, and what is exact of them when they are sampled.
+    """One expected use of parameters: its rows, and what is exact when they are sampled.
 
     Attributes:
         weight: name of its weight.
         bias: name of its bias.
         channels: dimensions of the result (of its part) that are channels.
         groups: groups of channels with a scale each.
-        part: the part of the result that it makes.
-        one_pass: whether one pass tells the scales of all rows.
+        part: selects the part of the result that depends on the use.
+        one_pass: whether one pass yields the scales of all rows.
     """
 
     weight: str | None
@@ -40,7 +40,7 @@ class Of:
 
     @property
     def is_all(self) -> bool:
-        """Whether it makes all of the result."""
+        """Whether the whole result depends on the use."""
         return self.part is everything
 
     @property
@@ -50,7 +50,7 @@ class Of:
         return path
 
     def rows(self, z: Tensor) -> Tensor:
-        """(rows, n_total)."""
+        """Reshape a result to (rows, n_total)."""
         z = self.part(z)
         if not self.channels:
             return z.reshape(-1, 1)
@@ -67,14 +67,14 @@ def _size(z: Tensor, dims: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class FunctionCase:
-    """A call of a function.
+    """A call of a function, with its expected uses of parameters.
 
     Attributes:
         call: (parameters, inputs) → z.
-        shapes: of the parameters.
-        inputs: what the call is given.
-        uses: what is to be found.
-        overwrites: the call changes its input in place.
+        shapes: of the parameters, by name.
+        inputs: makes the call's inputs.
+        uses: expected uses.
+        overwrites: whether the call changes its input in place.
     """
 
     call: Callable[..., Tensor]
@@ -93,7 +93,7 @@ class FunctionCase:
 
 
 class Caller(nn.Module):
-    """Holds the parameters of one call."""
+    """A module that holds the parameters of one call."""
 
     def __init__(self, call: Callable[..., Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Caller(nn.Module):
 
 @dataclass
 class Names:
-    """Parameters by their names."""
+    """Parameters, accessed as attributes."""
 
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -123,7 +123,7 @@ def randn(*shapes: tuple[int, ...]) -> Callable[[], list[Tensor]]:
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """torch's function of this name, which takes no float64."""
+    """`torch.nn.functional.grouped_mm` for float64, which torch's own does not support."""
     if has_torch_function((x, w)):
         return handle_torch_function(grouped_mm, (x, w), x, w, offs=offs)
     starts, ends = [0, *offs[:-1].tolist()], offs.tolist()
@@ -131,7 +131,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     return torch.cat([*parts, torch.full((len(x) - ends[-1], w.shape[2]), torch.nan).to(x)])
 
 
-X = 4  # inputs
+X = 4  # number of inputs
 W = Of("w")
 ALLbags_of_three = Of("w", one_pass=False)
 
@@ -141,7 +141,7 @@ def gain(*channels: int, groups: int, name: str = "w") -> Of:
 
 
 def constant(*channels: int, name: str = "w", part: Callable[[Tensor], Tensor] = everything) -> Of:
-    """An offset that is the same at all places."""
+    """Return the use of an offset that is the same at all positions."""
     return Of(None, name, channels, part=part, one_pass=False)
 
 
@@ -313,7 +313,7 @@ def einsum(equation: str, shape: tuple[int, ...], x: tuple[int, ...] | Callable,
 
 
 einsum("bi,oi->bo", (3, 4), (5, 4))
-einsum("bti,oi", (3, 4), (2, 5, 4), Of("w", channels=(1,)))  # in the order of the alphabet: b o t
+einsum("bti,oi", (3, 4), (2, 5, 4), Of("w", channels=(1,)))  # torch's order: b o t
 einsum("...i,oi->...o", (3, 4), (2, 2, 4))
 einsum("...i,io", (4, 3), (2, 2, 4))
 einsum("...c,...c->...", (4,), (2, 3, 4), Of("w", channels=()))
@@ -322,12 +322,12 @@ einsum("...i,...io->...o", (2, 4, 3), (5, 2, 4))
 einsum("bthd,hde->bthe", (2, 4, 3), (2, 3, 2, 4))
 einsum("ecd,edf->ecf", (2, 4, 3), (2, 5, 4))
 einsum("td,edf->tef", (2, 4, 3), (5, 4), Of("w", channels=(1, 2)))
-einsum("bthd,hed->bte", (2, 3, 4), (2, 3, 2, 4))  # the output's map of attention
+einsum("bthd,hed->bte", (2, 3, 4), (2, 3, 2, 4))  # the output projection of attention
 einsum("bd,d->bd", (4,), (5, 4), gain(1, groups=4))
 einsum("bthd,hd->bth", (2, 4), (2, 3, 2, 4), gain(2, groups=2))
-einsum("bd,de->b", (4, 3), (5, 4), Of("w", channels=()))  # e is in the weight alone
-einsum("bsd,de->be", (4, 3), (2, 5, 4))  # s is in the data alone
-einsum("bd,de->ebd", (4, 3), (5, 4), Of("w", channels=(0,)))  # d is a block
+einsum("bd,de->b", (4, 3), (5, 4), Of("w", channels=()))  # e occurs only in the weight
+einsum("bsd,de->be", (4, 3), (2, 5, 4))  # s occurs only in the data
+einsum("bd,de->ebd", (4, 3), (5, 4), Of("w", channels=(0,)))  # d is a block dimension
 einsum("bd,de->eb", (4, 3), (5, 4), Of("w", channels=(0,)))
 einsum("bi,bj,oij->bo", (2, 3, 4), randn((5, 3), (5, 4)))
 einsum("bqk,bkd,de->bqe", (4, 3), randn((2, 3, 5), (2, 5, 4)), ALLbags_of_three)
@@ -589,7 +589,7 @@ def mask(*shape: int) -> Callable[[], list[Tensor]]:
 
 
 def masked(z: Tensor) -> Tensor:
-    """Where the parameter is: to other rows it is nothing."""
+    """Select the positions that the parameter fills; it affects no other rows."""
     return z * mask(2, 3)()[1][..., None]
 
 
@@ -600,7 +600,7 @@ def written(x: Tensor, index: Any, value: Tensor, *, copy: bool = True) -> Tenso
 
 
 def onto_zeros(x: Tensor, value: Tensor) -> Tensor:
-    """A class token and data, written into a tensor of zeros."""
+    """Write a class token and data into a tensor of zeros."""
     z = torch.zeros(2, 4, 4, dtype=torch.float64)
     z[:, 0] = value
     z[:, 1:] = x

@@ -1,4 +1,4 @@
-"""A small run with every kind of layer that the monitor's kernels know, with and without them."""
+"""A small run of every kind of layer that the monitor's kernels support, with or without them."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from adiv_monitor.sinks import MemorySink
 
 
 class Net(nn.Module):
-    """Every kind of layer that kernels know, and one that they don't."""
+    """A model with every kind of layer that the kernels support, and one that they do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 def trained(
     kernels: bool, *, device: str = "cpu", monitored: bool = True, **options: Any
 ) -> tuple[list[StepReport], nn.Module]:
-    """Two steps: their reports, and the net. With the kernels wherever they are switched on."""
+    """Train two steps and return the reports and the model; `kernels` allows the kernels."""
     torch.manual_seed(1)
     net, tokens, labels = Net(), torch.randint(11, (2, 4, 4)), torch.randint(5, (2,))
     net, tokens, labels = net.to(device), tokens.to(device), labels.to(device)
@@ -45,7 +45,7 @@ def trained(
         if monitored:
             monitor = Monitor(net, optimizer, every_n_steps=1, sinks=[sink], **options)
             monitor.attach()
-        for _ in range(2):  # the first learns what the next need not keep
+        for _ in range(2):  # the first step finds what the second need not store
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(tokens), labels).backward()
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)

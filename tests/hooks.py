@@ -1,11 +1,11 @@
-"""What hooks there are on a model and its optimizer."""
+"""Check for hooks on a model and its optimizer."""
 
 import torch
 from torch import nn
 
 
 def no_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether there is none."""
+    """Whether neither the modules, the parameters nor the optimizer have hooks."""
     on_modules = [
         hooks
         for m in model.modules()

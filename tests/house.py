@@ -1,4 +1,4 @@
-"""The house as its imports draw it, and its picture in CONTRIBUTING.md: `make schema`."""
+"""The import graph of the package, and its drawing in CONTRIBUTING.md: `make schema`."""
 
 import ast
 import re
@@ -10,14 +10,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "adiv_monitor"
 PAGE = ROOT / "CONTRIBUTING.md"
 _BLOCK = re.compile(r"(?<=<!-- drawn by tests/house.py -->\n\n```text\n).*?(?=```)", re.DOTALL)
-# Where Python begins; they only hand on what others hold.
+# Entry points of Python, which only re-export names from other modules.
 DOORS = ("__init__", "__main__")
 
 Graph = Mapping[str, set[str]]
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name → file, of all modules of the monitor."""
+    """Return the files of all modules of the monitor by dotted name."""
     return {_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -28,16 +28,16 @@ def _name(path: Path) -> str:
 
 @cache
 def imports() -> Graph:
-    """Module → the modules that it imports: of ours, and the package of layers as one.
+    """Return the modules that each module imports; the package of layers counts as one.
 
-    Wherever the import stands: at the top, in a function, or for a checker of types alone.
+    Imports count wherever they stand: at the top, in a function, or under `TYPE_CHECKING`.
     """
     known = modules()
     return {name: set(imported(path, known)) for name, path in known.items()}
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """What a file imports; of `from package import name` the module of that name, if it is one."""
+    """Yield a file's imported modules; `from package import name` yields a submodule `name`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -55,7 +55,7 @@ def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """The folder or file of `adiv_monitor` that a module lies in."""
+    """Return the top-level folder or file of `adiv_monitor` that contains a module."""
     package, _, inside = module.partition(".")
     if package != PACKAGE.name:
         return package
@@ -63,7 +63,7 @@ def room(module: str) -> str:
 
 
 def between(of: Callable[[str], str], graph: Graph | None = None) -> dict[str, set[str]]:
-    """The imports between what modules lie in, by whatever tells that."""
+    """Return the imports between groups of modules, where `of` maps a module to its group."""
     found: dict[str, set[str]] = {}
     for module, others in (imports() if graph is None else graph).items():
         found.setdefault(of(module), set()).update(map(of, others))
@@ -71,7 +71,7 @@ def between(of: Callable[[str], str], graph: Graph | None = None) -> dict[str, s
 
 
 def circle(graph: Graph) -> Sequence[str]:
-    """Nodes that import each other in a ring, in that order; empty: there is no such ring."""
+    """Return the nodes of one import cycle, in order; an empty sequence if there is none."""
     done: set[str] = set()
 
     def walk(way: list[str]) -> Sequence[str]:
@@ -87,7 +87,7 @@ def circle(graph: Graph) -> Sequence[str]:
 
 
 def from_the_roof(graph: Graph) -> list[str]:
-    """All nodes, each before all that it imports, and near to it."""
+    """Return all nodes in topological order: each before, and near, the nodes it imports."""
     order: list[str] = []
 
     def walk(name: str) -> None:
@@ -102,7 +102,7 @@ def from_the_roof(graph: Graph) -> list[str]:
 
 
 def reached(graph: Graph, names: Iterable[str]) -> set[str]:
-    """All that these import, and what that imports in turn."""
+    """Return all direct and indirect imports of these nodes."""
     found: set[str] = set()
     left = list(names)
     while left:
@@ -113,9 +113,9 @@ def reached(graph: Graph, names: Iterable[str]) -> set[str]:
 
 
 def picture() -> str:
-    """The rooms from the roof to the ground: each with those that it stands on, and what it is.
+    """Draw the folders in topological order: each with the folders it imports and its purpose.
 
-    Left out is what a room reaches through another that it stands on.
+    An import that another drawn import implies is left out.
     """
     graph = {name: others for name, others in between(room).items() if name not in DOORS}
     lines = []
@@ -137,13 +137,13 @@ def _shown(name: str) -> str:
 
 
 def _purpose(name: str) -> str:
-    """The beginning of its docstring, as far as one thing goes."""
+    """Return the first clause of its docstring."""
     said = ast.get_docstring(ast.parse(_file(name).read_text(encoding="utf-8"))) or ""
     return re.split(r"[:.;](?: |\n|$)", said, maxsplit=1)[0]
 
 
 def drawn() -> str:
-    """CONTRIBUTING.md with the picture of the house as it is."""
+    """Return the text of CONTRIBUTING.md with the current drawing."""
     return _BLOCK.sub(lambda _: picture(), PAGE.read_text(encoding="utf-8"), count=1)
 
 

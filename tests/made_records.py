@@ -1,4 +1,4 @@
-"""Records made by hand: a healthy run, of which keywords overrule what it has."""
+"""Hand-made records of a healthy run; keywords override single values."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ RISING = tuple(2.3 * 1.05**step for step in range(STEPS))
 
 
 def reading(**values: object) -> LayerReading:
-    """A healthy layer's; keywords overrule."""
+    """Return a healthy layer's reading; keywords override its values."""
     measures: dict[str, object] = {
         "update_cosine": 0.3,
         "gradient_cosine": 0.3,
@@ -59,7 +59,7 @@ def reading(**values: object) -> LayerReading:
 def record(
     layers: dict[str, LayerReading] | None = None, *, facts: Facts = FACTS, **values: object
 ) -> Record:
-    """A healthy run of three layers; keywords overrule."""
+    """Return the record of a healthy run of three layers; keywords override its fields."""
     layers = {name: reading() for name in "abc"} | (layers or {})
     fields: dict[str, object] = {
         "losses": WELL,
@@ -87,7 +87,7 @@ def decayed(weight_decay: float) -> Facts:
 
 
 def trials(**loss: float) -> dict[float, Trial]:
-    """Trials of rates: x01=… is the loss at a tenth."""
+    """Return trials of other learning rates by factor: x01=… is the loss at a tenth."""
     factors = {"x01": 0.1, "x03": 0.3, "x3": 3.0, "x10": 10.0}
     own = loss.pop("own")
     error = loss.pop("error", 0.01)

@@ -1,16 +1,16 @@
-"""Which changes of the core does no test notice? Mutation testing with mutmut, a file at a time.
+"""Mutation testing with mutmut, a file at a time: which changes of the core does no test notice?
 
-Every operator, number, argument and condition inside the file's functions is changed, one change
-at a time, and the tests beside it below are run until one fails. What survives is printed as a
-diff; survivors with a known reason are listed in `mutants.md`, word for word as they are printed
-here, and then only counted. mutmut leaves alone what is outside functions, and decorated functions;
-lines that are nothing but words of a message are left alone here.
+Every operator, number, argument and condition inside the file's functions is changed, one change at
+a time, and the tests listed for the file below run until one fails. Surviving mutants are printed
+as diffs. Survivors with a known reason are listed in `mutants.md`, word for word as printed here,
+and are then only counted. mutmut skips code outside functions and decorated functions; this script
+also skips lines that hold only the words of a message.
 
-Works on a copy, `.mutants/<file>`. A run that was cut short goes on where it was, unless the
-package or its tests were changed since. A mutant takes one to ten seconds, survivors up to a
-minute, and a large file has 1,300: about a tenth of them, by the last digit of their numbers in
-each function, tells how it stands; it is run anew each time. To compare two states of the tests,
-take a sample of all files', which is the same as long as the files are.
+The mutants live in a copy, `.mutants/<file>`. An interrupted run continues where it stopped, unless
+the package or its tests have changed since. A mutant takes one to ten seconds, survivors up to a
+minute, and a large file has 1,300 mutants. About a tenth of them, chosen by the last digit of their
+numbers in each function, is a good estimate; these are tested anew each time. To compare two states
+of the tests, use a sample over all files: it stays the same as long as the files do.
 
     make mutants FILE=adiv_monitor/maths/measures.py
     python tests/mutants.py adiv_monitor/maths/{measures,dots}.py --processes 2
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 PLACE = ROOT / ".mutants"
 KNOWN = ROOT / "tests" / "mutants.md"
 
-# Settings: which tests should kill a file's mutants. mutmut runs those of them that reach the
+# Settings: the tests that should kill a file's mutants. Of these, mutmut runs those that reach the
 # changed function, quick ones first.
 _MEASURED = ["test_against_reference", "test_invariants", "test_models"]
 _COURSE = [*_MEASURED, "test_gradients", "test_optimizers", "test_robustness"]
@@ -84,22 +84,22 @@ TESTS = {
         for file, tests in _LAYER_TESTS.items()
     },
 }
-# mutmut calls functions through a switch, which these do not stand.
+# Tests that fail under the trampolines through which mutmut calls functions.
 NOT_RUN = ("compil", "jit", "script", "pickl")
-# These take the longest, and do the same to other features.
+# The slowest tests: only the files of features need them.
 ONLY_FOR_FEATURES = ("cnn", "vit")
 WORDS = r'^ +f?"[^"]* [^"]*"$'
 _COPIED = ("adiv_monitor", "layers", "tests", "examples", "README.md", "pyproject.toml")
 
 
 def prepared(file: str) -> Path:
-    """A copy to mutate; that of the last run, if nothing was changed since."""
+    """Return a copy of the project to mutate; reuse the last run's if nothing has changed since."""
     place = PLACE / re.sub(r"\W+", "-", file.removesuffix(".py"))
     stamp, state = place / "state", fingerprint(file)
     if stamp.exists() and stamp.read_text() == state:
         return place
     shutil.rmtree(place, ignore_errors=True)
-    # Python would remember of a path without a folder that nothing can be imported from it.
+    # The folder must exist before Python starts: it caches a missing path as holding no modules.
     (place / "mutants").mkdir(parents=True)
     (PLACE / ".gitignore").write_text("*\n")
     leave = shutil.ignore_patterns("__pycache__", "results", "mutants.*")
@@ -109,7 +109,7 @@ def prepared(file: str) -> Path:
             shutil.copytree(source, place / name, ignore=leave)
         else:
             shutil.copy2(source, place / name)
-    # mutmut takes a file's path for its module's name.
+    # mutmut derives a module's name from its file's path.
     (place / "layers" / "adiv_layers").rename(place / "adiv_layers")
     with (place / "pyproject.toml").open("a") as settings:
         settings.write(mutmut_settings(file))
@@ -118,7 +118,7 @@ def prepared(file: str) -> Path:
 
 
 def fingerprint(file: str) -> str:
-    """Of everything that decides what survives: sources, tests, and these settings."""
+    """Return a hash of everything that decides which mutants survive: sources, tests, settings."""
     found = hashlib.sha256(json.dumps([file, TESTS[file], left_out(file), WORDS]).encode())
     for top in ("adiv_monitor", "layers", "tests"):
         for path in sorted((ROOT / top).rglob("*.py")):
@@ -128,7 +128,7 @@ def fingerprint(file: str) -> str:
 
 
 def left_out(file: str) -> tuple[str, ...]:
-    """Words in the names of tests that are not run."""
+    """Return words in the names of tests that are not run."""
     return NOT_RUN + (() if file.startswith("adiv_monitor/features/") else ONLY_FOR_FEATURES)
 
 
@@ -149,7 +149,7 @@ def mutmut_settings(file: str) -> str:
 
 
 def mutmut(place: Path, *arguments: str, quiet: bool = True) -> str:
-    path = str(place / "mutants")  # also for processes that tests start
+    path = str(place / "mutants")  # also for processes started by tests
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     # Not "-m mutmut", which would put the unchanged sources onto the path.
     command = [str(Path(sys.executable).with_name("mutmut")), *arguments]
@@ -160,7 +160,7 @@ def mutmut(place: Path, *arguments: str, quiet: bool = True) -> str:
     return done.stdout or ""
 
 
-# Run where the settings are, by which mutmut decides what it changes.
+# Run in the folder of the settings, by which mutmut decides what it mutates.
 _NAMES = """
 import sys
 from pathlib import Path
@@ -173,7 +173,7 @@ for name in mutate_file_contents(str(file), file.read_text()).mutant_names:
 
 
 def sampled(files: Sequence[str], count: int, seed: int) -> dict[str, list[str]]:
-    """So many mutants of all files together, by file: each as likely as any other."""
+    """Draw this many mutants uniformly from all files together, and return them by file."""
     names = [(file, name) for file in files for name in mutants_of(file)]
     chosen: dict[str, list[str]] = {}
     for file, name in sorted(random.Random(seed).sample(names, min(count, len(names)))):
@@ -190,7 +190,7 @@ def mutants_of(file: str) -> list[str]:
 
 
 def survivors(place: Path, file: str) -> list[str]:
-    """One line each: where, and what was changed into what."""
+    """Return one line per surviving mutant: its function, the code before and after."""
     named = re.findall(r"^\s*(\S+): (survived|no tests)$", mutmut(place, "results"), re.MULTILINE)
     lines = []
     for name, _ in named:

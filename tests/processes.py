@@ -1,4 +1,4 @@
-"""Several processes in a test: where they meet, what they train, how their reports are compared."""
+"""Helpers for tests with several ranks: process groups, a model, comparison of reports."""
 
 import os
 import time
@@ -23,9 +23,9 @@ PATIENCE = timedelta(seconds=120)
 
 
 def meet(rank: int, world: int, folder: str | Path) -> None:
-    """Make a gloo group of the processes that call this with the same folder.
+    """Create a gloo process group of all ranks that call this with the same folder.
 
-    At a port of the system's choice, that nobody takes first.
+    The system chooses the port while it is being bound, so no other program can take it first.
     """
     torch.set_num_threads(1)
     told = Path(folder) / "port"
@@ -36,13 +36,13 @@ def meet(rank: int, world: int, folder: str | Path) -> None:
     if rank == 0:
         new = told.with_suffix(".new")
         new.write_text(str(store.port))
-        new.rename(told)  # what is there is whole
+        new.rename(told)  # a reader never sees a half-written file
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Inside, monitors wait for each other: a machine that stands still is not the subject."""
+    """Make monitors wait up to a minute for each other, so that a slow machine fails no test."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PATIENCE", "_FAREWELL"):
             patch.setattr(assembly, name, 60.0)
@@ -50,10 +50,10 @@ def patient() -> Iterator[None]:
 
 
 def run_in(processes: int, work: Callable[..., None], *args: Any) -> None:
-    """Run `work(rank, *args)` in so many processes, forks of one that has imported what takes long.
+    """Run `work(rank, *args)` on this many ranks, forked from a process with slow imports done.
 
-    They end when all have done their work, and leave their groups as they are: gloo's own thread
-    may still look at one that is taken down, and crash.
+    The ranks exit once all have finished, without destroying their process groups: gloo's own
+    thread may still use a group that is being destroyed, and crash.
     """
     distributed = ("fsdp", "tensor.parallel", "device_mesh", "optim")
     imported = ["adiv_monitor", "numpy", *(f"torch.distributed.{name}" for name in distributed)]
@@ -69,11 +69,11 @@ def _run(rank: int, work: Callable[..., None], *args: Any) -> None:
 
 
 class FoundBy(dict[int, list[Any]]):
-    """What processes left in `<rank>.pt`, by their number and rank: so many run when asked for.
+    """Results that ranks saved in `<rank>.pt`, by world size; a world runs on its first access.
 
     Args:
-        work: (rank, how many, folder), what each of them does.
-        folder: an empty one.
+        work: called on each rank as (rank, world size, folder).
+        folder: an empty folder.
     """
 
     def __init__(self, work: Callable[[int, int, str], None], folder: Path) -> None:
@@ -89,7 +89,7 @@ class FoundBy(dict[int, list[Any]]):
 
 
 def by_processes(worlds: Mapping[str, int]) -> list[Any]:
-    """Names of cases, where so many processes train: more than two are slow."""
+    """Return the names as test parameters; worlds of more than two ranks are marked slow."""
     slow = pytest.mark.slow
     return [pytest.param(name, marks=[slow] * (world > 2)) for name, world in worlds.items()]
 
@@ -103,7 +103,7 @@ def _read(told: Path) -> int:
 
 
 class Net(nn.Module):
-    """Some of everything; a branch that only the samples of one sort go through."""
+    """A model with many kinds of layers, and branches that only some samples go through."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Net(nn.Module):
 def make() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     tokens, targets = torch.randint(7, (SAMPLES, TOKENS)), torch.randint(4, (SAMPLES, TOKENS))
-    targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])  # idle rows
+    targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])
     return Net().double(), tokens, targets
 
 
@@ -141,7 +141,7 @@ def written(monitor: Monitor) -> int:
 
 
 def numbers(record: dict[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested data with one name for each number."""
+    """Flatten nested data to one dotted name per number."""
     found: dict[str, Any] = {}
     for key, value in record.items():
         if isinstance(value, list):
@@ -151,7 +151,7 @@ def numbers(record: dict[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal, to the last digits of float64."""
+    """Assert equality of nested records, to the last digits of float64."""
     found, expected = numbers(found), numbers(expected)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

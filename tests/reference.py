@@ -1,8 +1,8 @@
-"""The measures, slowly: really take the step, and recompute every layer from its own saved input.
+"""Slow reference for all measures: take the step, and recompute every layer from its saved input.
 
-Nothing of the monitor's is used. Rows are looped over; the scale of a row is the squared norm of
-the gradient of one of its outputs with respect to the layer's own parameters, by autograd; e is
-what the layer gives after a plain gradient step with η = 1, d what it gives after the optimizer's.
+It uses no code of the monitor. It loops over rows. The scale of a row is the squared norm of the
+gradient of one of its outputs with respect to the layer's own parameters, by autograd. e is z
+before minus z after a plain gradient step with η = 1, d the same for the optimizer's step.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass
 class LayerTruth:
-    """All rows of one layer at one step, calls one after the other: (rows, n_total)."""
+    """All rows of one layer at one step, concatenated over its calls: (rows, n_total)."""
 
     G: Tensor
     z: Tensor
@@ -40,7 +40,7 @@ class _Saved:
 
 
 def rows_of(module: nn.Module, tensor: Tensor) -> Tensor:
-    """(rows, n_total) of something shaped like the module's output."""
+    """Reshape a tensor of the shape of the module's output to (rows, n_total)."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.BatchNorm2d | nn.GroupNorm):
         tensor = tensor.movedim(1, -1)
     return tensor.reshape(-1, tensor.shape[-1])
@@ -58,7 +58,7 @@ def take_step(
     optimizer: torch.optim.Optimizer,
     backward: Callable[[nn.Module], None],
 ) -> dict[str, LayerTruth]:
-    """Run one step (`backward` accumulates all gradients), then look at what it did."""
+    """Take one step, with gradients from `backward`; return the truth of every layer used in it."""
     saved: dict[str, _Saved] = defaultdict(_Saved)
     layers = {
         path: m
@@ -73,7 +73,7 @@ def take_step(
                 seen = torch.zeros_like(output)
                 padding = getattr(module, "padding_idx", None)
                 saved[path].outputs.append(seen)
-                # Nothing trains a padding token: its rows are idle.
+                # A padding token has no gradient: its rows are zero-gradient rows.
                 asks = 1.0 if padding is None else (args[0] != padding)[..., None]
                 output.register_hook(lambda gradient: seen.add_(gradient * asks))
 
@@ -128,7 +128,7 @@ def _truth(old: nn.Module, new: nn.Module, gradient: Sequence[Tensor], saved: _S
 
 
 def _scale(module: nn.Module, x: Tensor) -> Tensor:
-    """‖∂z_rn/∂Θ‖² for the first output n of every group."""
+    """Return ‖∂z_rn/∂Θ‖² for the first output n of every group."""
     module = copy.deepcopy(module)
     parameters = [p for p in module._parameters.values() if p is not None]
     z = rows_of(module, module(x))
@@ -138,14 +138,14 @@ def _scale(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _squares(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """‖∂v/∂Θ‖² of every entry of a matrix."""
+    """Return ‖∂v/∂Θ‖² for every entry v of a matrix."""
     gradients = [torch.autograd.grad(v, parameters, retain_graph=True) for v in values.flatten()]
     squares = [sum(g.square().sum() for g in of_entry) for of_entry in gradients]
     return torch.stack(squares).reshape(values.shape)
 
 
 def _features(module: nn.Module, x: Tensor) -> Tensor:
-    """∂z_rn/∂W for the first output n of every group: φ_W of the row, and zeros."""
+    """Return ∂z_rn/∂W for the first output n of every group: the row's φ_W, padded with zeros."""
     module = copy.deepcopy(module)
     z = rows_of(module, module(x))
     groups = groups_of(module, z.shape[1])
@@ -167,7 +167,7 @@ def function_truth(
     bias: str | None,
     groups: int,
 ) -> LayerTruth:
-    """The truth of one use of parameters by a function: it is called again with others.
+    """Return the truth of one use of parameters by a function, which is called with other values.
 
     Args:
         outputs: (parameters) → z's rows, (rows, n_total).
@@ -175,9 +175,9 @@ def function_truth(
         new: all parameters after the step.
         gradient: their gradients.
         G: ∂L/∂z's rows.
-        weight: name of the weight among them.
-        bias: name of the bias.
-        groups: groups of z's channels with scales of their own.
+        weight: name of the weight; None if the use has none.
+        bias: name of the bias; None if the use has none.
+        groups: number of groups of z's channels with a scale each.
     """
     names = [name for name in (weight, bias) if name is not None]
 
@@ -207,7 +207,7 @@ def function_truth(
 
 
 def projected(truth: LayerTruth, outputs: Callable[..., Tensor], values: Sequence[Tensor]) -> float:
-    """The ceiling: G of active rows projected on the columns of ∂z/∂Θ, z a function of Θ."""
+    """Return the ceiling: cosine of the nonzero rows of G and their projection onto ∂z/∂Θ."""
     active = truth.G.norm(dim=1) > 0
     jacobians = torch.autograd.functional.jacobian(
         lambda *parts: outputs(*parts)[active].flatten(), tuple(values)
@@ -218,11 +218,11 @@ def projected(truth: LayerTruth, outputs: Callable[..., Tensor], values: Sequenc
 
 
 def measures(truth: LayerTruth, seen: Sequence[int] | None = None) -> dict[str, float]:
-    """Every measure over all active rows, straight from its definition.
+    """Return every measure over all rows with a gradient, computed from its definition.
 
     Args:
         truth: the layer.
-        seen: rows to stop at; all if None.
+        seen: indices of the rows to use; None for all.
     """
     chosen = range(len(truth.G)) if seen is None else seen
     idle = [r for r in chosen if truth.G[r].norm() == 0]
@@ -273,7 +273,7 @@ def _cos(a: Tensor, b: Tensor) -> float:
 
 
 def attainable_cosine(truth: LayerTruth) -> float:
-    """The ceiling over all rows: G projected on the columns of the Jacobian ∂z/∂Θ."""
+    """Return the ceiling over all rows: G projected onto the columns of the Jacobian ∂z/∂Θ."""
     module = copy.deepcopy(truth.module)
     parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None}
 

@@ -1,4 +1,4 @@
-"""docs/report-schema.md, made from the data classes of a report: `make schema`."""
+"""Generator of docs/report-schema.md from the data classes of a report: `make schema`."""
 
 import inspect
 import re
@@ -47,12 +47,12 @@ what is there and what is expected.
 
 
 def text() -> str:
-    """The page."""
+    """Return the page's text."""
     return "\n".join([TOP, *map(section, CLASSES)])
 
 
 def section(kind: type) -> str:
-    """A class's line, and its fields as a table."""
+    """Return a class's heading, its first docstring line, and its fields as a table."""
     described = attributes(kind) | COMPUTED.get(kind.__name__, {})
     named = [f.name for f in fields(kind) if f.name in described]
     computed = COMPUTED.get(kind.__name__, {})
@@ -66,7 +66,7 @@ def section(kind: type) -> str:
 
 
 def attributes(kind: type) -> dict[str, str]:
-    """What the docstring says of each attribute."""
+    """Return the descriptions in a docstring's "Attributes" section by attribute."""
     listed = (inspect.getdoc(kind) or "").split("Attributes:\n")[1].split("\n\n")[0]
     found: dict[str, str] = {}
     for line in textwrap.dedent(listed).splitlines():

@@ -1,4 +1,4 @@
-"""Asks the rules of functions about the calls inside some code, without the monitor's hooks."""
+"""Uses of parameters found by the functions' rules in some code, without the monitor's hooks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from adiv_monitor.features.whole import Whole
 
 
 def found(run: Callable[[], object], weights: Iterable[Tensor]) -> list[tuple[Use, Tensor]]:
-    """All uses that the rules find, each with what its function gave."""
+    """Return all uses that the rules find, each with its function's result."""
     with Seen(weights) as seen:
         run()
     return seen.uses
 
 
 class Seen(TorchFunctionMode):
-    """Asks the rules about every call."""
+    """Mode that applies the rules to every call."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Seen(TorchFunctionMode):
 
 
 def layouts(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The same numbers in other memory layouts."""
+    """Return the same values in several memory layouts."""
     return [
         list(inputs),
         [x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x for x in inputs],
@@ -61,14 +61,14 @@ def layouts(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def trained_of(features: Features) -> Tensor:
-    """(rows, 1): 0 for rows of one-hot features that nothing trains."""
+    """Return (rows, 1): 0 for padding rows of one-hot features, otherwise 1."""
     if isinstance(features, OneHotFeatures):
         return features.trained[:, None]
     return torch.ones(1, 1, dtype=torch.float64)
 
 
 def assert_of_all_rows(whole: Whole, features: Features) -> None:
-    """What one pass says of all rows is what their features say: scales, length of their sum."""
+    """Assert that the one-pass statistics of all rows agree with their features."""
     assert whole.weight_square is not None
     assert isinstance(features, Averaged)
     active = trained_of(features)[:, 0]

@@ -1,4 +1,4 @@
-"""One measured step of a small model, how readings are compared, and a port."""
+"""One measured step of a small model, the comparison of readings, and a free port."""
 
 import socket
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def one_step(
     between: Callable[[nn.Module], None] = lambda model: None,
     **options: object,
 ) -> StepReport:
-    """A measured SGD step with something between backward pass and step."""
+    """Take a measured SGD step, calling `between` after the backward pass; return its report."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, on_error="raise", **options) as monitor:
         backward(model)

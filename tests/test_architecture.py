@@ -1,4 +1,4 @@
-"""Imports point down: maths knows no hooks, hooks know no sinks, layers know no monitor."""
+"""The layering of imports: maths imports no hooks, hooks no sinks, and layers no monitor."""
 
 import ast
 import re
@@ -9,8 +9,8 @@ import house
 import pytest
 from house import ROOT
 
-# From the ground: a room imports of its own stack what stands before it, and of the stacks that
-# its own stands on all that it likes.
+# From bottom to top. A module may import modules before it in its own stack, and all modules of the
+# stacks below its own.
 STACKS: Mapping[str, Sequence[str]] = {
     "ground": ("adiv_layers", "lightning_base", "moved", "files", "printable", "report", "errors"),
     "measuring": ("kernels", "rerun", "features", "maths", "capture", "alignment", "step"),
@@ -26,13 +26,13 @@ STANDS_ON: Mapping[str, Sequence[str]] = {
     "showing": ("ground",),
     "using": ("ground", "measuring", "showing"),
 }
-# The rooms of the audit, from the ground; the first hold old import paths alone.
+# The modules of the audit, from bottom to top. Those of the first line only keep old import paths.
 IN_THE_AUDIT = (
     *("finding", "record", "diagnosis", "page"),
     *("training", "what_if", "seen", "trials", "report", "arguments", "audit", "__init__"),
     *("options", "sources", "command"),
 )
-# What the audit needs only for what it is asked to do, so not when the package is imported.
+# Optional packages of the audit, which importing the package must not import.
 LATE = {"jinja2", "matplotlib", "rich", "safetensors", "timm", "torchvision"}
 LATE |= {"transformers", "yaml", "sklearn", "tensorboard"}
 # Pure maths on the host: no tensors, no torch.
@@ -42,7 +42,7 @@ MODULES = house.modules()
 
 
 def may_import(room: str) -> set[str]:
-    """The rooms below a room."""
+    """Return the modules that a module may import."""
     stack = next(name for name, rooms in STACKS.items() if room in rooms)
     own = STACKS[stack][: STACKS[stack].index(room)]
     return {*own, *(other for below in STANDS_ON[stack] for other in STACKS[below])}
@@ -91,7 +91,7 @@ def test_a_circle_is_found_wherever_an_import_stands(tmp_path: Path) -> None:
 
 
 def test_no_module_hides_what_it_imports() -> None:
-    """Imports by a name in a text are of other packages."""
+    """No module of the package is imported by a computed name."""
     hidden = re.compile(r"import_module\(\s*f?[\"']adiv_")
     assert not [name for name, path in MODULES.items() if hidden.search(path.read_text())]
 
@@ -118,7 +118,7 @@ def test_the_layers_know_nothing_of_the_monitor() -> None:
 
 
 def at_the_top(path: Path) -> list[str]:
-    """Modules that a file imports when it is imported itself."""
+    """Return the modules that importing this file imports."""
     found = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The benchmarks still run, and count what they say."""
+"""The benchmarks run, and their counts are right."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
 
 
 def test_the_model_of_the_cost_at_scale() -> None:
-    """More processes send less each; layers in turn make everything less in proportion."""
+    """Measuring layers in turn reduces the cost in proportion."""
     whole, in_turn = (scale.cost(job) for job in list(scale.LARGE.values())[:2])
     share = list(scale.LARGE.values())[1].due
     assert in_turn.gathered == pytest.approx(share * whole.gathered)
@@ -161,7 +161,7 @@ def test_coverage_is_not_rounded_up() -> None:
 
 
 class ManyUses(nn.Module):
-    """Views, a tied weight, a derived one, one that is written into another tensor, an idle one."""
+    """Views, a tied weight, a derived weight, one written into another tensor, an unused one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md do what they say; what hosts are told agrees with the code."""
+"""The recipes of CONTRIBUTING.md work; metadata for hosting services agrees with the code."""
 
 import inspect
 import re
@@ -34,7 +34,7 @@ SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 
 
 def run(section: str, tmp_path: Path, namespace: dict[str, Any]) -> dict[str, Any]:
-    """The blocks of a section, where the names of the files that they belong to are known."""
+    """Run the code blocks of a section, given the names of the files that they belong to."""
     page = tmp_path / "section.md"
     page.write_text(SECTIONS[section])
     assert blocks.python_blocks(page)
@@ -43,7 +43,7 @@ def run(section: str, tmp_path: Path, namespace: dict[str, Any]) -> dict[str, An
 
 
 def loaded(file: str) -> Any:
-    """A file of tests as a module of its own."""
+    """Load a test file as a module of its own."""
     spec = spec_from_file_location(f"of_{Path(file).stem}", ROOT / "tests" / file)
     assert spec and spec.loader
     module = module_from_spec(spec)
@@ -110,7 +110,7 @@ def test_files_that_are_named_are_there() -> None:
     assert missing <= to_be_made
 
 
-# What hosts are told
+# Metadata for hosting services
 
 
 def test_the_citation_is_of_this_version() -> None:
@@ -155,7 +155,7 @@ def test_forms_and_workflows_of_the_host_are_read() -> None:
 
 
 def ranges() -> dict[str, SpecifierSet]:
-    """By name, the versions of packages that pyproject.toml allows."""
+    """Return the version ranges in pyproject.toml by package."""
     text = (ROOT / "pyproject.toml").read_text()
     text = re.sub(
         r"#.*", "", text[text.index("\ndependencies") : text.index("\n[project.scripts]")]
@@ -170,11 +170,11 @@ def ranges() -> dict[str, SpecifierSet]:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "constraints").glob("*.txt")), ids=lambda f: f.stem)
 def test_what_is_installed_is_what_is_allowed(file: Path) -> None:
-    """One version of each package, for every platform, within the ranges."""
+    """Constraint files pin one version per package for all platforms, within the allowed ranges."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     pins = {canonicalize_name(name): version for name, version in (x.split("==") for x in lines)}
     assert len(pins) == len(lines)
-    assert not [line for line in lines if "+" in line]  # a build for one kind of device
+    assert not [line for line in lines if "+" in line]  # builds for one kind of device
     allowed = ranges()
     for name, version in pins.items():
         assert version in allowed.get(name, SpecifierSet()), name
@@ -187,7 +187,7 @@ def test_what_is_installed_is_what_is_allowed(file: Path) -> None:
 
 
 def test_hosts_run_what_make_runs() -> None:
-    """Every Python from the oldest that is claimed; a commit is held to `make lint`."""
+    """CI tests the oldest declared Python, and the pre-commit hooks run `make lint`."""
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
     job = jobs["test"]

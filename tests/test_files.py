@@ -1,4 +1,4 @@
-"""Files that are written whole: no name to guess, no link followed, no device replaced."""
+"""Atomic file writing: no guessable temporary name, no link followed, no device replaced."""
 
 import os
 import stat
@@ -20,7 +20,7 @@ from adiv_monitor.sinks import HtmlSink
 
 for package in ("jinja2", "matplotlib"):
     pytest.importorskip(package)
-pytestmark = pytest.mark.filterwarnings("default")  # of what draws the page
+pytestmark = pytest.mark.filterwarnings("default")  # from libraries that draw the page
 
 
 def running_page(folder: Path) -> Path:
@@ -72,7 +72,7 @@ def write(request: pytest.FixtureRequest) -> Callable[[Path], Path]:
 
 
 def replacing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names under which files are written before they take their place."""
+    """Record the temporary names under which files are written before they are moved."""
     names: list[str] = []
     plain = Path.replace
 
@@ -97,7 +97,7 @@ def test_no_name_comes_twice(
 def test_a_name_that_is_taken_is_not_written_to(
     write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever guesses the name, and plants a link there, gets an error and nothing else."""
+    """A link planted under the temporary name causes an error, and its target is untouched."""
     (tmp_path / "victim").write_text("mine")
     path = write(tmp_path)
     before = path.read_bytes()
@@ -150,7 +150,7 @@ def test_a_pipe_is_written_to(write: Callable[[Path], Path], tmp_path: Path) -> 
 
 
 def test_a_device_stays_one(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    """A device of its own that is always full, never that of the machine."""
+    """Writing to a device keeps the device; the test makes a full device of its own."""
     path = write(tmp_path)
     path.unlink()
     try:
@@ -209,7 +209,7 @@ def test_a_link_that_is_replaced_says_nothing_of_the_mode(
 def test_an_open_file_is_written_to(
     name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where the shell sends it to a regular file, too: that is what pytest does here."""
+    """An open file descriptor is written to, also where it refers to a regular file."""
     monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("a device would be gone"))
     with (tmp_path / "mine").open("wb") as mine:
         write_whole({Path(name.format(mine.fileno())): "whole"})

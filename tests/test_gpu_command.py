@@ -1,4 +1,4 @@
-"""What `make gpu` runs, tried without a GPU at tiny sizes: nothing is measured, all code is run."""
+"""`make gpu` without a GPU, at tiny sizes: all code runs, nothing is measured."""
 
 import json
 import os
@@ -16,7 +16,7 @@ OTHERS = [name for name in gpu.PARTS if not name.startswith("monitor")]
 
 
 def command(folder: Path, *options: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """The command, in an environment without a GPU."""
+    """Run the command in an environment without a GPU."""
     paths = os.pathsep.join(filter(None, [path, *sys.path]))
     environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     arguments = [sys.executable, gpu.__file__, "--write", str(folder), *options]
@@ -24,7 +24,7 @@ def command(folder: Path, *options: str, path: str = "") -> subprocess.Completed
 
 
 def rows(folder: Path) -> dict[str, list[dict[str, str]]]:
-    """What is on disk of every part."""
+    """Return the rows on disk by part."""
     found = defaultdict(list)
     for line in (folder / "gpu.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -34,7 +34,7 @@ def rows(folder: Path) -> dict[str, list[dict[str, str]]]:
 
 @pytest.mark.slow
 def test_two_broken_parts_leave_what_the_others_found(tmp_path: Path) -> None:
-    """Without torchvision, which the monitor's models need and nothing else."""
+    """Without torchvision the monitor's parts fail, and the results of all others are complete."""
     pytest.importorskip("triton", reason="without Triton there are no kernels")
     (tmp_path / "torchvision.py").write_text("raise ImportError('broken, by a test')")
     finished = command(tmp_path, "--tiny", path=str(tmp_path))
@@ -52,7 +52,7 @@ def test_two_broken_parts_leave_what_the_others_found(tmp_path: Path) -> None:
     assert found["tests"][-2]["skipped"] > 100
     expected_of = [row for row in found["calibration"] if "then expected of" in row]
     assert len(expected_of) == len(expected.GOALS)
-    assert len(found["rows"]) == 1 + 2 * 8 + 2 * 5 + 1  # of rows and of images, every kernel
+    assert len(found["rows"]) == 1 + 2 * 8 + 2 * 5 + 1  # every kernel over rows and over images
     for name, mode in (("layers", "eager"), ("layers-compiled", "compiled")):
         assert "GradientOnlyLinear(batch)" in {r["layer"] for r in found[name] if "layer" in r}
         assert {r["mode"] for r in found[name] if "mode" in r} == {mode}
@@ -131,7 +131,7 @@ def test_a_part_of_which_something_failed_has_not_gone_well(tmp_path: Path) -> N
 
 
 def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
-    """A process that the part leaves holds a pipe, into which it would write later."""
+    """Processes that a part leaves behind are ended; this one would later write to a pipe."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -182,7 +182,7 @@ def test_all_parts_fit_into_half_an_hour(capsys: pytest.CaptureFixture[str]) -> 
     for name, seconds in gpu.PARTS.items():
         assert f"  {name:<18}{seconds:>5} s" in plan
     assert sum(gpu.PARTS.values()) < 30 * 60
-    for parts in gpu.COMMANDS:  # of ten minutes, as the text at the head of the script says
+    for parts in gpu.COMMANDS:  # commands of ten minutes, as in the script's docstring
         assert sum(parts.values()) < 9.5 * 60
         assert f"--minutes 9.5 --only {' '.join(parts)}\n" in plan
         assert f"--minutes 9.5 --only {' '.join(parts)}\n" in gpu.__doc__
@@ -190,7 +190,7 @@ def test_all_parts_fit_into_half_an_hour(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_least_costs_are_those_of_the_design() -> None:
-    """Passes counted by hand, at 790 TFLOP/s and 4.3 TB/s."""
+    """The minimal costs equal passes counted by hand, at 790 TFLOP/s and 4.3 TB/s."""
     bytes_alone = {"flops": 790e12, "bandwidth": 4.3e12, "launch": 0.0}
 
     def ratio(rows: int, n_in: int, n_out: int, way: str) -> float:
@@ -200,14 +200,15 @@ def test_the_least_costs_are_those_of_the_design() -> None:
     assert ratio(8192, 4096, 4096, "column") == pytest.approx(1.094, abs=5e-4)
     assert ratio(65536, 768, 3072, "column") == pytest.approx(1.120, abs=5e-4)
     assert ratio(65536, 768, 3072, "pass") == pytest.approx(1.240, abs=5e-4)
-    # with a pass for the bias, dividing the output pays from twice as many inputs as outputs on
+    # With a pass for the bias, dividing the output pays if there are at least twice as many inputs
+    # as outputs.
     for n_in, cheaper in ((2100, "output"), (1900, "pass")):
         costs = {way: ratio(4096, n_in, 1000, way) for way in ("output", "pass")}
         assert min(costs, key=costs.__getitem__) == cheaper
 
 
 def test_launches_are_counted_in() -> None:
-    """A plain layer of this shape takes 277 µs."""
+    """A plain layer of this shape takes 277 µs, launches included."""
     shape = (8192, 1024, 4096)
     for way, kernels in (("norm-like", 2), ("column", 4)):
         more = expected.ratio(*shape, way, launch=2e-6) - expected.ratio(*shape, way, launch=0.0)

@@ -1,4 +1,4 @@
-"""Import paths of before still work, and say where things are now."""
+"""Former import paths still work, and name the new ones."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-# Old module, name, and the module that has it now.
+# (old module, name, present module)
 MOVED = (
     ("adiv_monitor.audit.finding", "Finding", "adiv_monitor.diagnosis.finding"),
     ("adiv_monitor.audit.record", "Record", "adiv_monitor.diagnosis.record"),

@@ -1,4 +1,4 @@
-"""Names that steer a terminal, turn the writing, or are Markdown: they are shown, and no more."""
+"""Names with terminal escapes, writing-direction marks or Markdown are only ever displayed."""
 
 import io
 import json
@@ -31,7 +31,7 @@ for package in ("rich", "jinja2", "matplotlib", "markdown_it", "tensorboard"):
     pytest.importorskip(package)
 pytestmark = [
     pytest.mark.filterwarnings("default:Glyph"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what TensorBoard imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from TensorBoard's imports
 ]
 
 STEERING = (
@@ -62,12 +62,12 @@ MARKDOWN = (
 
 
 def steers(text: str) -> list[str]:
-    """The characters that do more than to be seen."""
+    """Return the characters of a text that control the terminal."""
     return [c for c in text if c != "\n" and category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
 
 
 def of(name: str) -> StepReport:
-    """A report with this name in all places."""
+    """Return a report with this name in every place."""
     return report(
         layers={name: reading(1, update_cosine=0.1), f"{name}.2": reading(2, update_cosine=0.9)},
         attention={name: attention()},
@@ -169,13 +169,16 @@ def test_nothing_that_steers_is_in_the_widths_table(name: str) -> None:
 
 
 def tags(html: str) -> list[str]:
-    """But for code, which a name with backquotes may be: it asks for nothing, and leads nowhere."""
+    """Return the HTML tags except `code`, which is harmless: it loads nothing and links nowhere."""
     return [tag for tag in re.findall(r"<(\w+)", html) if tag != "code"]
 
 
 @pytest.mark.parametrize("name", MARKDOWN, ids=ascii)
 def test_a_name_is_no_markdown(name: str) -> None:
-    """As TensorBoard shows it, and as CommonMark with tables has it, which MLflow's page reads."""
+    """Names are shown as plain text by TensorBoard's Markdown, and by CommonMark with tables.
+
+    MLflow's page reads the latter.
+    """
     from markdown_it import MarkdownIt
     from tensorboard.plugin_util import markdown_to_safe_html
 

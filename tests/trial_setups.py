@@ -1,4 +1,4 @@
-"""Small things to audit: models, batches of a task that can be learnt, and records of them."""
+"""Small setups to audit: models, batches of a learnable task, and records of their runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,19 +14,19 @@ from adiv_monitor.diagnosis.record import Record
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Cross-entropy."""
+    """Return the cross-entropy of a batch."""
     x, y = batch
     return nn.functional.cross_entropy(model(x), y)
 
 
 def mlp() -> nn.Module:
-    """One hidden layer, of ReLUs."""
+    """Return a perceptron with one hidden layer and ReLU."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
 def cnn() -> nn.Module:
-    """A grouped and a plain convolution."""
+    """Return a network with a plain and a grouped convolution."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(4, 6, 3, padding=1),
@@ -39,7 +39,7 @@ def cnn() -> nn.Module:
 
 
 def batches(count: int = 8, samples: int = 32, scale: float = 1.0) -> tuple[Any, ...]:
-    """Three classes, told apart by 12 features with means of their own."""
+    """Return batches of three classes, whose 12 features have a mean per class."""
     generator = torch.Generator().manual_seed(2)
     means = torch.randn(3, 12, generator=generator)
     found = []
@@ -51,7 +51,7 @@ def batches(count: int = 8, samples: int = 32, scale: float = 1.0) -> tuple[Any,
 
 
 def images(count: int = 4, samples: int = 8) -> tuple[Any, ...]:
-    """Noise, of four channels with means and scales of their own."""
+    """Return batches of noise in four channels, each with its own mean and scale."""
     generator = torch.Generator().manual_seed(2)
     channel = torch.arange(1.0, 5)[:, None, None]
     return tuple(
@@ -64,16 +64,16 @@ def images(count: int = 4, samples: int = 8) -> tuple[Any, ...]:
 
 
 def sgd(**settings: Any) -> Callable[[nn.Module], Optimizer]:
-    """Makes SGD for a model."""
+    """Return a function that makes SGD for a model."""
     settings = {"lr": 0.1, **settings}
     return lambda model: torch.optim.SGD(model.parameters(), **settings)
 
 
 def setup(**changes: Any) -> Setup:
-    """The MLP, trained well for 24 steps."""
+    """Return the setup of a healthy MLP training of 24 steps; keywords override its fields."""
     return replace(Setup(mlp(), sgd(), loss, batches(), steps=24), **changes)
 
 
 def record(of: Setup) -> Record:
-    """What is seen of it."""
+    """Return the record of the observed setup."""
     return observe(of, every_n_steps=6, max_rows=None)

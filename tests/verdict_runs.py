@@ -1,4 +1,4 @@
-"""Trainings in a known state, run by each kind of loop, and all that people see of them."""
+"""Trainings in a known state, run by each kind of loop, with everything shown about them."""
 
 import io
 import logging
@@ -21,12 +21,12 @@ from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink,
 from adiv_monitor.sinks import board as board_module
 
 STEPS, EVERY, SIZE, CLASSES, WIDTH = 60, 6, 32, 4, 16
-BREAKS = 40  # the step from which on the loss of a run is not finite; it is not a measured one
-DECAYS = 21  # the step from which on a learning rate is low
+BREAKS = 40  # the first step with a non-finite loss; it is not a measured one
+DECAYS = 21  # the first step with the low learning rate
 
 
 def batches(spread: float) -> list[tuple[Tensor, Tensor]]:
-    """Points around one centre for each class; infinitely far: with labels that nothing tells."""
+    """Return points around one centre per class; random labels if the spread is infinite."""
     chance = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, WIDTH, generator=chance)
     found = []
@@ -39,7 +39,7 @@ def batches(spread: float) -> list[tuple[Tensor, Tensor]]:
 
 
 class Net(nn.Module):
-    """Three layers, and the loss; from its call number `breaks` on that is NaN."""
+    """Three layers and the loss, which is NaN from call number `breaks` on."""
 
     def __init__(
         self, breaks: int | None = None, function: Callable[[Tensor], Tensor] = torch.relu
@@ -65,16 +65,17 @@ def _nothing(net: Net) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """How a training is.
+    """The state of a training.
 
     Attributes:
         rate: the learning rate at its peak.
-        rates: step → share of that.
+        rates: step → share of the peak learning rate.
         prepare: changes the network before training.
-        frozen: the layer whose parameters have a learning rate of zero; "": none.
-        spread: of the points around their centres; infinite: their labels are random.
-        breaks: the step from which on the loss is NaN; None: never.
-        function: between the layers. Of a bounded one, outputs stay finite at any learning rate.
+        frozen: the layer whose parameters have a learning rate of zero; "" for none.
+        spread: of the points around their centres; if infinite, labels are random.
+        breaks: the first step with a NaN loss; None for no such step.
+        function: activation between the layers. With a bounded one, outputs stay finite at any
+            learning rate.
     """
 
     rate: float = 0.1
@@ -133,7 +134,7 @@ STATES: Mapping[str, State] = {
 
 
 class Listener:
-    """Collects what every sink with a verdict collects."""
+    """A sink that collects what every sink with a verdict collects."""
 
     def __init__(self) -> None:
         self.running = Running()
@@ -150,16 +151,16 @@ class Listener:
 
 @dataclass
 class Seen:
-    """All that people see of a run.
+    """Everything that a run shows to people.
 
     Attributes:
         running: the training as sinks collect it.
-        reports: all of them.
-        folder: where TensorBoard's files, the page and the lines are.
-        table: the last report as it is printed.
+        reports: all reports.
+        folder: contains TensorBoard's files, the page and the JSON lines.
+        table: the last report as printed.
         logged: records of the logger `adiv_monitor`.
         warned: the monitor's warnings.
-        overviews: of each overview that was drawn, headline and paragraphs.
+        overviews: headline and paragraphs of each drawn overview.
     """
 
     folder: Path
@@ -176,7 +177,7 @@ class Seen:
 
     @property
     def findings_text(self) -> str:
-        """The last one in TensorBoard."""
+        """The text of the last findings in TensorBoard."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(self.folder / "board")).Reload()
@@ -194,7 +195,7 @@ class _Kept(logging.Handler):
 
 
 def seen(state: State, loop: str, folder: Path) -> Seen:
-    """Train a state by a loop, with all sinks."""
+    """Train a state with a loop and all sinks, and return what is shown."""
     listener, memory, printed = Listener(), MemorySink(), io.StringIO()
     result = Seen(folder, listener.running, memory.reports)
     sinks: list[Sink] = [
@@ -282,7 +283,7 @@ def _lightning(state: State, sinks: list[Sink], folder: Path) -> None:
 
 
 class _Rows(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-    """In their order, where a list would be shuffled."""
+    """Samples in their order, where a list would be shuffled."""
 
     def __init__(self, spread: float) -> None:
         self.spread = spread

@@ -1,4 +1,4 @@
-"""The width report as one picture."""
+"""Plot of the width report."""
 
 import io
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A diagnosis of a training run: what is wrong, how sure that is, and a fix that was tried."""
+"""A diagnosis of a training run: its faults, how sure they are, and the fixes that were tried."""
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport

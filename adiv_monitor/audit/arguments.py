@@ -1,4 +1,4 @@
-"""What `audit` is given: checked at the boundary, with errors that say what is expected."""
+"""Checks of the arguments of `audit`; their errors say what is expected."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 def check_training(model: object, loss: object, optimizer: object) -> None:
-    """Raise TypeError or ValueError for a training that can't be run."""
+    """Raise TypeError or ValueError if the model, loss or optimizer can't be used for training."""
     _check_model(model)
     if loss is not None and not callable(loss):
         raise TypeError(
@@ -37,7 +37,7 @@ def check_numbers(
     seed: object,
     try_seconds: object,
 ) -> None:
-    """Raise ValueError for numbers that can't be worked with."""
+    """Raise ValueError if a numeric argument is out of its range."""
     counts = {"steps": steps, "every_n_steps": every_n_steps, "max_rows": max_rows}
     for name, value in counts.items():
         may_be_none = name != "steps" and value is None

@@ -1,4 +1,4 @@
-"""What an audit returns: its diagnosis, which it can write as pages."""
+"""The result of an audit: a diagnosis that can be written as pages."""
 
 import os
 from dataclasses import dataclass
@@ -20,10 +20,12 @@ class AuditReport(Diagnosis):
     """
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write report.html, report.json and report.md, all whole or none; folders are made.
+        """Write report.html, report.json and report.md into a folder, either all three or none.
+
+        Missing folders are made.
 
         Raises:
-            OSError: the folder can't be made, or not be written to.
+            OSError: The folder can't be made or written to.
         """
         texts = {"html": page(self), "json": self.to_json(), "md": digest(self)}
         write_whole({Path(folder) / f"report.{ending}": text for ending, text in texts.items()})

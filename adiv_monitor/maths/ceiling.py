@@ -22,7 +22,7 @@ class Ceiling:
     def add(self, features: Features, gradient: Tensor) -> None:
         """Add the rows of one call: features and ∂L/∂z (rows, n_total)."""
         gradient = gradient.double()
-        if isinstance(features, OneHotFeatures):  # rows of the untrained padding token are idle
+        if isinstance(features, OneHotFeatures):  # the padding token is not trained
             gradient = gradient * features.trained[:, None]
         active = gradient.any(1).nonzero()[:, 0]
         features, gradient = features.pick(active), gradient.index_select(0, active)

@@ -226,10 +226,10 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         share = sample.variance_share
-        is_sampled = share.any()  # else every row was looked at
+        is_sampled = share.any()  # False if every row was sampled
         rest = np.ones_like(numerator.total)
         relative = np.zeros_like(numerator.spread)  # Σ_j p_j δS_j/S_j of every row
-        doubted = np.zeros_like(numerator.spread)  # the same, as far as errors go
+        doubted = np.zeros_like(numerator.spread)  # the same sum, with each factor's `doubt`
         own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
         for factor, power in factors:
             # A vector of length zero has no direction, even if the parameters give a nonzero
@@ -253,7 +253,7 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         bias = bias + by_chance((sample.mean(relative**2) - own) / 2, value)
         bias = np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
         squares = by_chance(sample.mean(influence**2), share)
-        error = np.sqrt(np.where(share == 0, 0.0, squares))  # exact, however large they are
+        error = np.sqrt(np.where(share == 0, 0.0, squares))  # 0 if exact, even after overflow
         # The bias, of order 1/R, must not exceed the error, of order 1/√R, nor change the sign of
         # a value whose numerator is exact.
         limit = np.where(np.isnan(error), np.inf, error)
@@ -318,7 +318,7 @@ def quantiles(
         width = np.sqrt(at * (1 - at) * np.broadcast_to(share, len(values))[:, None])
     width = np.where(np.isfinite(width), width, 1.0)
     found = _interpolated(ordered, counts, at)
-    if not width.any():  # every row was looked at
+    if not width.any():  # every row was sampled
         return found, np.zeros_like(found)
 
     def to_sides(errors: int) -> tuple[np.ndarray, np.ndarray]:

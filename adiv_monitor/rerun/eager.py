@@ -44,7 +44,7 @@ def _settle() -> None:
     """Set the stance to eager if there are holders, and restore it if there are none."""
     global _outside
     while bool(_holders) is (_outside is None):  # another thread may change it meanwhile
-        from torch._dynamo import eval_frame  # loads the compiler: not on import
+        from torch._dynamo import eval_frame  # imported late, as it loads the compiler
 
         if _holders:
             _outside = eval_frame._stance
@@ -66,7 +66,7 @@ def in_compiled_code() -> bool:
 
     That code is compiled for the present hooks of the modules; other hooks would recompile it.
     """
-    from torch._dynamo.eval_frame import OptimizeContext  # loads the compiler: not on import
+    from torch._dynamo.eval_frame import OptimizeContext  # imported late: loads the compiler
 
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -178,7 +178,7 @@ def devices_of(modules: Iterable[nn.Module]) -> set[torch.device]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is no subclass with other storage, and not lazy."""
+    """Whether the tensor's data is a plain `Tensor`, and the tensor is not lazy."""
     return type(tensor.data) is Tensor and not nn.parameter.is_lazy(tensor)
 
 

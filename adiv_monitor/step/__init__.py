@@ -1,1 +1,1 @@
-"""One measured step, from rows and parameter step to readings, and when there is one."""
+"""Measured steps: their schedule, and their course from captured rows to the report."""

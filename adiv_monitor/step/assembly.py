@@ -1,14 +1,14 @@
-"""Reports that speak for all ranks: parts are gathered at the first one, which makes them one.
+"""Reports for all ranks: contributions are gathered at the first rank, which merges them.
 
-Every rank hands in its part when its own is complete, as its next forward pass begins, and goes
-on. When the first one comes to its next optimizer step, the gradients of all have been averaged:
-all have begun that forward pass, and handed in their parts. So nobody has to wait. Where a part has
-not come yet all the same (a GPU lags behind its rank), the first rank looks again at each
-step, and goes without when `_LATE` more reports are waiting. Only when reports are asked for now,
-or at the end, does it wait, for `PATIENCE` seconds at most, and never again for the same rank
-until that is heard of. A rank that ends, raises or has no monitor delays the others no more.
-The others look for the report in the same way; at the end, when the first rank may need them
-elsewhere, for no longer than `_FAREWELL`.
+Every rank sends its contribution when it is complete, as its next forward pass begins, and goes on.
+When the first rank begins its next optimizer step, the gradients of all have been averaged: all
+ranks have begun that forward pass and sent their contributions. So no rank has to wait. If a
+contribution is still missing (a GPU lags behind its rank), the first rank checks again at each
+step, and does without it when `_LATE` more reports are waiting. It waits only when reports are
+requested now, or at the end, for at most `PATIENCE` seconds, and not again for the same rank until
+a message of that rank arrives. A rank that ends, raises or has no monitor delays the others no
+more. The other ranks check for the report in the same way; at the end, when the first rank may need
+them elsewhere, for no longer than `_FAREWELL`.
 """
 
 import time
@@ -29,14 +29,14 @@ from adiv_monitor.step.soundness import check
 
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
-_STOP = "stop"  # a point of a step that all come to, or none
+_STOP = "stop"  # a point of a step in which all ranks participate, or none
 _MALFORMED = "What rank {} sent can't be read, so it is not in this report."
 _UNFIT = "What ranks {} sent can't be put together with the rest ({}), so it is not in this report."
 
 
 @dataclass(frozen=True)
 class _Heard:
-    """A report of the first rank, and of which ranks it is."""
+    """A report of the first rank, and the ranks that it covers."""
 
     report: StepReport
     ranks: list[int]
@@ -47,13 +47,13 @@ class _Waiting:
     """A report that is not complete.
 
     Attributes:
-        step: its number.
-        own: this rank's part.
-        meeting: where the first rank collects; None: this one speaks for itself.
-        parts: by rank, those that have come.
-        expected: the ranks whose part has not.
-        heard: what the first rank made of them.
-        malformed: the ranks of whom came what is no message.
+        step: number of the step.
+        own: this rank's contribution.
+        meeting: meeting where the first rank collects; None: this rank reports for itself.
+        parts: contributions received so far, by rank.
+        expected: the ranks whose contributions are missing.
+        heard: the first rank's merged report.
+        malformed: the ranks that sent malformed messages.
     """
 
     step: int
@@ -66,15 +66,15 @@ class _Waiting:
 
 
 class Assembly:
-    """Completes the reports of one monitor, with those of the same name in other ranks.
+    """Assembly of one monitor's reports, with the monitors of the same name in other ranks.
 
     Args:
-        max_rows: rows to look at per layer, of all ranks together.
-        generator: the monitor's own source of chance.
-        complete: makes the report of a step from a part of it, be it of one rank or of all.
-        emit: gets every report, and whether this rank is to write it.
-        at_once: all ranks are to have each report in the same optimizer step, be it that they
-            wait for it there.
+        max_rows: number of sampled rows per layer, of all ranks together.
+        generator: the monitor's own random generator.
+        complete: makes the report of a step from a contribution, of one rank or merged.
+        emit: called with every report, and whether this rank is to write it.
+        at_once: all ranks are to have each report in the same optimizer step, even if they have to
+            wait for it.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Assembly:
         self._at_once = at_once
         self._name = ""
         self._exchange: Exchange | None = None
-        self._agreed = True  # as far as is known
-        self._silent: set[int] = set()  # ranks that were waited for in vain
+        self._agreed = True  # whether the last attempt to agree succeeded
+        self._silent: set[int] = set()  # ranks that did not answer in time
         self._waiting: deque[_Waiting] = deque()
 
     def __bool__(self) -> bool:
@@ -102,10 +102,10 @@ class Assembly:
         return bool(self._waiting)
 
     def join(self, name: str) -> None:
-        """The monitor is attached; others may count on it.
+        """Join the exchange of the ranks, as the monitor is attached.
 
         Args:
-            name: of what is measured, the same in all ranks.
+            name: name of the measured model, the same in all ranks.
         """
         self._name = name
         if world_size() > 1:
@@ -113,27 +113,28 @@ class Assembly:
 
     def _meet(self) -> Exchange:
         self._exchange = Exchange(self._name)
-        if self._exchange.rank:  # the same rows of each would be a poorer choice
+        if self._exchange.rank:  # ranks should not all sample the same rows
             chance = self._generator.bit_generator
             assert isinstance(chance, np.random.PCG64)
             chance.advance(self._exchange.rank << 96)
         return self._exchange
 
     def decline(self, step: int, *, wholly: bool) -> None:
-        """This rank comes to no point of a step; `wholly`: nor hands in a part of it."""
+        """Decline all points of a step; with `wholly`, also decline to send a contribution."""
         exchange = self._exchange
         if exchange is None:
             return
-        with suppress(RuntimeError):  # the store is gone
+        with suppress(RuntimeError):  # raised if the store is gone
             exchange.decline(step)
             meeting = exchange.meeting()
             if wholly and exchange.rank and meeting is not None:
                 exchange.put(meeting, step, b"")
 
     def agree(self, step: int, point: str, *, participates: bool = True) -> bool:
-        """Whether all ranks come to a point of a step, so that what takes all may follow.
+        """Whether all ranks participate in a point of a step, so that a collective may follow.
 
-        Where some did not, the next time nobody waits for long; nor for one that says so.
+        After a point in which some did not, ranks wait only briefly; they never wait for a rank
+        that declines.
         """
         if self._world == 1:
             return True
@@ -149,39 +150,39 @@ class Assembly:
         return self._agreed
 
     def proceed(self) -> None:
-        """An optimizer step begins: complete the reports whose parts are there."""
+        """Complete the reports whose contributions have arrived, as an optimizer step begins."""
         if self._at_once:
             self.wait()
         else:
             self.collect()
 
     def all_stop(self, step: int) -> bool:
-        """Whether all ranks have the same report of this step, and come here by it."""
+        """Whether all ranks have the same report of this step, and stop because of it."""
         return self.agree(step, _STOP)
 
     def wait(self) -> None:
-        """Complete all reports now; all ranks do."""
-        if self._waiting:  # the first may have to wait for a third one
+        """Complete all reports now; all ranks call this."""
+        if self._waiting:  # the first rank may have to wait for a third one
             self.collect(PATIENCE if self._is_first else 2 * PATIENCE)
 
     def end(self, patience: float | None = None) -> None:
-        """The monitor is closed.
+        """Complete all reports and leave the exchange, as the monitor is closed.
 
         Args:
-            patience: for how many seconds to wait at most; None: as is usual.
+            patience: largest time to wait, in seconds; None: the default.
         """
         if patience is None:
             patience = PATIENCE if self._is_first else _FAREWELL
         try:
             self.collect(patience)
-        finally:  # monitors of this name that come later must not be counted apart
+        finally:  # otherwise later monitors of this name would be numbered differently
             exchange, self._exchange = self._exchange, None
             if exchange is not None:
                 exchange.leave()
 
     @property
     def _world(self) -> int:
-        """How many ranks train together, or did when the step was measured."""
+        """Number of ranks that train together, or did when the step was measured."""
         return world_size() if self._exchange is None else self._exchange.world
 
     @property
@@ -189,14 +190,14 @@ class Assembly:
         return self._exchange is None or self._exchange.rank == 0
 
     def add(self, step: int, part: RankContribution) -> None:
-        """This rank's part of a step is complete."""
+        """Add this rank's complete contribution to a step."""
         if self._world == 1:
             self._emit(self._complete(step, part), True)
             return
         own = prepared(part, step, self._max_rows, self._world, self._generator)
         waiting = _Waiting(step, own, None)
         self._waiting.append(waiting)
-        with suppress(RuntimeError):  # the store is gone
+        with suppress(RuntimeError):  # raised if the store is gone
             self._hand_in(self._exchange or self._meet(), waiting)
         if not self._at_once:
             self.collect()
@@ -209,10 +210,10 @@ class Assembly:
             exchange.put(waiting.meeting, waiting.step, encode(waiting.own))
 
     def collect(self, patience: float | None = None) -> None:
-        """Complete the reports whose parts are there, in their order.
+        """Complete the reports whose contributions have arrived, in their order.
 
         Args:
-            patience: complete all of them, with what comes within so many seconds.
+            patience: complete all reports, with contributions that arrive within these seconds.
         """
         urgent, patience = patience is not None, patience or 0.0
         begin = time.monotonic()
@@ -237,28 +238,28 @@ class Assembly:
             self._finish(waiting)
 
     def _let_go(self, waiting: _Waiting) -> None:
-        """Don't wait for those who have left; what they handed in before is looked at next."""
+        """Stop waiting for ranks that have left; their earlier messages are still read."""
         if self._exchange is not None and self._exchange.rank == 0:
             waiting.expected &= set(self._exchange.present())
 
     def _look(self, waiting: _Waiting) -> bool:
-        """See what has come; whether that is all."""
+        """Read arrived messages; return whether none is missing."""
         exchange = self._exchange
         if exchange is None or waiting.meeting is None:
             return True
         if exchange.rank:
             return self._hear(exchange, waiting)
-        for rank in range(1, exchange.world):  # those that have left since, too
+        for rank in range(1, exchange.world):  # also ranks that have left since
             data = None if rank in waiting.parts else exchange.take(waiting.step, rank)
             if data is not None:
-                if data:  # else it declined
+                if data:  # an empty message declines
                     self._receive(waiting, rank, data)
                 waiting.expected.discard(rank)
                 self._silent.discard(rank)
         return not waiting.expected
 
     def _receive(self, waiting: _Waiting, rank: int, data: bytes) -> None:
-        """Take another rank's part; of one that is none, nothing."""
+        """Store another rank's contribution, or record that its message is malformed."""
         try:
             part = decode(RankContribution, data)
             check(part)
@@ -268,8 +269,8 @@ class Assembly:
             waiting.parts[rank] = part
 
     def _hear(self, exchange: Exchange, waiting: _Waiting) -> bool:
-        """Whether the first rank has said all that it will."""
-        left = exchange.meeting() != waiting.meeting  # after its last report, if at all
+        """Read the first rank's report; return whether no more messages of it are expected."""
+        left = exchange.meeting() != waiting.meeting  # it leaves only after its last report
         data = exchange.get(waiting.meeting or "", waiting.step, 0)
         if data is not None:
             try:
@@ -279,7 +280,7 @@ class Assembly:
         return left or data is not None
 
     def _finish(self, waiting: _Waiting) -> None:
-        """Make the report, or take the one that the first rank made."""
+        """Emit the first rank's report, or make one."""
         rank = 0 if self._exchange is None else self._exchange.rank
         if waiting.heard is not None and rank in waiting.heard.ranks:
             self._emit(waiting.heard.report, False)
@@ -297,15 +298,15 @@ class Assembly:
             with suppress(RuntimeError):
                 heard = encode(_Heard(report, ranks))
                 self._exchange.put(waiting.meeting, waiting.step, heard)
-        if self._at_once and (rank or len(ranks) < self._world):  # not what all have
+        if self._at_once and (rank or len(ranks) < self._world):  # not all ranks have this report
             self.agree(waiting.step, _STOP, participates=False)
-        # Where another rank is there to write, this one was merely not heard in time.
+        # If the first rank writes the report, this rank was merely too late for it.
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 
     def _made(
         self, step: int, parts: dict[int, RankContribution], notes: list[str]
     ) -> tuple[StepReport, list[int]]:
-        """The report of these ranks, and of which of them it is."""
+        """Return the report of these ranks, and the ranks that it covers."""
         part, ranks = merge_ranks(parts, self._world, self._max_rows, self._generator)
         part.notes += notes
         return self._complete(step, part), ranks

@@ -1,4 +1,4 @@
-"""Attentions of several ranks, merged: of samples, a sample of all."""
+"""Merging of several ranks' attention records into a sample of all samples."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +15,12 @@ from adiv_monitor.step.rank_contribution import RankContribution
 def merge_attention(
     whole: RankContribution, several: Sequence[RankContribution], generator: np.random.Generator
 ) -> RankContribution:
-    """The whole part, with the attentions of all.
+    """Return the merged contribution with the merged attention records.
 
     Args:
-        whole: what else they have to say together.
-        several: what each rank knows.
-        generator: the source of chance.
+        whole: the merged contribution without attention.
+        several: contributions of the ranks.
+        generator: random generator.
     """
     refused = {path: why for part in several for path, why in part.no_attention.items()}
     attention = {}
@@ -35,7 +35,7 @@ def merge_attention(
 def _sampled(
     several: Sequence[AttentionSums[Array]], generator: np.random.Generator
 ) -> list[AttentionSums[Array]]:
-    """Of the samples of all ranks as many as are an even choice of all there are."""
+    """Return the records with as many samples as form a uniform sample of all samples."""
     draws = [draw(sums.samples, len(sums.G_G), np.inf, generator) for sums in several]
     return [
         sums if kept is None else map_samples(sums, partial(np.take, indices=kept, axis=0))

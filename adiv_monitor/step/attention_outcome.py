@@ -1,4 +1,4 @@
-"""From numbers on the host to readings of attentions, and why there is none of others."""
+"""Readings of attentions from the numbers on the host, and notes on missing ones."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ _NO_SUM_OF_ROWS = (
 def attention_outcome(
     attention: Mapping[str, AttentionSums[Array]], refused: Mapping[str, str]
 ) -> tuple[dict[str, AttentionReading], list[str]]:
-    """Readings by path, and notes.
+    """Return readings by path, and notes.
 
     Args:
-        attention: by path, what is known.
-        refused: path → why nothing is.
+        attention: records by path.
+        refused: path → why there is no record.
     """
     missing = dict(refused)
     no_scale = {path: sums.no_scale for path, sums in attention.items() if sums.no_scale}
@@ -52,7 +52,7 @@ def attention_outcome(
 
 
 def _notes(sentence: str, reasons: Mapping[str, str]) -> list[str]:
-    """One for each reason."""
+    """Return one note for each reason."""
     paths = defaultdict(list)
     for path, reason in reasons.items():
         paths[reason].append(path or "the model itself")

@@ -1,4 +1,4 @@
-"""What a measured step does to the scores of attentions: replays on a few samples of each."""
+"""The effect of a measured step on the scores of attentions, by reruns on a few samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,22 +30,22 @@ from adiv_monitor.maths.attention_sums import (
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.rerun.derivatives import Parameters
 
-# Diagonals of scores, of all heads together, whose scale is looked at: each takes two backward
-# passes through what lies between projections and scores.
+# Largest number of diagonals of scores, of all heads together, whose scale is computed: each takes
+# two backward passes through the functions between projections and scores.
 _MOST_DIAGONALS = 32
 
 
 @dataclass
 class _Replayed:
-    """One call of an attention, run once more.
+    """One rerun call of an attention.
 
     Attributes:
-        attends: what was run.
-        call: the call, on the samples that are looked at.
-        score_gradient: G of some of its queries.
-        keys: of each query, those whose scores' scale is taken; as the sums, of these samples.
-        of_each: samples of the queries, for one of the module.
-        sums: what is known so far, of every sample of the queries.
+        attends: the module that was rerun.
+        call: the call, on the chosen samples.
+        score_gradient: returns G of a slice of its queries.
+        keys: for each query of these samples, the keys whose scores' scale is computed.
+        of_each: number of samples of the queries per sample of the module.
+        sums: the sums so far, of every sample of the queries.
     """
 
     attends: AttentionModule
@@ -56,20 +56,20 @@ class _Replayed:
     sums: AttentionSums[Tensor]
 
     def stepped(self, d: Move) -> None:
-        """The optimizer has stepped, and so moved the scores."""
+        """Add the sums of the optimizer's step."""
         _, sums, _ = move_sums(self.call, self.score_gradient, d, self.keys)
         self.sums = replaced(self.sums, d=sums)
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What is known of one attention so far.
+    """The state of one attention between gradient and update.
 
     Attributes:
         held: its parameters, by their names in its module.
         before: their values before the step.
-        replayed: its calls, of which there are samples.
-        samples: how many received a gradient in other calls.
+        replayed: its rerun calls, which have chosen samples.
+        samples: number of samples that received a gradient in other calls.
     """
 
     held: Mapping[str, nn.Parameter]
@@ -79,11 +79,11 @@ class _Measured:
 
 
 class AttentionStep:
-    """Follows the attentions of one step through gradient and update, all on the device.
+    """Measurement of the attentions of one step, through gradient and update, on the device.
 
     Args:
-        calls: the samples.
-        generator: the monitor's own source of chance.
+        calls: the calls with their samples.
+        generator: the monitor's own random generator.
     """
 
     def __init__(self, calls: AttentionCalls, generator: np.random.Generator) -> None:
@@ -93,7 +93,7 @@ class AttentionStep:
         self._sums: dict[str, tuple[AttentionSums[Tensor], ...]] = {}
 
     def gradient_is_final(self, steps: ParameterSteps, *, updates: bool) -> None:
-        """The gradients are what the optimizer will use: e, the scales, and θ before the step."""
+        """Compute e and the scales, and keep θ before the step, once the gradients are final."""
         self.discard()
         for path, attending in list(self._calls.attending.items()):
             with self._calls.guarded(path), without_autocast(next(iter(attending.held.values()))):
@@ -102,7 +102,7 @@ class AttentionStep:
                     self._finish(path)
 
     def updated(self) -> None:
-        """The optimizer has stepped: d."""
+        """Compute d, after the optimizer's step."""
         for path, measured in list(self._measured.items()):
             held, before = measured.held, measured.before
             with self._calls.guarded(path), without_autocast(next(iter(held.values()))):
@@ -117,12 +117,12 @@ class AttentionStep:
         self._measured.clear()
 
     def discard(self) -> None:
-        """The step turned out not to be measurable, or is tried again."""
+        """Drop all results: the step can't be measured, or is tried again."""
         self._measured.clear()
         self._sums.clear()
 
     def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
-        """What is known of the calls of each attention, by path."""
+        """Return the records of the calls of each attention, by path."""
         return {path: sums for path, sums in self._sums.items() if path not in self._calls.refused}
 
     def _begin(self, attending: Attending, steps: ParameterSteps) -> _Measured:
@@ -139,7 +139,7 @@ class AttentionStep:
         return _Measured(held, before, replayed, others)
 
     def _finish(self, path: str) -> None:
-        """Keep no more than the numbers for the host."""
+        """Keep only the numbers for the host."""
         measured = self._measured.pop(path)
         first, *others = [_of_module(each.sums, each.of_each) for each in measured.replayed]
         first = replaced(first, samples=first.samples + measured.samples)
@@ -148,7 +148,7 @@ class AttentionStep:
     def _replay(
         self, attending: Attending, made: AttentionCall, now: Parameters, gamma: Parameters
     ) -> _Replayed:
-        """What the call was, how a plain gradient step moves its scores, and their scale."""
+        """Rerun a call; compute its scores' move by a plain gradient step, and their scale."""
         seen = made.seen
         gathered, of_each = seen.query.shape[:2]
         samples = None
@@ -180,12 +180,12 @@ class AttentionStep:
 def _scale(
     attends: AttentionModule, keys: Index, active: Tensor
 ) -> tuple[ScaleSums[Tensor] | None, str]:
-    """The attention scale of the scores with some keys, or why it is not known.
+    """Return the attention scale of the scores with some keys, or why it is not known.
 
     Args:
-        attends: what is run.
-        keys: of every sample that was gathered.
-        active: which of them are, of the samples that are looked at.
+        attends: the module to rerun.
+        keys: the keys, for every gathered sample.
+        active: which of these scores are active, for the chosen samples.
     """
     try:
         calls, leaves = scores_with_graph(attends)
@@ -202,19 +202,19 @@ def _taken(tensor: Tensor, samples: Tensor | None) -> Tensor:
 
 
 def _of_module(sums: AttentionSums[Tensor], of_each: int) -> AttentionSums[Tensor]:
-    """The record by the module's samples, each of which may be several of the queries'."""
+    """Return the record by samples of the module, each with `of_each` samples of the queries."""
     return map_samples(sums, lambda x: x.view(-1, of_each, x.shape[1]).sum(1))
 
 
 def _looked_at(made: AttentionCall, tensor: Tensor | None) -> Tensor | None:
-    """What was kept of a call, of those samples that are looked at, as samples of the queries."""
+    """Return a saved tensor of a call for the chosen samples, as samples of the queries."""
     if tensor is not None and made.picked is not None:
         tensor = tensor.index_select(0, made.picked)
     return None if tensor is None else tensor.flatten(0, 1)
 
 
 def _score_gradient(made: AttentionCall, call: Attention) -> Callable[[slice], Tensor]:
-    """G of the call from the gradient that came: of its output, or of scale·Y + mask."""
+    """Return a function that computes G from the gradient of the output, or of scale·Y + mask."""
     assert made.gradient is not None
     gradient = made.gradient.flatten(0, 1)
     if made.seen.output is not None:
@@ -224,7 +224,7 @@ def _score_gradient(made: AttentionCall, call: Attention) -> Callable[[slice], T
 
 
 def _errors(made: AttentionCall, call: Attention) -> RerunErrors[Tensor]:
-    """How far the module, run once more, was from what it did in the forward pass."""
+    """Return the relative differences between the module's rerun and its forward pass."""
     query, key = _looked_at(made, made.seen.query), _looked_at(made, made.seen.key)
     assert query is not None
     assert key is not None

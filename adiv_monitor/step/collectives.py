@@ -1,8 +1,8 @@
-"""What all ranks have agreed to put together, and have not put together yet.
+"""Collectives that all ranks have agreed on and have not performed yet.
 
-To put parts together is a collective: a rank that doesn't come would keep the others waiting for
-ever. So all agree first (`Exchange.agree`), and what fails in one of them after that keeps it from
-no collective that was agreed on (`Collectives.settle`).
+A rank that does not participate in an all-gather would keep the others waiting forever. So all
+ranks agree first (`Exchange.agree`), and a rank that fails after that still participates in every
+collective that was agreed on (`Collectives.settle`).
 """
 
 import math
@@ -17,37 +17,37 @@ from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 
 
 class Agree(Protocol):
-    """Tells whether all ranks come to the same point, of this name."""
+    """Function that returns whether all ranks participate in the point of this name."""
 
     def __call__(self, point: str, *, participates: bool = True) -> bool:
-        """Ask; or say, without waiting, that this one does not come."""
+        """Wait for the other ranks; or decline, without waiting, if `participates` is False."""
         ...
 
 
 class Collectives:
-    """The collectives of one step that this rank owes the others.
+    """The pending collectives of one step.
 
     Attributes:
-        pending: one tensor per collective, in their order, with the placement of its result. What
-            is agreed on must be here at once: a list that was made before, and no call in between.
+        pending: one tensor per collective, in order, with the placement of the parts. Append a list
+            made beforehand right after the agreement, with no call in between that may fail.
     """
 
     def __init__(self) -> None:
         self.pending: deque[Tensor] = deque()
 
     def whole(self, part: Tensor) -> Tensor:
-        """What comes next, put together.
+        """Perform the next pending collective, and return the unsharded tensor.
 
         Args:
-            part: what this rank has of it.
+            part: this rank's part of it.
         """
         sharded = sharded_as(to_compute_dtype(part).contiguous(), self.pending[0])
-        self.pending.popleft()  # right before: whatever is still pending was not begun
+        self.pending.popleft()  # right before the collective: all that is pending has not begun
         whole: Tensor = sharded.full_tensor().detach()
         return whole
 
     def settle(self) -> None:
-        """Come to all that is pending, where something has failed here; with no numbers."""
+        """Participate in all pending collectives with NaN, after a failure in this rank."""
         while self.pending:
             alike = self.pending.popleft()
             part = part_of(alike)

@@ -1,4 +1,4 @@
-"""The course of a measured step: hooks, the gradient, the optimizer's step, the finished report."""
+"""Control of a measured step: hooks, gradient, optimizer step and finished report."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import learning_rates
 
-# After so many steps of other optimizers, and none of the one that is followed, another took over.
+# After this many steps of other optimizers, without one of its own, the followed one is replaced.
 _OTHERS = 3
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be found out of a step, as `Monitor` was asked."""
+    """The `Monitor` options that select the measurements of a step."""
 
     max_rows: int | None
     attainable: bool
@@ -59,9 +59,9 @@ class Followed:
 
     Attributes:
         model: the model.
-        optimizer: whose steps are measured; None: only gradients are.
-        select: which parameters are to be measured in the coming step, and whose turn that is.
-        loss: sees the losses of measured steps, if it does not stay on between them.
+        optimizer: the optimizer whose steps are measured; None: only gradients are measured.
+        select: returns the parameters to measure in the coming step, and the turn.
+        loss: hook that reads the losses of measured steps, if it is attached only during these.
     """
 
     model: nn.Module
@@ -70,26 +70,26 @@ class Followed:
     loss: LossHook | None = None
 
     def trained(self) -> Iterable[Tensor]:
-        """What is trained, or would be if it were not frozen."""
+        """Return the parameters that are trained, or would be if they were not frozen."""
         if self.optimizer is None:
             return trainable(self.model)
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 class StepController:
-    """Takes measured steps from before their forward passes to their reports.
+    """Controller of measured steps, from before their forward passes to their reports.
 
     Args:
         followed: the training.
-        asked: what is to be found out.
-        generator: the monitor's own source of chance.
-        schedule: times measured steps.
-        failures: knows what to do about exceptions.
-        report: gets every report, and whether this rank is to write it.
-        losses: those of the steps so far.
+        asked: the selected measurements.
+        generator: the monitor's own random generator.
+        schedule: schedule that times measured steps.
+        failures: handler of exceptions.
+        report: called with every report, and whether this rank is to write it.
+        losses: log of the losses of the steps so far.
 
     Attributes:
-        given_up: the step that was armed was dropped, as other optimizers took the steps.
+        given_up: the armed step was dropped because other optimizers took the steps.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class StepController:
         self._assembly = Assembly(
             asked.max_rows, generator, self._complete, report, at_once=asked.stops
         )
-        self._checked: set[str] = set()  # layers whose rule was seen to hold
-        self._compiled = False  # was the model called by compiled code, when last measured?
-        self._number = 0  # of the step under way
+        self._checked: set[str] = set()  # layers whose rule has been verified
+        self._compiled = False  # whether compiled code called the model in the last measured step
+        self._number = 0  # number of the current step
         self._patience = _OTHERS
         self._armed: Armed | None = None
         self._pending: Pending | None = None
@@ -124,38 +124,38 @@ class StepController:
         self._reference: dict[str, Any] | None = None
 
     def saw_calls(self) -> bool:
-        """Whether layers were called in a step that was not taken yet."""
+        """Whether layers have been called in an armed step that has not been taken yet."""
         return self._armed is not None and self._armed.capture.saw_calls()
 
     def join(self, name: str) -> None:
-        """The monitor is attached; its reports are to speak for all ranks that have one.
+        """Join the monitors of other ranks, so that reports cover all ranks that have one.
 
         Args:
-            name: of what is measured, the same in all ranks.
+            name: name of the measured model, the same in all ranks.
         """
         self._assembly.join(name)
 
     def refer(self) -> None:
-        """The point that alignments are compared with is now."""
+        """Make the present state the reference point of alignments."""
         if self._asked.alignment is not None:
             self._alignment = Alignment(self._followed.model, self._asked.alignment)
             if self._reference is not None:
                 self._alignment.load_state_dict(self._reference)
 
     def reference(self) -> dict[str, Any] | None:
-        """What a resumed run needs to compare alignments with the same point."""
+        """Return the reference point of alignments, for a resumed run."""
         return self._reference if self._alignment is None else self._alignment.state_dict()
 
     def resume(self, reference: dict[str, Any] | None) -> None:
-        """Compare alignments with this point; before `refer`."""
+        """Set the reference point of alignments; call this before `refer`."""
         self._reference = reference
 
     def _aligned(self) -> Mapping[str, AlignmentReading]:
-        """How weights and activations are aligned now, if that was asked for."""
+        """Return the present alignment readings; empty if alignment was not requested."""
         return {} if self._alignment is None else self._alignment.read()
 
     def arm(self) -> None:
-        """Put the hooks on, before the forward pass of a step to measure."""
+        """Attach the hooks, before the forward pass of a step to measure."""
         try:
             self.disarm()
             self.given_up = False
@@ -166,7 +166,7 @@ class StepController:
             raise
 
     def _next(self) -> Armed:
-        """The coming step, with nothing put on yet."""
+        """Prepare the coming step, without attaching any hooks yet."""
         selection, turn = self._followed.select()
         guard = Guard(self._failures.lost)
         realised = self._follow(selection)
@@ -206,25 +206,25 @@ class StepController:
         return Armed(capture, step, selection, turn, guard, others, hooks)
 
     def _plan(self, selection: Selection) -> Plan | None:
-        """What plain hooks can do of the coming step."""
+        """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""
         asked = self._asked
         if asked.attention or asked.realised is not False or world_size() > 1:
-            return None  # all functions are watched, or run again
+            return None  # these need all functions to be watched, or run again
         return self._trace.plan(selection, self._history.distrusted | self._history.suspected)
 
     def _awaits_step(self) -> bool:
-        """Whether layers were called, and the optimizer that is followed is yet to step."""
+        """Whether layers were called and the followed optimizer has not begun its step."""
         armed = self._armed
-        # From its first attempt on, another's step around its step, or within it, is part of that.
+        # After its first attempt, steps of others around or within its step are part of it.
         if self._followed.optimizer is None or armed is None or armed.attempts:
             return False
         return armed.capture.saw_calls()
 
     def _give_up(self, other: str) -> None:
-        """Steps are taken, but by another optimizer."""
+        """Drop the armed step and warn: another optimizer takes the steps."""
         self.disarm()
         self.given_up = True
-        self._patience *= 2  # if it steps again, they take turns: wait for its turn
+        self._patience *= 2  # if the followed one steps again, the optimizers alternate
         own = type(self._followed.optimizer).__name__
         self._failures.warn(
             "overtaken",
@@ -234,9 +234,9 @@ class StepController:
         )
 
     def _renew(self) -> Forwards | None:
-        """The step's first forward pass begins: arm anew if more is trained than when it was armed.
+        """Arm anew, as the first forward pass begins, if more is trained than when it was armed.
 
-        Layers were unfrozen since, say, or a group was added to the optimizer.
+        For example, layers have been unfrozen, or the optimizer has a new parameter group.
         """
         armed = self._armed
         if armed is not None and armed.others.steps >= self._patience:
@@ -252,12 +252,12 @@ class StepController:
         return None if self._armed is None else self._armed.capture.forwards
 
     def _agree(self, point: str, *, participates: bool = True) -> bool:
-        """Whether all ranks, this one among them, take part in this point of the step."""
+        """Whether all ranks, including this one, participate in this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
         return self._assembly.agree(self._number, f"{attempt}/{point}", participates=participates)
 
     def _follow(self, selection: Selection) -> Realised | None:
-        """What notes the coming step, to find out what it really does, if asked for."""
+        """Return a `Realised` that records the coming step; None if it was not requested."""
         if self._asked.realised is False:
             return None
         loss = None if isinstance(self._asked.realised, bool) else self._asked.realised
@@ -274,7 +274,7 @@ class StepController:
     def step_begins(
         self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """An optimizer step of this number begins; a measured one's closure is replaced."""
+        """Handle the begin of an optimizer step; a measured step's closure is replaced."""
         self._number = number
         if self._pending is not None:
             self._failures.safely(self.finish)
@@ -294,7 +294,7 @@ class StepController:
     def _read_gradients(
         self, armed: Armed, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Now, or where the step has a closure, when that has made them."""
+        """Read the gradients now, or after the step's closure, if it has one."""
         armed.attempts += 1
         armed.learning_rates = self._failures.safely(learning_rates, optimizer) or ()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -307,7 +307,7 @@ class StepController:
         weights = self._failures.safely(armed.step.weights) or []
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
-            if armed.closure_calls:  # it will be refused: look at no more rows
+            if armed.closure_calls:  # several calls are refused: no more rows are needed
                 self._failures.safely(armed.capture.detach)
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
@@ -321,11 +321,11 @@ class StepController:
         return args, {**kwargs, "closure": closure_then_read}
 
     def step_ends(self, number: int) -> None:
-        """The optimizer's step of this number has ended."""
+        """Handle the end of the optimizer's step."""
         self._ends(self._stepped, number)
 
     def gradient_is_complete(self, number: int) -> None:
-        """Without an optimizer: that is all there is of a step."""
+        """Complete a step without an optimizer, when its gradient is complete."""
         self._ends(self._measure_gradient, number)
 
     def _ends(self, measure: Callable[[Armed, int], None], number: int) -> None:
@@ -344,7 +344,7 @@ class StepController:
         self.finish()
 
     def _stepped(self, armed: Armed, number: int) -> None:
-        """The parameters have moved: measure that, then wait for the next forward pass."""
+        """Measure the parameters' update, then wait for the next forward pass."""
         self.disarm()
         armed.capture.tell(self._trace)
         if armed.attempts > 1:
@@ -375,22 +375,22 @@ class StepController:
         )
         if not self._compiled:  # a hook would become part of the compiled code
             modules = armed.selection.owners
-            # An embedding that keeps its rows short changes them when it looks them up.
+            # An embedding with max_norm renormalizes its rows in its forward.
             renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
             guard = self._failures.safely
             last = renormed[-1:] or modules
             self._pending.wait(NextForward(last, self.finish, guard, ends=bool(renormed)))
-            if self._asked.realised is not False:  # before anything of that pass has run
+            if self._asked.realised is not False:  # runs before any module of that pass
                 first = armed.selection.modules
                 self._pending.wait(NextForward(first, armed.step.realise, guard))
 
     def _look(self) -> None:
-        """The forward pass of an armed step begins: when, and who called the model?"""
+        """Record that an armed step's forward pass begins, and whether its caller is compiled."""
         self._schedule.forward_begins()
         self._compiled = in_compiled_code()
 
     def disarm(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         surely(self._disarm)
 
     def _disarm(self) -> None:
@@ -399,7 +399,7 @@ class StepController:
             self._armed = None
 
     def finish(self) -> None:
-        """Complete what this rank knows of the pending step, and hand it on."""
+        """Complete this rank's contribution to the pending step, and pass it to the assembly."""
         if self._pending is None:
             return
         pending = self._pending
@@ -413,7 +413,7 @@ class StepController:
 
     def _finish(self, pending: Pending) -> None:
         pending.step.realise()
-        with unwatched():  # as the next forward pass is already: thousands of calls
+        with unwatched():  # the next forward pass may watch calls; here are thousands of them
             pending.step.applied()
             part = pending.step.part()
             self._checked |= part.checked
@@ -425,28 +425,28 @@ class StepController:
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
 
     def complete(self) -> None:
-        """Complete all reports now, with what other ranks report of them."""
+        """Complete all reports now, with the contributions of other ranks."""
         self.finish()
         self._assembly.wait()
 
     def all_stop(self, number: int) -> bool:
-        """Whether all ranks stop by the report of this step; the answer is the same in all."""
+        """Whether all ranks stop because of this step's report; the same result in all ranks."""
         return self._assembly.all_stop(number)
 
     def wait(self) -> None:
-        """Complete those that only wait for other ranks."""
+        """Complete the reports that wait only for other ranks."""
         self._assembly.wait()
 
     def end(self, patience: float | None = None) -> None:
-        """The monitor is closed: complete all reports.
+        """Complete all reports, as the monitor is closed.
 
         Args:
-            patience: for how many seconds to wait for other ranks at most; None: as is usual.
+            patience: largest time to wait for other ranks, in seconds; None: the default.
         """
         call_all(self.finish, partial(self._assembly.end, patience), self._schedule.end)
 
     def release(self) -> None:
-        """Whatever has failed so far: take every hook off, and give up what is under way."""
+        """Remove every hook and drop the current step, whatever has failed before."""
         surely(call_all, self._disarm, self._forget_pending)
 
     def _forget_pending(self) -> None:
@@ -455,5 +455,5 @@ class StepController:
             self._pending = None
 
     def _complete(self, number: int, part: RankContribution) -> StepReport:
-        """The report of a step."""
+        """Return the report of a step."""
         return report_of(number, part, self._history, self._failures)

@@ -1,4 +1,4 @@
-"""From what one rank knows of a step to its report: what it is of, and why not of the rest."""
+"""From a rank's contribution to its report: what the report covers, and why not the rest."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from adiv_monitor.step.transfer import fetch_numbers
 
 
 def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
-    """Which parameters a part is of, and why there is nothing of others."""
+    """Fill in which parameters a contribution covers, and why it does not cover others."""
     seen = pending.capture.layers
     selection = pending.selection.accountable(seen.values())
     measured = [layer for path, layer in seen.items() if path in part.layers]
@@ -42,11 +42,11 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
 
 
 def _why(parameter: nn.Parameter, pending: Pending, off: Mapping[str, str]) -> str:
-    """Why there is no reading for a parameter, some layers being switched off."""
+    """Return why there is no reading for a parameter; `off` has the layers switched off."""
     selection = pending.selection
     module = selection.places[id(parameter)][0].path
     for places in selection.places.values() if off else ():
-        # What fails before its layer is known goes by the first of its module's parameters.
+        # A failure before the layer is known is recorded under the module's first parameter.
         if places[0].path == module and places[0].full_name in off:
             return off[places[0].full_name]
     return pending.capture.why_unmeasured(parameter)
@@ -59,13 +59,13 @@ def _not_measured(parameter: nn.Parameter) -> str:
 def report_of(
     number: int, part: RankContribution, history: RunHistory, failures: Failures
 ) -> StepReport:
-    """The report of a step, from what is known of it.
+    """Return the report of a step.
 
     Args:
-        number: of the step.
-        part: of one rank, or of all.
-        history: what this run was seen to do so far.
-        failures: knows what to do about exceptions.
+        number: number of the step.
+        part: contribution of one rank, or merged contribution of all.
+        history: history of the run so far.
+        failures: handler of exceptions.
     """
 
     def fail(path: str, error: Exception) -> None:

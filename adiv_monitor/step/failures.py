@@ -1,4 +1,4 @@
-"""What goes wrong while measuring: said once, kept out of the training loop, never passed over."""
+"""Exceptions while measuring: reported once, kept out of the training loop, never ignored."""
 
 import logging
 import warnings
@@ -12,13 +12,13 @@ _logger = logging.getLogger("adiv_monitor")
 
 
 class Failures:
-    """Knows what a monitor does about exceptions, and what it has said of them.
+    """Handler of a monitor's exceptions, with a record of the warnings given.
 
     Args:
         on_error: "warn": warn once and let training go on; "raise": raise.
 
     Attributes:
-        switched_off: path → why the layer must not be watched any more.
+        switched_off: path → why the layer is not measured any more.
         notes: sentences for the next report.
     """
 
@@ -29,10 +29,10 @@ class Failures:
         self.notes: list[str] = []
 
     def safely(self, action: Callable[..., Any], *args: Any) -> Any:
-        """Run a hook's body; what fails there must not reach the training loop.
+        """Run a hook's body, keeping its exceptions out of the training loop.
 
         Raises:
-            AlarmError: is no failure: the training is to stop.
+            AlarmError: the training is to stop; this is no failure.
         """
         try:
             return action(*args)
@@ -43,7 +43,7 @@ class Failures:
             return None
 
     def lost(self, error: Exception) -> None:
-        """An exception that leaves a step without its report, or without some of it."""
+        """Handle an exception by which a step lacks its report or a part of it."""
         if self._on_error == "raise":
             raise error
         failure = f"The monitor failed: {type(error).__name__}: {error}"
@@ -51,21 +51,21 @@ class Failures:
         self.warn("step", f"adiv_monitor: {failure}; training goes on")
 
     def switch_off(self, path: str, error: Exception) -> None:
-        """An exception while measuring a layer: never again, and say so."""
+        """Handle an exception while measuring a layer: never measure it again, and warn."""
         if self._on_error == "raise":
             raise error
         self.switched_off[path] = f"measuring it failed: {type(error).__name__}: {error}"
         self.warn(path, f"adiv_monitor: layer '{path}': {self.switched_off[path]}")
 
     def tell(self, subject: str, error: Exception) -> None:
-        """An exception in a part of a step, which the report's notes tell."""
+        """Handle an exception in a part of a step, which the report's notes mention."""
         if self._on_error == "raise":
             raise error
         failure = f"measuring it failed: {type(error).__name__}: {error}"
         self.warn(subject, f"adiv_monitor: {subject}: {failure}; training goes on")
 
     def guard_sink(self, sink: object, action: Callable[[], None]) -> str | None:
-        """Run a sink's method; its failure becomes a sentence in the report."""
+        """Run a sink's method; return a sentence for the report if it fails."""
         try:
             action()
         except Exception as error:
@@ -74,7 +74,7 @@ class Failures:
         return None
 
     def of_users(self, name: str, error: Exception, subject: str) -> str:
-        """An exception in what the user gave, of this name: a sentence for the report."""
+        """Handle an exception in the user's object of this name; return a sentence for a report."""
         if self._on_error == "raise":
             raise error
         failure = f"{name} failed: {type(error).__name__}: {error}"
@@ -82,14 +82,14 @@ class Failures:
         return failure
 
     def warn(self, subject: str, message: str) -> None:
-        """Warn of a subject once."""
+        """Warn, but only once about each subject."""
         if subject in self._warned:
             return
         self._warned.add(subject)
         message = printable(message)
         try:
             warnings.warn(message, stacklevel=2)
-        except Warning:  # where warnings are errors: not in the middle of somebody's training step
+        except Warning:  # warnings are errors: do not raise in the middle of a training step
             if self._on_error == "raise":
                 raise
             _logger.warning(message)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
-from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, RunHistory
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
@@ -52,7 +52,6 @@ class FinalGradient:
     Args:
         capture: the rows of this step.
         reached: the layers that a gradient reached.
-        selection: the measured parameters.
         history: the habits that this run has shown so far.
         unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
@@ -73,7 +72,6 @@ class FinalGradient:
         self,
         capture: Capture,
         reached: Container[Layer],
-        selection: Selection,
         history: RunHistory,
         unsharded: UnshardedParameters,
         steps: ParameterSteps,
@@ -87,7 +85,8 @@ class FinalGradient:
         self.summed: list[str] = []
         self.moved: list[str] = []
         self._capture = capture
-        self._peers = selection.peers
+        self._is_alone = world_size() == 1
+        self._peers = unsharded.peers
         self._history = history
         self._unsharded = unsharded
         self._steps = steps
@@ -104,7 +103,7 @@ class FinalGradient:
 
     def factors(self, layers: Iterable[Layer]) -> dict[str, Tensor]:
         """Return ‖gradient now‖ / ‖gradient after backward‖ of each layer for which it is known."""
-        if world_size() > 1:  # one rank holds only a part of the gradient
+        if not self._is_alone:  # one rank holds only a part of the gradient
             return {}
         left = {x: self._capture.accumulation_of(x).left() for x in layers}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
@@ -168,7 +167,7 @@ class FinalGradient:
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
         # With several ranks γ also holds the rows of the others.
-        trusted = world_size() == 1 and not reason and own is None
+        trusted = self._is_alone and not reason and own is None
         trusted = trusted and layer.path not in self._history.distrusted
         made = None
         if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
@@ -213,7 +212,7 @@ class FinalGradient:
         Args:
             lose: called with a layer's path and the exception that was raised.
         """
-        across = world_size() > 1
+        across = not self._is_alone
         for path, found in totals.sums(
             self._all_rows, self._generator, lose, across=across
         ).items():
@@ -245,7 +244,7 @@ class FinalGradient:
         if then is not None:
             entries = self._unsharded.entries.get(id(lead))
             now[0] = self._steps.entries_of(lead) if entries is None else entries
-        followed = bool(contributions) and layer.is_direct and world_size() == 1
+        followed = bool(contributions) and layer.is_direct and self._is_alone
         for place, contribution in enumerate(contributions):
             followed &= contribution.is_known and contribution.has_rows
             own = contribution.entries()
@@ -261,7 +260,7 @@ class FinalGradient:
             then=then,
             now=tuple(now),
             contributed=tuple(contributed),
-            since=None if world_size() == 1 else accumulated.since_ended(),
+            since=None if self._is_alone else accumulated.since_ended(),
             foreign=accumulated.foreign,
             rule_error=self._capture.rows[layer.path].linear,
             replay_error=torch.stack(replay_errors).amax() if replay_errors else None,
@@ -277,7 +276,7 @@ class FinalGradient:
             self.in_parts.append(path)
         elif isinstance(calls[0].features, KNOWN) and not rows.ceiling_is_whole:
             self.summed.append(path)
-        elif ceiling is not None and world_size() == 1:
+        elif ceiling is not None and self._is_alone:
             return ceiling.cosine(), None
         elif ceiling is not None:
             alike = 1 if partition is None else partition.count  # ranks with the same rows

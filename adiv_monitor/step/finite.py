@@ -1,4 +1,4 @@
-"""What of a layer was not finite in a step: the sums of squares that came to the host tell."""
+"""Detection of non-finite tensors of a layer, from sums of squares on the host."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,10 @@ from adiv_monitor.report import LayerReading
 
 
 def non_finite(layer: LayerSums[Array]) -> tuple[str, ...]:
-    """Which of "inputs", "outputs", "gradient" and "update" hold NaN, infinity, or overflow.
+    """Return which of "inputs", "outputs", "gradient" and "update" hold NaN, inf, or overflow.
 
     A sum of squares is finite only if each of its terms is. The features, the gradient and the
-    parameters' update are summed over all rows or entries; outputs over the rows that were seen.
+    parameters' update are summed over all rows or entries; the outputs over the sampled rows.
     """
     blocks, totals, dots = layer.blocks, layer.totals, layer.dots
     if _all_finite(layer):
@@ -36,7 +36,7 @@ def non_finite(layer: LayerSums[Array]) -> tuple[str, ...]:
 
 
 def _all_finite(layer: LayerSums[Array]) -> bool:
-    """Whether all of these numbers are, by one sum of them; False if that overflows."""
+    """Whether all of these numbers are finite, by one sum of them; False if that overflows."""
     blocks, totals, dots = layer.blocks, layer.totals, layer.dots
     total = float(layer.products.sum()) + dots.gamma_gamma + (dots.w_w or 0.0) + (dots.a_a or 0.0)
     if layer.scale is not None:
@@ -51,7 +51,7 @@ def _all_finite(layer: LayerSums[Array]) -> bool:
 
 
 def notes(readings: Mapping[str, LayerReading]) -> Iterator[str]:
-    """One sentence for each kind of what is not finite."""
+    """Yield one sentence for each kind of tensor that is not finite."""
     for what in ("inputs", "outputs", "gradient", "update"):
         if paths := [path for path, reading in readings.items() if what in reading.non_finite]:
             verb = "are" if what.endswith("s") else "is"

@@ -1,6 +1,6 @@
-"""Whether the gradient γ is c·GᵀΦ of a layer's rows, with a known c, or what speaks against it.
+"""Check of whether the gradient γ is c·GᵀΦ of a layer's rows, with a known c.
 
-Only if it is do the parameters say exactly what would else be estimated from sampled rows.
+Only then do the parameters determine exactly what is otherwise estimated from sampled rows.
 """
 
 import math
@@ -12,24 +12,24 @@ import numpy as np
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.sums import Array, Evidence
 
-# The cosine of two gradients that are alike but for a factor is 1 but for rounding.
+# The cosine of two gradients that differ by a factor only is 1 up to rounding.
 LIKENESS_TOLERANCE = 1e-3
-# So much of the one may then be no multiple of the other: ranks may exchange half precision.
+# The relative size of the remainder that this allows: ranks may exchange half precision.
 LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 
-# Gradients of so few entries may be multiples of each other by chance.
+# Gradients with at most this many entries may be multiples of each other by chance.
 _FEW = 8
 
 
 class Multiple(NamedTuple):
-    """How far some entries of a gradient, `now`, are a multiple of those of another one, `then`.
+    """Fit of some entries of a gradient, `now`, as a multiple of those of another one, `then`.
 
     Attributes:
-        factor: c ≥ 0 in now ≈ c·then; NaN if `now` is zero, or `then` may be nothing but rounding.
-        rest: ‖now − c·then‖ / ‖now‖, what rounding explains taken off; NaN likewise.
+        factor: c ≥ 0 in now ≈ c·then; NaN if `now` is zero, or `then` may be rounding alone.
+        rest: ‖now − c·then‖ / ‖now‖ beyond what rounding explains; NaN where `factor` is.
         now: ‖now‖.
         then: ‖then‖.
-        entries: how many there are.
+        entries: number of entries.
     """
 
     factor: float = math.nan
@@ -40,16 +40,16 @@ class Multiple(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Entries of two gradients, and the length that rounding may give to the second."""
+    """Entries of two gradients, and the norm that rounding alone may give to the second."""
 
     now: Array
     then: Array
     rounding: float = 0.0
 
 
-@np.errstate(all="ignore")  # what is zero or not finite has no factor
+@np.errstate(all="ignore")  # zero or non-finite entries have no factor
 def multiples(pairs: Sequence[Pair]) -> list[Multiple]:
-    """Each pair by itself, in a few operations for all."""
+    """Return the `Multiple` of each pair, in a few operations for all pairs."""
     filled = [pair for pair in pairs if pair.now.size]
     if not filled:
         return [Multiple()] * len(pairs)
@@ -73,22 +73,23 @@ def multiples(pairs: Sequence[Pair]) -> list[Multiple]:
 
 
 def _normed(entries: Array, starts: Index, sizes: Sequence[int]) -> tuple[Array, Array]:
-    """The largest of each part, and parts divided by it: no square is too large, or too small."""
+    """Return the largest entry of each part, and the parts divided by it, against overflow."""
     largest = np.maximum.reduceat(np.abs(entries), starts)
     return largest, entries / np.repeat(largest, sizes)
 
 
 def _of(largest: Array, length: Array) -> Array:
-    """The length of what had the largest entry taken out."""
+    """Return the norm of a part from the norm of the part divided by its largest entry."""
     return np.where((largest > 0) & (largest < math.inf), largest * length, largest)
 
 
 class Compared(NamedTuple):
-    """How the entries that are known of a layer's gradient compare.
+    """Comparisons of the known entries of a layer's gradient.
 
     Attributes:
-        since: the first parameter's with those that backward left; NaN where these are not known.
-        calls: by the place of a parameter, with what calls have contributed to it.
+        since: comparison of the first parameter's entries with those that backward left; NaN if
+            the latter are not known.
+        calls: by index of a parameter, comparison with the contributions of the calls.
     """
 
     since: Multiple
@@ -96,7 +97,7 @@ class Compared(NamedTuple):
 
 
 def compared(several: Sequence[Evidence[Array]]) -> list[Compared]:
-    """What the entries of several layers say, in the same order."""
+    """Compare the entries of several layers; the results are in the same order."""
     pairs: list[Pair] = []
     places: list[tuple[bool, list[int]]] = []
     for seen in several:
@@ -119,10 +120,10 @@ def compared(several: Sequence[Evidence[Array]]) -> list[Compared]:
 
 
 def since_backward(seen: Evidence[Array]) -> float:
-    """By what the gradient was multiplied since the last pass was over, `since_ended` of ranks.
+    """Return the factor of the gradient since the end of the last pass, from the ranks' `since`.
 
-    NaN where it was not multiplied by one factor in all of them: then they put it together only
-    after that pass.
+    NaN if it was not multiplied by the same factor in all ranks: then they reduced the gradient
+    only after that pass.
     """
     told = () if seen.since is None else seen.since
     known = [(factor, rest) for factor, rest in told if not math.isnan(factor)]
@@ -134,13 +135,13 @@ def since_backward(seen: Evidence[Array]) -> float:
 
 
 def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: float) -> str:
-    """Why γ is not c·GᵀΦ of these rows with a known c; "" if nothing is known against it.
+    """Return why γ is not c·GᵀΦ of these rows with a known c; "" if nothing contradicts it.
 
     Args:
-        seen: what was seen of the layer.
-        found: how its entries compare.
+        seen: evidence of the layer.
+        found: comparisons of its entries.
         gamma: ‖γ‖².
-        scale: what the optimizer divides `.grad` by (AMP).
+        scale: the factor by which the optimizer divides `.grad` (AMP).
     """
     if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
         return ""
@@ -149,7 +150,7 @@ def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: 
         return "other" if contributed(seen, found) == "more" else "unknown"
     if found.since.rest > LARGEST_REST:
         return "edited"
-    # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
+    # The gradient before the rows' is compared with ‖γ‖, in the units of the optimizer's gradient.
     held = 0.0 if seen.foreign is None else float(seen.foreign)
     if held > seen.rounding and held * factor > seen.tolerance * math.sqrt(gamma):
         return "more"
@@ -168,14 +169,16 @@ def contributed(
     factor: float = math.nan,
     tolerance: float | None = None,
 ) -> str:
-    """Why what the calls handed on is not the gradient, times one factor; "" if it is, or unknown.
+    """Return why the gradient is not one factor times the calls' contributions, or "".
+
+    The result is "" if the gradient is such a multiple, or if nothing contradicts it.
 
     Args:
-        seen: what was seen of the layer.
-        found: how its entries compare.
-        factor: the one; NaN if unknown.
-        tolerance: how far rounding may take them apart, relative to the gradient; None: that of
-            the layer.
+        seen: evidence of the layer.
+        found: comparisons of its entries.
+        factor: the factor; NaN if unknown.
+        tolerance: largest difference by rounding, relative to the gradient; None: that of the
+            layer.
     """
     calls, rounding = found.calls, seen.rounding
     tolerance = seen.tolerance if tolerance is None else tolerance
@@ -186,7 +189,7 @@ def contributed(
         if math.isnan(of.factor):
             if of.then > rounding:  # the gradient is zero
                 return "more"
-            # No row speaks of this parameter, beyond rounding, and nothing else may.
+            # The rows contribute nothing to this parameter beyond rounding, so nothing else may.
             if of.now > (2 * factor * rounding if rounding else 0.0):
                 return "more"
         elif of.rest > tolerance:

@@ -1,4 +1,4 @@
-"""The loss of every step, kept where it is until a report tells it."""
+"""The loss of every step, kept on its device until the next report."""
 
 from collections import defaultdict, deque
 from numbers import Real
@@ -11,21 +11,21 @@ from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.rerun.thread import ThreadState
 from adiv_monitor.step.transfer import fetch_numbers
 
-# Tensors that become one, and values that are kept at most, between two reports.
+# Number of tensors that are stacked into one, and largest number of values between two reports.
 _CHUNK, _MOST = 512, 2**14
 _EXPECTED = "a number, or a tensor of real numbers"
 
-Value = float | Tensor  # tensors: one number, on a device that nothing waits for
+Value = float | Tensor  # a tensor holds one number, on a device that is not waited for
 
 
 def value_of(loss: object) -> Value | None:
-    """A loss without its graph: the mean, where it is several numbers; None where it has no data.
+    """Return a loss without its graph, the mean of several numbers; None if it has no data.
 
-    Numbers on the host are read; of what is on another device a copy is made there.
+    Numbers on the host are read; a tensor on another device is copied there.
 
     Raises:
-        TypeError: it is no number, nor a tensor of real numbers.
-        ValueError: it is an empty tensor.
+        TypeError: the loss is no number and no tensor of real numbers.
+        ValueError: the loss is an empty tensor.
     """
     if type(loss) is float:
         return loss
@@ -33,7 +33,7 @@ def value_of(loss: object) -> Value | None:
         if not isinstance(loss, bool) and isinstance(loss, Real):
             return float(loss)
         raise TypeError(f"the loss: got {type(loss).__name__}, expected {_EXPECTED}")
-    if not (has_data(loss) or is_shard(loss)):  # a run without data, or a function over the model
+    if not (has_data(loss) or is_shard(loss)):  # fake tensors, or a function transform
         return None
     if type(loss) is Tensor and not torch._C._len_torch_function_stack():
         return _own(loss)
@@ -53,21 +53,20 @@ def _own(loss: Tensor) -> Value:
 
 
 class LossLog:
-    """Keeps losses by their steps until they are taken.
+    """Log of losses by step, until they are taken.
 
-    What the training loop says of a step goes before what hooks have seen of it. Of both, several
-    values of one step have their mean: those of micro-batches. Where an optimizer's step evaluates
-    a closure, only the first value during that counts, since the weights have moved before the
-    next one.
+    A loss from the training loop takes precedence over one seen by hooks. Several values of one
+    step, as from micro-batches, are averaged. If an optimizer's step evaluates a closure, only the
+    first value during the step counts, since the weights have moved before the next one.
 
-    At most 16,384 values of each kind are kept; then the oldest go.
+    At most 16,384 values of each kind are kept; then the oldest are dropped.
     """
 
     def __init__(self) -> None:
         self._said, self._seen = _Values(), _Values()
 
     def say(self, step: int, loss: object) -> None:
-        """The training loop says what the loss of a step's batch is.
+        """Add the loss of a step's batch from the training loop.
 
         Raises:
             TypeError, ValueError: see `value_of`.
@@ -75,21 +74,21 @@ class LossLog:
         self._said.add(step, value_of(loss))
 
     def see(self, step: int, loss: object) -> None:
-        """A hook has seen it; otherwise as `say`."""
+        """Add a loss that a hook has seen; otherwise as `say`."""
         self._seen.add(step, value_of(loss))
 
     def step_begins(self) -> None:
-        """The optimizer's step begins: it may evaluate a closure."""
+        """Count only one more value, as the optimizer's step begins: it may evaluate a closure."""
         for values in (self._said, self._seen):
             values.room = 1
 
     def step_ends(self) -> None:
-        """The optimizer's step has ended."""
+        """Count all values again, after the optimizer's step."""
         for values in (self._said, self._seen):
             values.room = None
 
     def take(self, last: int) -> dict[int, float]:
-        """By step, in their order, the losses of the steps up to this one; they are gone then."""
+        """Remove and return the losses by step, sorted, of the steps up to `last`."""
         found = self._seen.take(last) | self._said.take(last)
         return {step: found[step] for step in sorted(found)}
 
@@ -98,7 +97,7 @@ class _Values:
     """Values by step, of one kind.
 
     Attributes:
-        room: how many more count; None: all.
+        room: number of values that still count; None: all.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class _Values:
             self._fold()
 
     def _fold(self) -> None:
-        """One tensor for all new ones of each device: they take hardly any memory then."""
+        """Stack all new tensors of each device into one, which takes little memory."""
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
         for step, value in self._tensors:
             by_device[value.device].append((step, value))

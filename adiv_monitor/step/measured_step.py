@@ -129,7 +129,7 @@ class MeasuredStep:
             if steps:
                 self._unsharded.keep(self._steps)
             found = self._gradient = FinalGradient(
-                *(self._capture, reached, self._selection, self._history, self._unsharded),
+                *(self._capture, reached, self._history, self._unsharded),
                 *(self._steps, scale, self._generator),
             )
             factors = found.factors(reached)
@@ -314,7 +314,7 @@ class MeasuredStep:
             measure: called with a layer and its all-gathered pieces.
             made: all-gathers pieces with the other ranks; None: that is impossible.
         """
-        apart = dict.fromkeys(layer for layer in layers if spread(layer))
+        apart = dict.fromkeys(filter(spread, layers)) if self._unsharded.has_shards else {}
         for layer in layers:
             if layer not in apart:
                 self._try(layer, measure, layer, {})

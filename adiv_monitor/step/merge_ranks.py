@@ -1,8 +1,8 @@
-"""The parts of all ranks, made one: of sums, the sum; of samples, a sample of all rows.
+"""Merging of the contributions of all ranks: sums are added, samples become a sample of all rows.
 
-Every rank has chosen its rows evenly. So each gets a key, as if it had been chosen by it, and
-those with the smallest keys of all ranks are as even a choice of all rows
-(`capture/sampling.py`). What is then measured is what one rank with all rows would measure.
+Every rank has sampled its rows uniformly. Each sampled row gets a random key, as if the key had
+selected it, and the rows with the smallest keys of all ranks are a uniform sample of all rows
+(`capture/sampling.py`). The measures are then those that one rank with all rows would find.
 """
 
 import math
@@ -32,14 +32,14 @@ Generator = np.random.Generator
 def prepared(
     part: RankContribution, step: int, max_rows: int | None, world: int, generator: Generator
 ) -> RankContribution:
-    """A rank's part as it travels: with no more rows than may be in the sample of all.
+    """Prepare a rank's contribution for sending, with only rows that may be in the merged sample.
 
     Args:
-        part: what the rank knows.
-        step: of which step.
-        max_rows: how many rows all of them together look at, per layer; None: all.
-        world: how many there are.
-        generator: the source of chance.
+        part: the rank's contribution.
+        step: number of the step.
+        max_rows: number of sampled rows per layer, of all ranks together; None: all.
+        world: number of ranks.
+        generator: random generator.
     """
     layers = {}
     for path, layer in part.layers.items():
@@ -52,7 +52,7 @@ def prepared(
             keys = keys[partition.place :: partition.count]
         layer = merge_rows.counted(layer)
         if max_rows is not None and total:
-            # More than this share of the sample is not one rank's, or group's, but by chance.
+            # One rank, or group, has more than this share of the sample only with low probability.
             share = max_rows / world * (1 if partition is None else partition.count)
             bound = min(bound, (share + 4 * math.sqrt(share)) / total)
         layer = replace(layer, rows=replace(layer.rows, keys=keys, bound=bound))
@@ -63,7 +63,7 @@ def prepared(
 
 
 def _chance_of_all(step: int, partition: Partition, path: str) -> Generator:
-    """The same for all ranks among which a layer's rows were dealt out."""
+    """Return a generator that is equal in all ranks across which a layer's rows are partitioned."""
     return np.random.default_rng([step, partition.first, zlib.crc32(path.encode())])
 
 
@@ -74,15 +74,15 @@ def merge_ranks(
     max_rows: int | None,
     generator: Generator,
 ) -> tuple[RankContribution, list[int]]:
-    """One part for all ranks, and which of them it is of.
+    """Merge the contributions; return the result and the ranks that it covers.
 
-    Those whose gradients are not those of the first train something else.
+    Ranks whose gradients differ from the first rank's train something else, and are left out.
 
     Args:
-        parts: by rank, as they came.
-        world: how many there are.
+        parts: contributions by rank, as received.
+        world: number of ranks.
         max_rows: see `prepared`.
-        generator: the source of chance.
+        generator: random generator.
     """
     ranks = sorted(parts)
     first = parts[ranks[0]]
@@ -150,7 +150,7 @@ def _layer_together(
     max_rows: int | None,
     generator: Generator,
 ) -> tuple[LayerSums[Array] | None, bool]:
-    """A layer of all ranks, None if it can't be put together; and whether no rows are lost."""
+    """Merge a layer of all ranks, None if that is impossible; also return if no rows are lost."""
     own = [part.layers[path] for part in several if path in part.layers]
     alike = [layer for layer in own if merge_rows.is_alike(own[0], layer)]
     is_whole = len(alike) == len(own)
@@ -164,7 +164,7 @@ def _layer_together(
 
 
 def _without_parameters(layer: LayerSums[Array]) -> LayerSums[Array]:
-    """Parts of the parameters are missing: rows alone speak, and not of these."""
+    """Drop the measures of the parameters, of which parts are missing; use the rows alone."""
     seen, about = layer.evidence, layer.about
     undefined = (*about.undefined, *_OF_PARAMETERS)
     return replace(
@@ -177,7 +177,7 @@ def _without_parameters(layer: LayerSums[Array]) -> LayerSums[Array]:
 def _facts_together(
     several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]]
 ) -> Facts:
-    """What one says of its parameters holds for all; of parts of them, each knows its own."""
+    """Merge the facts: those of one rank hold for all, unless each holds a part of parameters."""
     told = [part for part in several if part.layers] or [several[0]]
     if not any(layer.dots.partial for layer in layers.values()):
         told = told[:1]
@@ -191,7 +191,7 @@ def _facts_together(
 
 
 def _with_applied(part: RankContribution) -> RankContribution:
-    """Where nothing has changed a rank's part of the parameters since the step: there a = u."""
+    """Set a = u in a contribution whose weights have not changed since the optimizer's step."""
     facts = part.facts
     if not facts.updated or facts.has_applied or facts.weights_changed:
         return part
@@ -204,7 +204,7 @@ def _with_applied(part: RankContribution) -> RankContribution:
 
 
 def _trains_with(first: RankContribution, other: RankContribution) -> bool:
-    """Whether two ranks hand the same gradients to their optimizers, of the same layers."""
+    """Whether the optimizers of two ranks get the same gradients of the same layers."""
     if first.turn != other.turn:
         return False
     common = [
@@ -222,9 +222,9 @@ def _trains_with(first: RankContribution, other: RankContribution) -> bool:
 
 
 def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
-    """Whether the rows that are here do: then other ranks have none that add to it.
+    """Whether the rows of the present ranks make up the gradient, by its sampled entries.
 
-    They train something else, or have no rows in this step. As far as some entries tell.
+    The other ranks then train something else, or have no rows in this step.
     """
     every = compared([layer.evidence for layer in layers.values()])
     known = [found.since.rest for found in every if not math.isnan(found.since.rest)]
@@ -239,10 +239,11 @@ def _in_units(
     *,
     missing: bool,
 ) -> dict[str, LayerSums[Array]]:
-    """The layers with rows in the units of the gradient that the optimizer saw.
+    """Return the layers with rows in the units of the gradient that the optimizer saw.
 
-    By what became of some entries of the gradients that the backward passes left: their sum over
-    the ranks, times a factor, is what the optimizer saw, if no rows are missing.
+    The factor follows from some entries of the gradients that the backward passes left: their sum
+    over the ranks, times the factor, is the gradient that the optimizer saw, if no rows are
+    missing.
     """
     factors: dict[str, float] = {}
     reasons: dict[str, str] = {}
@@ -261,7 +262,7 @@ def _in_units(
         agreed = known[0]
     for path in layers:
         if math.isnan(factors.get(path, math.nan)):
-            # Entries that are all zero tell nothing; nor do they without others.
+            # Entries that are all zero give no factor: use the one that the other layers share.
             factors[path] = 1 / world if missing and math.isnan(agreed) else agreed
     averaged = _averaged(layers, factors, gradient_scale)
     result = {}
@@ -275,10 +276,10 @@ def _in_units(
 def _averaged(
     layers: Mapping[str, LayerSums[Array]], factors: Mapping[str, float], gradient_scale: float
 ) -> dict[str, float]:
-    """RankContribution of a factor is what backward passes do themselves: they average over ranks.
+    """Return the part of each factor by which the backward passes average over ranks.
 
-    That is not what became of the gradient after them. Of most layers it is seen, and of the others
-    it is the same.
+    It is no later change of the gradient. It is known for most layers, and is the same for the
+    others.
     """
     averaged = {
         path: factors[path] * gradient_scale / (since_backward(layer.evidence) or math.nan)
@@ -290,7 +291,7 @@ def _averaged(
 
 
 def _losses_together(several: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Of each step, the mean over the ranks that know its loss."""
+    """Return the loss of each step, as the mean over the ranks that have it."""
     found: dict[int, list[float]] = defaultdict(list)
     for losses in several:
         for step, loss in losses.items():
@@ -299,7 +300,7 @@ def _losses_together(several: Sequence[Mapping[int, float]]) -> dict[int, float]
 
 
 def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of each parameter, as few elements as any rank left unmeasured."""
+    """Return the smallest number of unmeasured elements over ranks, by parameter; without zeros."""
     return {
         name: fewest
         for name in several[0]
@@ -310,7 +311,7 @@ def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def _unsupported(
     several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]], rows_lost: set[str]
 ) -> dict[str, str]:
-    """Why there is no reading: what some rank says, unless another has one."""
+    """Return why layers have no reading: a rank's reason, unless another rank has a reading."""
     found = {path: why for part in several for path, why in part.unsupported.items()}
     everywhere = set.intersection(*(set(part.unsupported) for part in several))
     return {

@@ -1,4 +1,4 @@
-"""One layer's numbers of several ranks, made one."""
+"""Merging of one layer's records of several ranks."""
 
 import math
 from collections import defaultdict
@@ -35,7 +35,7 @@ from adiv_monitor.step.gradient_check import Pair, multiples
 
 Layer = LayerSums[Array]
 
-# Of these, ranks have as many as they have rows, or chose to tell.
+# Fields whose length differs by rank: with its rows, or the entries that it sends.
 _OF_SOME = {
     *("products", "realised", "scale", "common.products", "common.norms", "made.deviations"),
     *("evidence.since", "evidence.then", "evidence.now", "evidence.contributed"),
@@ -45,7 +45,7 @@ _OF_SOME = {
 
 
 def counted(layer: Layer) -> Layer:
-    """The same, with what the rows that are there say of all of them, before some are left out."""
+    """Record the counts over all present rows in `common`, before some rows are left out."""
     if layer.common is None:
         return layer
     active = of_rows(layer, Vector.G, Vector.G) != 0
@@ -55,9 +55,9 @@ def counted(layer: Layer) -> Layer:
 
 
 def packed(layer: Layer) -> Layer:
-    """The same as it travels: a product of two vectors stands in their matrix twice.
+    """Return the record as it is sent: only the upper triangles of symmetric product matrices.
 
-    And of what became of the gradient since the last pass, only the factor does; see `Multiple`.
+    The gradient's entries since the last pass are replaced by their factor; see `Multiple`.
     """
     evidence = layer.evidence
     if evidence.since is not None:
@@ -86,7 +86,7 @@ def _whole(triangles: Array) -> Array:
 
 
 def pick(layer: Layer, kept: Index) -> Layer:
-    """The same with some of its rows."""
+    """Return the record with some of its rows."""
     rows, blocks, common = layer.rows, layer.blocks, layer.common
     assert rows.keys is not None
     if blocks is not None:
@@ -114,7 +114,7 @@ def pick(layer: Layer, kept: Index) -> Layer:
 
 
 def is_alike(part: Layer, other: Layer) -> bool:
-    """Whether the same was looked at in both, and there are numbers of the same shapes of it."""
+    """Whether two records have the same kind, vectors and groups, and arrays of the same shapes."""
     mine, others = ((x.about.kind, x.blocks and x.blocks.groups, x.vectors) for x in (part, other))
     shapes, as_many = _shapes(part), _shapes(other)
     shared = shapes.keys() & as_many.keys()
@@ -122,14 +122,14 @@ def is_alike(part: Layer, other: Layer) -> bool:
 
 
 def _shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
-    """Of all arrays, what is the same in all ranks."""
+    """Return the shapes of all arrays, without the dimension that differs by rank."""
     return {
         name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in leaves(layer)
     }
 
 
 def once(parts: Sequence[LayerSums[Array]]) -> list[LayerSums[Array]]:
-    """Those that make up all rows, each once; none if some of what was dealt out is missing."""
+    """Return the records that make up all rows once; none if a part of a partition is missing."""
     kept, groups = list[LayerSums[Array]](), defaultdict[int, list[LayerSums[Array]]](list)
     for part in parts:
         if part.rows.partition is None:
@@ -141,17 +141,17 @@ def once(parts: Sequence[LayerSums[Array]]) -> list[LayerSums[Array]]:
         assert shared is not None
         if len(group) < shared.count:
             return []
-        kept += group[: shared.count]  # the first, where each has all
+        kept += group[: shared.count]  # only the first, where each rank has all rows
     return kept
 
 
 def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Generator) -> Layer:
-    """One record for all.
+    """Merge the records of one layer.
 
     Args:
-        parts: of one layer, from ranks that train together, all alike.
-        max_rows: how many rows to keep at most; None: all.
-        generator: the source of chance.
+        parts: records from ranks that train together, all with the same structure.
+        max_rows: largest number of rows to keep; None: all.
+        generator: random generator.
     """
     filled = [part for part in parts if part.rows.total] or list(parts[:1])
     draws = [Draw(None, x.rows.keys, x.rows.bound) for x in filled if x.rows.keys is not None]
@@ -189,7 +189,7 @@ def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Gen
 
 
 def _every(several: Iterable[R | None]) -> list[R] | None:
-    """All of them; None if one is missing."""
+    """Return all of them; None if one is None."""
     every = list(several)
     present = [one for one in every if one is not None]
     return present if len(present) == len(every) else None
@@ -201,13 +201,13 @@ def _concatenated(several: Iterable[Array | None]) -> Array | None:
 
 
 def _added(several: Iterable[Array | None]) -> Array | None:
-    """The sum of numbers that stand alone."""
+    """Return the sum of arrays of one number each; None if one is None."""
     every = _every(several)
     return None if every is None else np.array([sum(float(one[0]) for one in every)])
 
 
 def _dots(parts: Sequence[Layer]) -> Dots[float]:
-    """All ranks have the same parameters, or each a part of them."""
+    """Merge the parameters' dot products: one rank's, or the sum if each holds a part."""
     dots = parts[0].dots
     if not dots.partial:
         return dots
@@ -242,11 +242,11 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
 
 
 def _evidence(parts: Sequence[Layer], some: Sequence[Layer]) -> Evidence[Array]:
-    """What speaks against a gradient in any rank.
+    """Merge the evidence on a gradient.
 
     Args:
-        parts: of all ranks.
-        some: of those that have rows.
+        parts: records of all ranks.
+        some: records of the ranks that have rows.
     """
     several = [part.evidence for part in some]
     since = [e.since for part in parts if (e := part.evidence).since is not None]
@@ -267,7 +267,7 @@ def _evidence(parts: Sequence[Layer], some: Sequence[Layer]) -> Evidence[Array]:
 
 
 def _of_entries(several: Iterable[Array | None]) -> list[Array]:
-    """What ranks know of some entries of a gradient; none if these are others in each."""
+    """Return the ranks' entries of a gradient; none if they are of different shapes."""
     known = [entries for entries in several if entries is not None]
     return known if len({entries.shape for entries in known}) == 1 else []
 
@@ -275,7 +275,7 @@ def _of_entries(several: Iterable[Array | None]) -> list[Array]:
 def _totals(
     several: Sequence[Totals[Array]], seen: Sequence[Sampled], generator: np.random.Generator
 ) -> Totals[Array]:
-    """What passes over all rows of each gave."""
+    """Merge the totals of the ranks' passes over all rows."""
     scales = _every(totals.scales for totals in several)
     concentrations = _every(totals.concentration for totals in several)
     weight_sums = _every(totals.weight_sum for totals in several)
@@ -304,7 +304,7 @@ def _scales(
     seen: Sequence[Sampled],
     generator: np.random.Generator,
 ) -> ScaleTotals[Array]:
-    """Of the scales of all active rows, so many of each rank."""
+    """Merge the sums over scales; `counts` are the numbers of active rows by rank."""
     sums = np.array([float(scales.sum[0]) for scales in several])
     spreads = np.array([float(scales.deviation[0]) for scales in several])
     whole = np.array([sum(sums.tolist())])
@@ -326,7 +326,7 @@ def _scales(
 def _evenly(
     counts: Sequence[int], totals: Sequence[float], generator: np.random.Generator
 ) -> list[Index]:
-    """Of what each has chosen of its own, as much that each is represented by its size."""
+    """Return indices of the ranks' samples such that each rank's share is proportional to size."""
     shares = [count / total for count, total in zip(counts, totals, strict=True) if total]
     least = min(shares, default=1.0)
     return [
@@ -340,7 +340,7 @@ def _evenly(
 def _blocks(
     several: Sequence[Blocks[Array]], seen: Sequence[Sampled], generator: np.random.Generator
 ) -> Blocks[Array]:
-    """Scales of every row and group, relative to one number for all; of some, of which row."""
+    """Merge the scales of every row and group, relative to one pivot; some entries with rows."""
     groups = several[0].groups
     pivots = [float(own.pivot.reshape(-1)[0]) for own in several if own.pivot.size]
     pivot = pivots[0] if pivots else 0.0
@@ -369,10 +369,10 @@ def _blocks(
 def _common(
     several: Sequence[Common[Array]], rows: Sequence[Sampled], is_active: Bool[np.ndarray, " rows"]
 ) -> Common[Array]:
-    """φ_r·Σ_k φ_k of every row, as far as the ranks' own sums tell it.
+    """Estimate φ_r·Σ_k φ_k of every row over all ranks from the ranks' own sums.
 
-    Of the rows of other ranks only the sum is known: what a row has in common with them is
-    taken to be what it has in common with its own; the sum over all rows is what it is.
+    Only the sum of other ranks' rows is known: a row's product with them is taken to be that with
+    its own rank's rows, and all are shifted so that their total over all rows is right.
     """
     norms = np.concatenate([common.norms for common in several])
     products = np.concatenate([common.products for common in several])
@@ -404,10 +404,10 @@ def _common(
 
 
 def in_units(layer: Layer, factor: float) -> Layer:
-    """The numbers with G in the units of the optimizer's gradient.
+    """Return the record with G in the units of the optimizer's gradient.
 
     Args:
-        layer: with G as the backward passes left it.
+        layer: the record with G as the backward passes left it.
         factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
     """
     c = 1.0 if math.isnan(factor) else factor

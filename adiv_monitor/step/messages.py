@@ -1,14 +1,14 @@
-"""Data classes as bytes, and back, by their annotations: what ranks send each other.
+"""Encoding of data classes as bytes by their annotations, for messages between ranks.
 
-Whoever reaches the store by which they met can write there. So a message is data alone: nothing in
-it is run, what is read has the types that the annotations promise, and no more memory is taken than
-the message has bytes, times a constant. Its layout, little-endian:
+Anyone who can reach the ranks' store can write to it. So a message is pure data: nothing in it is
+executed, decoded values have the annotated types, and decoding takes at most a constant times the
+message's size in memory. The layout, little-endian:
 
-    8 bytes     which layout this is
+    8 bytes     version of the layout
     4 bytes     CRC-32 of all that follows
     8 bytes     n, the length of the text
-    n bytes     JSON: of a data class the values of its fields, of a mapping its pairs, of an array
-                its shape
+    n bytes     JSON: the field values of a data class, the pairs of a mapping, the shape of an
+                array
     the rest    the numbers of the arrays, in the order of their shapes
 """
 
@@ -28,21 +28,21 @@ import numpy as np
 
 _LAYOUT = b"adiv-m1\n"
 _CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
-_LARGEST = 2**63  # which integers are below, in size
+_LARGEST = 2**63  # bound of the absolute values of integers
 _SEVERAL = {list: list, tuple: tuple, set: set}
 
 T = TypeVar("T")
 
 
 class Malformed(ValueError):
-    """Bytes that are no message of the kind that was expected."""
+    """Raised for bytes that are no message of the expected kind."""
 
 
 def encode(value: Any) -> bytes:
-    """A data class as bytes.
+    """Encode a data class as bytes.
 
     Raises:
-        TypeError: it holds something that its annotations do not say, or that no message can hold.
+        TypeError: a value does not match its annotation, or can't be encoded.
     """
     arrays: list[bytes] = []
     text = json.dumps(_plain(type(value), value, arrays)).encode()
@@ -51,11 +51,11 @@ def encode(value: Any) -> bytes:
 
 
 def decode(kind: type[T], data: bytes) -> T:
-    """The data class that `encode` made these bytes of.
+    """Decode bytes from `encode` to a data class.
 
     Args:
         kind: the data class.
-        data: the bytes, which may come from anybody.
+        data: the bytes, which are not trusted.
 
     Raises:
         Malformed: the bytes are no such message.
@@ -80,7 +80,7 @@ def decode(kind: type[T], data: bytes) -> T:
 
 
 class _Arrays:
-    """Takes arrays from a message, one after the other."""
+    """Reader of a message's arrays, one after the other."""
 
     def __init__(self, data: bytes, place: int) -> None:
         self._data = data
@@ -90,7 +90,7 @@ class _Arrays:
         shape = tuple(shape)
         count = math.prod(shape)
         size = count * np.dtype(number).itemsize
-        # Of an array without numbers, too, none of the lengths says more than there can be.
+        # Lengths are bounded even for an array without elements.
         if size > len(self._data) - self._place or any(n > len(self._data) for n in shape):
             raise Malformed("an array is cut off")
         flat = np.frombuffer(self._data, np.dtype(number).newbyteorder("<"), count, self._place)
@@ -98,13 +98,13 @@ class _Arrays:
         return flat.reshape(shape).astype(number)
 
     def end(self) -> None:
-        """All of the message must have been read."""
+        """Check that all of the message has been read."""
         if self._place != len(self._data):
             raise Malformed("there is more than the text tells of")
 
 
 def _plain(kind: Any, value: Any, arrays: list[bytes]) -> Any:
-    """What JSON can hold of a value of an annotated kind; the numbers of arrays go to `arrays`."""
+    """Convert a value of an annotated kind for JSON; append the numbers of arrays to `arrays`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return None if value is None else _plain(_optional(inner), value, arrays)
@@ -135,7 +135,7 @@ def _plain(kind: Any, value: Any, arrays: list[bytes]) -> Any:
 
 
 def _typed(kind: Any, plain: Any, arrays: _Arrays) -> Any:
-    """The value of an annotated kind that `_plain` made this of."""
+    """Convert a result of `_plain` back to a value of the annotated kind."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return None if plain is None else _typed(_optional(inner), plain, arrays)
@@ -169,7 +169,7 @@ def _typed(kind: Any, plain: Any, arrays: _Arrays) -> Any:
 
 @cache
 def _annotated(kind: Any) -> list[tuple[str, Any]] | None:
-    """The fields of a data class, in their order, with their kinds; None: it is none."""
+    """Return the fields of a data class, in order, with their types; None for other types."""
     origin = get_origin(kind) or kind
     if not is_dataclass(origin):
         return None
@@ -179,7 +179,7 @@ def _annotated(kind: Any) -> list[tuple[str, Any]] | None:
 
 
 def _filled_in(hint: Any, named: Mapping[Any, Any]) -> Any:
-    """An annotation with kinds in place of its type variables."""
+    """Return an annotation with its type variables replaced by types."""
     if isinstance(hint, TypeVar):
         return named[hint]
     inner = getattr(hint, "__parameters__", ())
@@ -187,11 +187,11 @@ def _filled_in(hint: Any, named: Mapping[Any, Any]) -> Any:
 
 
 def _optional(kinds: Iterable[Any]) -> Any:
-    """The one of a union that is not None."""
+    """Return the type of an optional annotation that is not None."""
     (kind,) = (kind for kind in kinds if kind is not NoneType)
     return kind
 
 
 def _number(inner: tuple[Any, ...]) -> Any:
-    """What an array is annotated to hold."""
+    """Return the annotated number type of an array."""
     return get_args(inner[1])[0]

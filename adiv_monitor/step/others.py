@@ -1,4 +1,4 @@
-"""Steps of optimizers other than the monitor's that move what is measured."""
+"""Steps of other optimizers than the monitor's that move measured parameters."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ from adiv_monitor.rerun.surroundings import version
 
 
 class Others:
-    """Counts the steps of other optimizers that have written to parameters.
+    """Counter of the steps of other optimizers that have written to parameters.
 
     Args:
-        own: the optimizer whose steps are none of these.
-        parameters: whose versions are compared before and after a step.
-        counts: whether a step that ends now is to be counted.
+        own: the monitor's optimizer, whose steps are not counted.
+        parameters: the parameters whose versions are compared before and after a step.
+        counts: returns whether a step that ends now is to be counted.
         guard: runs the body of a hook: (body, *arguments).
 
     Attributes:
-        steps: how many there were.
-        last: the class of the optimizer that took the last of them.
+        steps: number of these steps.
+        last: class name of the optimizer that took the last of them.
     """
 
     def __init__(
@@ -41,21 +41,21 @@ class Others:
         self._before: list[int] | None = None
 
     def follow(self) -> None:
-        """Count from now on; whatever comes of that, `leave` ends it."""
+        """Start counting; call `leave` afterwards, even if this raises."""
         _followers.add(weakref.ref(self, _leave))
         _settle()
 
     def leave(self) -> None:
-        """Count no more; if that is interrupted, it can be done again."""
+        """Stop counting; after an interrupt, it can be called again."""
         _leave(weakref.ref(self))
 
     def begins(self, stepping: Optimizer) -> None:
-        """An optimizer's step begins."""
+        """Record the parameters' versions as an optimizer's step begins."""
         if stepping is not self._own:
             self._before = self._versions()
 
     def ends(self, stepping: Optimizer) -> None:
-        """An optimizer's step has ended; if another one was within it, that is counted already."""
+        """Count an optimizer's step as it ends; a step with another inside counts only that one."""
         before, self._before = self._before, None
         if stepping is self._own or before is None or not self._counts():
             return
@@ -67,12 +67,13 @@ class Others:
         return [*map(version, self._parameters)]
 
 
-# Torch holds hooks of all optimizers for ever: these hold nobody who counts, and go with the last.
+# Torch keeps global optimizer hooks forever: these hold weak references, and the last follower
+# removes them.
 _followers: set[weakref.ref[Others]] = set()
 
 
 def _tell(body: Callable[[Others, Optimizer], None], stepping: Optimizer, *args: Any) -> None:
-    """The hook: called by every optimizer's step, so that only what it guards may fail."""
+    """Call `body` for all followers; a global hook of optimizers, so failures are guarded."""
     for follower in [*_followers]:
         others = follower()
         if others is not None:
@@ -88,13 +89,13 @@ def _leave(follower: weakref.ref[Others]) -> None:
 
 
 def _settle() -> None:
-    """Let the hooks be on while anybody counts."""
+    """Register the hooks if there are followers, and remove them if there are none."""
     for hook, table, put_on in (
         (_BEGINS, "_global_optimizer_pre_hooks", optimizer.register_optimizer_step_pre_hook),
         (_ENDS, "_global_optimizer_post_hooks", optimizer.register_optimizer_step_post_hook),
     ):
         hooks = getattr(optimizer, table)
-        while bool(_followers) is not (hook in [*hooks.values()]):  # other threads may do the same
+        while bool(_followers) is not (hook in [*hooks.values()]):  # other threads may interfere
             if _followers:
                 put_on(hook)
             else:

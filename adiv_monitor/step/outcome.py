@@ -1,4 +1,4 @@
-"""From numbers on the host to readings, and what a reader must know about them."""
+"""Readings from the numbers on the host, with notes for the reader."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from adiv_monitor.step.merge_rows import in_units
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.weight_versions import reaches_all, resolved
 
-# Why what the parameters say does not hold for the rows, so that all is estimated from rows.
+# Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
     "ranks": "Rows of {} are missing from other ranks",
     "shared": "The weights of {} are used by other layers too",
@@ -47,12 +47,12 @@ _FROM_ROWS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a measured step has to say.
+    """The results of a measured step.
 
     Attributes:
-        layers: the readings.
-        notes: what else a reader must know.
-        attention: the readings of attentions.
+        layers: readings of layers, by path.
+        notes: notes for the reader.
+        attention: readings of attentions, by path.
     """
 
     layers: dict[str, LayerReading]
@@ -60,14 +60,14 @@ class Outcome:
     attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
-@np.errstate(all="ignore")  # of numbers that are not finite it is the readings that tell
+@np.errstate(all="ignore")  # the readings report numbers that are not finite
 def understand(part: RankContribution, history: RunHistory, fail: Fail = raised) -> Outcome:
-    """Readings, and what goes with them.
+    """Return the readings of a step, with notes.
 
     Args:
-        part: of the whole step, be it of one rank or of all.
-        history: is told which gradients hold more than their rows.
-        fail: called with a layer's path and the exception that its measures met.
+        part: contribution of one rank, or merged contribution of all.
+        history: run history; gradients that hold more than their rows are recorded there.
+        fail: called with a layer's path and the exception that its measures raised.
     """
     if part.refused:
         return Outcome({}, [*part.notes, *part.refused])
@@ -102,7 +102,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
 
 
 def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspected: bool) -> Judged:
-    """A layer with the reason why its measures must rest on its rows alone, if so."""
+    """Return a layer with the reason, if any, why its measures must use its rows alone."""
     seen, dots = layer.evidence, layer.dots
     reason = seen.reason or speaks_against(*(seen, entries, dots.gamma_gamma, facts.gradient_scale))
     if reason == "unknown" and not math.isnan(factor_of(layer)):
@@ -121,7 +121,7 @@ def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspect
 
 
 def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
-    """What of this step was not foreseen, and is therefore missing."""
+    """Return notes on measures that are missing because this step was not like earlier ones."""
     notes = []
     if facts.gradient_lost:
         notes.append(
@@ -139,7 +139,7 @@ def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
 
 
 def _from_rows(reasons: Mapping[str, str]) -> list[str]:
-    """One sentence for each reason why readings rest on rows alone."""
+    """Return one sentence for each reason why readings use rows alone."""
     notes = []
     for reason, sentence in _FROM_ROWS.items():
         paths = [path for path, found in reasons.items() if found == reason]
@@ -202,7 +202,7 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
         if layer.realised is not None:
             moved = math.sqrt(layer.realised[:, Moved.R, Moved.R].sum())
             length = math.sqrt(of_rows(layer, Vector.Z, Vector.Z).sum())
-            # The difference of two numbers of this precision is off by 0.3 of its last digit.
+            # The rounding error of a difference of two such numbers is 0.3 of their last digit.
             if 0 < moved < layer.evidence.precision * length:
                 paths.append(path)
     if not paths:
@@ -218,7 +218,7 @@ def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerRea
     values = dict(found.values)
     if found.common_unknown:
         values.pop("common_share", None)
-    if facts.gradient_lost:  # what was read for γ is not what the optimizer saw
+    if facts.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
     elif facts.updated and not facts.weights_changed and not facts.has_applied:  # a = u
@@ -226,7 +226,7 @@ def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerRea
         values["applied_cosine"] = values["parameter_cosine"]
     for name in about.undefined:
         values.pop(name, None)
-    # By the backward passes themselves the gradient may have been averaged.
+    # The factor must not include the averaging by the backward passes themselves.
     factor = factor_of(layer) / layer.evidence.averaged
     return LayerReading(
         kind=about.kind,

@@ -1,4 +1,4 @@
-"""What a measured step holds on to: up to the optimizer's step, and to the next forward pass."""
+"""State of a measured step: up to the optimizer's step, and up to the next forward pass."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,13 +22,13 @@ class Armed:
     """A step to be measured, from before its forward pass to its end.
 
     Args:
-        capture: its rows.
-        step: what is measured of it.
-        selection: which parameters.
-        turn: whose turn that is.
-        guard: knows whether watching it has failed.
+        capture: captures its rows.
+        step: computes its sums.
+        selection: the parameters to measure.
+        turn: the turn, if layers are measured in turn.
+        guard: records whether watching it has failed.
         others: counts the steps of other optimizers.
-        hooks: what else sees its forward passes.
+        hooks: other hooks on its forward passes.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Armed:
         self._hooks = hooks
         self._eager = forced_eager()
         self.learning_rates: Sequence[float | Tensor] = ()
-        self.attempts = 0  # at the optimizer's step: one that raises may be repeated
-        self.closure_calls: int | None = None  # during the last one; None: it had no closure
+        self.attempts = 0  # optimizer steps so far: one that raises may be repeated
+        self.closure_calls: int | None = None  # during the last attempt; None: without a closure
 
     def attach(self) -> None:
-        """Put the hooks on; whatever comes of that, `release` takes them off."""
+        """Attach the hooks; call `release` afterwards, even if this raises."""
         self._eager.__enter__()
         self.others.follow()
         for hook in self._hooks:
@@ -62,12 +62,12 @@ class Armed:
         self.capture.attach()
 
     def release(self) -> None:
-        """Take the hooks off; if that is interrupted, it can be done again."""
+        """Remove the hooks; after an interrupt, it can be called again."""
         hooks = (hook.remove for hook in self._hooks)
         call_all(self.capture.detach, *hooks, self._eager.leave, self.others.leave)
 
     def gradients_final(self, stepping: Optimizer) -> None:
-        """The gradients are what the optimizer will use."""
+        """Read the gradients, which are now those that the optimizer will use."""
         # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
         scale = getattr(stepping, "grad_scale", None)
         found_inf = getattr(stepping, "found_inf", None)
@@ -96,14 +96,14 @@ class Pending:
         self.alignment = alignment
         self.learning_rates = learning_rates
         self._hooks: list[NextForward] = []
-        self.room = Room()  # as deep as that forward pass may be, its report is completed
+        self.room = Room()  # the report is completed deep inside that forward pass
 
     def wait(self, hook: NextForward) -> None:
-        """For a forward pass."""
+        """Attach a hook that waits for a forward pass."""
         self._hooks.append(hook)
         self.room.make(FRAMES)
         hook.put_on()
 
     def release(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         call_all(*(hook.remove for hook in self._hooks))

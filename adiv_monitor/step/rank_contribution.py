@@ -1,4 +1,4 @@
-"""What one rank knows of a measured step: numbers alone, which can travel to another one."""
+"""A rank's contribution to the report of a measured step: plain numbers that can be sent."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.step.transfer import StepSums
 
-# A rule that does not describe its layer is wrong by much more than half precision's rounding.
+# The error of a rule that does not describe its layer is far above half precision's rounding.
 RULE_TOLERANCE = 0.05
 
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
@@ -25,10 +25,10 @@ _MOVED = (
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What makes up the dot products of a layer's parameters.
+    """The pieces of parameters that make up the dot products of a layer.
 
     Attributes:
-        shares: by a piece's key, what of its products this rank is to count.
+        shares: by key of a piece, the share of its products that this rank counts.
         partial: as in `Dots`.
     """
 
@@ -38,15 +38,15 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is so of the step as a whole.
+    """Facts about the step as a whole.
 
     Attributes:
         updated: an optimizer has stepped.
-        gradient_scale: what a fused optimizer divided the gradients by.
+        gradient_scale: the factor by which a fused optimizer divided the gradients.
         gradient_changed: the optimizer changed `.grad` during its step.
-        gradient_lost: it did, and there was no copy.
-        has_applied: the applied update was kept. Where a = u is expected there is only what proves
-            it.
+        gradient_lost: the optimizer changed `.grad`, and there was no copy.
+        has_applied: the applied update was kept. Where a = u is expected, only the numbers that
+            confirm it are kept.
         weights_changed: the weights changed after the optimizer's step.
     """
 
@@ -60,26 +60,26 @@ class Facts:
 
 @dataclass
 class RankContribution:
-    """A rank's part of a report.
+    """A rank's contribution to a report.
 
     Attributes:
-        layers: by path, those whose rows are known.
-        facts: of the step as a whole.
+        layers: by path, the records of layers whose rows are known.
+        facts: facts about the step as a whole.
         refused: why the step can't be measured at all; empty if it can.
         unsupported: path → why there is no reading.
-        misdescribed: path → why a layer must not be watched again: its rule does not hold.
-        rows_lost: paths of layers that had rows here which are not among `layers`.
-        checked: layers whose rule was seen to hold (an output of zeros shows nothing).
-        notes: what else a reader must know.
+        misdescribed: path → why a layer must not be measured again: its rule does not hold.
+        rows_lost: paths of layers that had rows here but are not in `layers`.
+        checked: layers whose rule has been verified (an output of zeros verifies nothing).
+        notes: notes for the reader.
         unmeasured: as in `StepReport`.
         interval: as in `StepReport`.
-        elements: of all parameters that are trained, those whose turn it is.
+        elements: number of elements of the trained parameters whose turn it is.
         coverage: as in `StepReport`.
-        loss_change: how the loss really changed, if that was measured.
-        loss_changes: of every sample.
-        attention: by path, the attentions that were looked at.
-        no_attention: path → why there are none.
-        alignment: as in `StepReport`; of all ranks already.
+        loss_change: the realised change of the loss, if it was measured.
+        loss_changes: the realised change of every sample's loss.
+        attention: records of attentions by path.
+        no_attention: path → why there is no record.
+        alignment: as in `StepReport`; already for all ranks.
         turn: as in `StepReport`, without the elements.
         losses: as in `StepReport`; of this rank's batches.
         learning_rates: as in `StepReport`.
@@ -116,14 +116,14 @@ def make_contribution(
     notes: list[str],
     keeps_gradient: bool,
 ) -> RankContribution:
-    """What the numbers of a step say before any measure is taken.
+    """Return the contribution from the numbers of a step, before any measure is computed.
 
     Args:
         found: the numbers.
-        pieces: of every layer, whose products are its own.
-        places: by key of a small piece, where its products are; see `SideBySide`.
+        pieces: by layer, the pieces of its parameters.
+        places: by key of a small piece, the position of its products; see `SideBySide`.
         unreached: path → why there are no numbers.
-        notes: what a reader must know.
+        notes: notes for the reader.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
     flags, facts = found.flags, _facts(found, keeps_gradient)
@@ -159,7 +159,7 @@ def make_contribution(
 
 
 def learn(history: RunHistory, part: RankContribution) -> None:
-    """Let the coming steps know what this one was seen to do."""
+    """Record this step's facts in the run history, for the coming steps."""
     history.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
     if part.facts.updated and part.layers:
         history.seen |= part.layers.keys() | part.unsupported.keys()
@@ -177,7 +177,7 @@ def _has_idle_rows(layer: LayerSums[Array]) -> bool:
 
 def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
     products, flags = found.products, found.flags
-    # Without an optimizer there are no updates.
+    # Without an optimizer there are no products of updates.
     updated, has_applied = bool(products.w_w), bool(products.a_w)
     changed = flags.gradient_changed is not None and bool(flags.gradient_changed.any())
     return Facts(
@@ -191,27 +191,27 @@ def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
 
 
 def _applied_differs(products: PieceNumbers[Array], has_applied: bool) -> bool:
-    # Taken in the same way they are equal to the last bit, unless θ has changed.
+    # Computed in the same way, they are equal to the last bit unless θ has changed.
     before, after = products.stepped, products.applied
     if has_applied:
         before, after = products.w_w, products.a_a
-    # A layer that failed to be measured has no part in the first of them.
+    # The first of them lacks the pieces of a layer that failed.
     return not all(_alike(before[key], a) for key, a in after.items() if key in before)
 
 
 def _alike(a: Array, b: Array) -> bool:
-    """Equal to the last bit, NaN to NaN, which takes long to compare."""
+    """Whether arrays are equal to the last bit; NaN equals NaN, which is slow to compare."""
     return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
 
 
 def sums_by_piece(
     products: PieceNumbers[Array], places: Mapping[int, tuple[int, slice]]
 ) -> PieceNumbers[float]:
-    """The sums of the products of every piece.
+    """Return the sums of the products of every piece.
 
     Args:
-        products: of large pieces by their keys, of small ones side by side.
-        places: of these.
+        products: numbers of large pieces by their keys, and of small pieces side by side.
+        places: positions of the small pieces.
     """
     sides: dict[int, list[tuple[int, slice]]] = defaultdict(list)
     for key, (side, place) in places.items():
@@ -224,7 +224,7 @@ def sums_by_piece(
                 found[key] = float(array.sum())
                 continue
             keys, of_keys = zip(*sides[key], strict=True)
-            # One more zero: a piece may be empty, even the last one.
+            # The extra zero keeps the start of an empty last piece within the array.
             ends = np.add.reduceat(np.append(array, 0.0), [place.start for place in of_keys])
             filled = [place.stop > place.start for place in of_keys]
             found.update(zip(keys, np.where(filled, ends, 0.0).tolist(), strict=True))
@@ -262,18 +262,18 @@ def _dots(products: PieceNumbers[float], pieces: Pieces, gradient_scale: float) 
     )
 
 
-@np.errstate(all="ignore")  # what is not finite has no rounding to speak of
+@np.errstate(all="ignore")  # terms of non-finite numbers are not needed
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
-    """With its parameters' products, and `Evidence.terms`: ‖g_r φ_rᵀ‖² = (D G)_r·g_r.
+    """Add the parameters' products and `Evidence.terms`, by ‖g_r φ_rᵀ‖² = (D G)_r·g_r.
 
-    D are the scales.
+    D is the diagonal of the scales.
     """
     squares = of_rows(layer, Vector.G, Vector.G)
     if layer.blocks is not None:
         squares = of_rows(layer, Vector.OWN, Vector.G)
     elif layer.scale is not None:
         squares = squares * layer.scale
-    else:  # ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖, where a row is linear in the parameters by its Jacobian J_r
+    else:  # ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖ with the Jacobian J_r of a row
         gamma_gamma = dots.gamma_gamma or 1.0
         squares = squares * of_rows(layer, Vector.E, Vector.E) / gamma_gamma
     seen, rows = layer.evidence, layer.rows

@@ -1,8 +1,8 @@
-"""What ranks that train together tell each other, without any of them ever waiting for long.
+"""Communication between the monitors of ranks that train together, without long waits.
 
-Through the store by which they all met, and not by a collective: that would wait for ever for a
-rank that has no monitor, raised, or skipped the step, and would come between the collectives of
-the training. Whoever looks for what is not there goes on without.
+It uses the store of the process group instead of collectives. A collective would wait forever for a
+rank that has no monitor, raised, or skipped the step, and would interfere with the collectives of
+the training. A rank that does not find a message goes on without it.
 """
 
 import hashlib
@@ -22,41 +22,40 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """Passes numbers on from the first rank, through the store by which they all met.
+    """Channel for numbers from the first rank to the others, through the process group's store.
 
-    One that reads before anything is there, or after the store is gone, gets nothing and decides by
-    itself.
+    A rank that reads before anything was written, or after the store is gone, uses its own numbers.
 
     Args:
-        name: what is decided about, the same in all ranks.
+        name: name of the decision, the same in all ranks.
     """
 
     def __init__(self, name: str) -> None:
         self._key = f"adiv_monitor/{_hashed(name)}"
 
     def tell(self, *numbers: int) -> None:
-        """Where this is the first of several ranks, let the others know."""
+        """Publish numbers if this is the first of several ranks."""
         store = _store()
         if store is not None and dist.get_rank() == 0:
             try:
                 store.set(self._key, " ".join(map(str, numbers)))
-            except RuntimeError:  # nobody is there to be told
+            except RuntimeError:  # the store is gone
                 return
 
     def told(self, *own: int) -> tuple[int, ...]:
-        """What the first rank said last; where it said nothing, one's own numbers."""
+        """Return the first rank's last numbers, or `own` if there are none."""
         store = _store()
         if store is None or dist.get_rank() == 0:
             return own
         try:
             heard = _value(store, self._key)
             numbers = () if heard is None else tuple(int(number) for number in heard.split())
-        except (RuntimeError, ValueError):  # the store is gone, or somebody else wrote there
+        except (RuntimeError, ValueError):  # the store is gone, or something else wrote there
             return own
         return numbers if len(numbers) == len(own) else own
 
     def end(self) -> None:
-        """Where this is the first of several ranks: it says nothing more."""
+        """Remove the numbers if this is the first of several ranks."""
         store = _store()
         if store is not None and dist.get_rank() == 0:
             with suppress(RuntimeError):
@@ -65,12 +64,12 @@ class Ranks:
 
 @dataclass
 class _Left:
-    """What this rank has left in the store at one meeting.
+    """The keys of this rank in the store at one meeting.
 
     Attributes:
-        messages: by step, of how many pieces each is.
-        missed: keys of points that not all have come to.
-        agreed: keys of points that all have come to.
+        messages: by step, number of pieces of the message.
+        missed: keys of points in which not all ranks participated.
+        agreed: keys of points in which all ranks participated.
     """
 
     messages: dict[int, int] = field(default_factory=dict)
@@ -79,25 +78,25 @@ class _Left:
 
 
 class Exchange:
-    """Brings what all ranks know of a step to the first, and its report back to them.
+    """Exchange of messages: contributions of all ranks to the first rank, and its reports back.
 
-    Only between monitors that are there: each says so when it joins, and when it leaves. No method
-    but `agree` waits for another rank; all raise RuntimeError when the store is gone.
+    Only monitors that have joined and not left take part. No method but `agree` waits for another
+    rank; all raise RuntimeError when the store is gone.
 
-    What the store holds does not grow with the steps, whoever is slow or never comes: a rank
-    keeps the last `_KEPT` of its messages there, and the first takes away what it has read. With
-    the last rank that leaves a meeting everything of it is gone. One that was killed never
-    leaves: what it has left there stays, and is no more than that.
+    The store's contents do not grow with the steps, even if ranks are slow or absent: a rank keeps
+    the last `_KEPT` of its messages there, and the first rank deletes those it has read. The last
+    rank that leaves a meeting deletes all of its keys. A rank that was killed never leaves: its
+    keys stay, but do not grow.
 
     Args:
-        name: what is measured, the same in all ranks.
+        name: name of the measured model, the same in all ranks.
 
     Attributes:
-        rank: of this rank.
-        world: how many ranks there are.
+        rank: this rank.
+        world: number of ranks.
     """
 
-    # By name, the numbers of the monitors that are attached in this rank.
+    # Numbers of the monitors attached in this rank, by name.
     _attached: ClassVar[dict[str, set[int]]] = defaultdict(set)
 
     def __init__(self, name: str) -> None:
@@ -106,7 +105,7 @@ class Exchange:
         taken = Exchange._attached[self._name]
         self._number = min({*range(len(taken) + 1)} - taken)
         self._key = f"adiv_monitor/{self._name}/{self._number}"
-        self._meeting = uuid4().hex  # so that nothing of an earlier monitor is taken for this one's
+        self._meeting = uuid4().hex  # unique, so that no message of an earlier monitor is read
         self._left: dict[str, _Left] = {}  # by meeting
         _known_store().set(f"{self._key}/{self.rank}", self._meeting)
         if self.rank == 0:
@@ -114,7 +113,7 @@ class Exchange:
         taken.add(self._number)
 
     def leave(self) -> None:
-        """This rank has no monitor any more."""
+        """Leave the exchange, as this rank's monitor is closed."""
         Exchange._attached[self._name].discard(self._number)
         with suppress(RuntimeError):
             _known_store().delete_key(f"{self._key}/{self.rank}")
@@ -122,18 +121,18 @@ class Exchange:
                 self._leave(meeting)
 
     def present(self) -> list[int]:
-        """The other ranks that have a monitor."""
+        """Return the other ranks that have a monitor."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         keys = [f"{self._key}/{rank}" for rank in others]
         store = _store()
         if store is None:
             return []
-        if store.check(keys):  # of few at once, one by one only where one is missing
+        if store.check(keys):  # one request for all; one by one only if a key is missing
             return others
         return [r for r, key in zip(others, keys, strict=True) if store.check([key])]
 
     def meeting(self) -> str | None:
-        """Where the first rank collects; None if it has no monitor."""
+        """Return the meeting at which the first rank collects; None if it has no monitor."""
         if self.rank == 0:
             return self._meeting
         store = _store()
@@ -141,12 +140,12 @@ class Exchange:
         return None if found is None else found.decode("ascii", "replace")
 
     def put(self, meeting: str, step: int, message: bytes) -> None:
-        """Let others have what this rank has to say of a step: its part, or the report.
+        """Write this rank's message for a step: its contribution, or the report.
 
         Args:
-            meeting: where.
-            step: its number.
-            message: what it says.
+            meeting: the meeting.
+            step: number of the step.
+            message: the message.
         """
         store, left = _known_store(), self._at(meeting)
         box = f"{self._key}/{meeting}/box/{self.rank}"
@@ -156,13 +155,13 @@ class Exchange:
         left.messages[step] = len(pieces)
         old = list(left.messages)[:-_KEPT]
         dropped = {step: left.messages.pop(step) for step in old}
-        # Last, so that what it tells of is whole.
+        # Written last, so that all pieces it lists are complete.
         store.set(box, " ".join(f"{step}:{count}" for step, count in left.messages.items()))
         for key in _keys(box, dropped):
             store.delete_key(key)
 
     def get(self, meeting: str, step: int, rank: int) -> bytes | None:
-        """What another rank has said of a step, if it has, and it is still there."""
+        """Return another rank's message for a step; None if it is not, or no longer, there."""
         keys = self._pieces(meeting, step, rank)
         if keys is None:
             return None
@@ -176,7 +175,7 @@ class Exchange:
         return b"".join(pieces)
 
     def take(self, step: int, rank: int) -> bytes | None:
-        """The part of another rank, if it has come: nobody else reads it."""
+        """Read and delete another rank's contribution, if it is there; only for the first rank."""
         part = self.get(self._meeting, step, rank)
         if part is not None:
             for key in self._pieces(self._meeting, step, rank) or ():
@@ -184,7 +183,7 @@ class Exchange:
         return part
 
     def decline(self, step: int) -> None:
-        """This rank comes to no point of a step: nobody needs to wait for it there."""
+        """Decline all points of a step, so that no other rank waits for this one."""
         store, meeting = _store(), self.meeting()
         if store is not None and meeting is not None:
             left, key = self._at(meeting), f"{self._key}/{meeting}/{step}/declined"
@@ -192,16 +191,16 @@ class Exchange:
             left.missed.append(key)
 
     def agree(self, step: int, point: str, patience: float) -> bool:
-        """Whether all ranks come to a point: then all of them hear so, or none does.
+        """Whether all ranks participate in a point; the result is the same in all ranks.
 
-        The only one that waits. Whoever comes last says yes; who has waited for too long says no;
-        what was said first holds. Of a point that is gone no more can be said: whoever takes it
-        away (`_clear`) first lets it be forgotten who came, so that none can be the last any more.
+        Only this method waits. The last rank to arrive writes yes, a rank that has waited too long
+        writes no, and the first answer holds. No answer is possible once a point is deleted:
+        `_clear` first deletes the count of arrivals, so that no rank can be the last any more.
 
         Args:
-            step: its number.
-            point: which, the same in all ranks; none comes to it twice.
-            patience: for how many seconds to wait at most.
+            step: number of the step.
+            point: name of the point, the same in all ranks; no rank calls this twice with it.
+            patience: largest time to wait, in seconds.
         """
         store, meeting = _store(), self.meeting()
         if store is None or meeting is None:
@@ -214,7 +213,7 @@ class Exchange:
         is_last = store.add(f"{key}/came", 1) == self.world
         end = time.monotonic() + patience
         look = 0.0
-        # From here on the others may count on it: what fails is no reason not to hear their word.
+        # From here on the others may count on this rank, so it reads the answer even after errors.
         try:
             while not is_last and _value(store, key) == _OPEN.encode() and time.monotonic() < end:
                 if time.monotonic() > look:
@@ -233,7 +232,7 @@ class Exchange:
         return agreed
 
     def refuse(self, step: int, point: str) -> None:
-        """This rank does not come to a point; nobody does then."""
+        """Decline a point, so that no rank participates in it."""
         store, meeting = _store(), self.meeting()
         if store is not None and meeting is not None:
             left, key = self._at(meeting), f"{self._key}/{meeting}/{step}/{point}"
@@ -242,24 +241,24 @@ class Exchange:
             left.missed.append(key)
 
     def _at(self, meeting: str) -> _Left:
-        """What this rank has left at a meeting, and is of use still; it joins if it must."""
+        """Return this rank's keys at a meeting, after joining if needed; delete unneeded keys."""
         store = _known_store()
         if meeting not in self._left:
             store.add(f"{self._key}/{meeting}/members", 1)
             self._left[meeting] = _Left()
-            for old in list(self._left)[:-2]:  # of the last one a report may still be read
+            for old in list(self._left)[:-2]:  # a report of the previous meeting may still be read
                 self._leave(old)
         left = self._left[meeting]
-        while len(left.missed) > _KEPT:  # who comes that late is told no all the same, but waits
+        while len(left.missed) > _KEPT:  # a rank this late still gets no, but only after waiting
             _clear(store, left.missed.popleft())
-        while len(left.agreed) > 1:  # all have come to the last: nobody looks at others any more
+        while len(left.agreed) > 1:  # all ranks reached the last point: none reads earlier ones
             agreed = left.agreed.popleft()
             if self.rank == 0:
                 _clear(store, agreed)
         return left
 
     def _leave(self, meeting: str) -> None:
-        """This rank needs nothing of a meeting any more; the last one to leave clears it."""
+        """Leave a meeting; the last rank to leave deletes all of its keys."""
         store, left, place = _known_store(), self._left.pop(meeting), f"{self._key}/{meeting}"
         for key in left.missed:
             _clear(store, key)
@@ -274,28 +273,28 @@ class Exchange:
         store.delete_key(f"{place}/members")
 
     def _pieces(self, meeting: str, step: int, rank: int) -> list[str] | None:
-        """Keys of the pieces of a message; None if there is none."""
+        """Return the keys of the pieces of a message; None if there is no message."""
         box = f"{self._key}/{meeting}/box/{rank}"
         count = _contents(_known_store(), box).get(step)
         return None if count is None else _keys(box, {step: count})
 
 
 _PAUSE, _LOOK = 0.002, 0.25  # seconds
-_PIECE = 2**22  # bytes of one value: the store of torchrun takes no more than eight million
-_KEPT = 8  # messages, and points that not all came to, of each rank
+_PIECE = 2**22  # bytes of one value: torchrun's store takes at most eight million
+_KEPT = 8  # number of messages, and of missed points, that each rank keeps
 _BOX = re.compile(rb"\d{1,18}:\d{1,4}(?: \d{1,18}:\d{1,4}){0,%d}" % (_KEPT - 1))
 _NOTHING, _OPEN = "-", "open"
 _GONE = "the process group is gone"
 
 
 def _value(store: "Store", key: str) -> bytes | None:
-    """What a key holds, if it is there: `get` would wait for it."""
+    """Return a key's value, or None, without waiting for the key as `get` does."""
     found: bytes = store.compare_set(key, _NOTHING, _NOTHING)
     return None if found == _NOTHING.encode() else found
 
 
 def _contents(store: "Store", box: str) -> dict[int, int]:
-    """By step, of how many pieces each of a rank's messages is."""
+    """Return the numbers of pieces of a rank's messages, by step."""
     listed = _value(store, box)
     if listed is None or not _BOX.fullmatch(listed):
         return {}
@@ -304,12 +303,12 @@ def _contents(store: "Store", box: str) -> dict[int, int]:
 
 
 def _keys(box: str, messages: Mapping[int, int]) -> list[str]:
-    """Keys of all pieces of these messages."""
+    """Return the keys of all pieces of these messages."""
     return [f"{box}/{step}/{piece}" for step, n in messages.items() for piece in range(n)]
 
 
 def _clear(store: "Store", point: str) -> None:
-    """Take a point away."""
+    """Delete a point."""
     store.delete_key(f"{point}/came")
     store.delete_key(point)
 
@@ -319,7 +318,7 @@ def _hashed(name: str) -> str:
 
 
 def _store() -> "Store | None":
-    """The store of the ranks that train together; None for one alone."""
+    """Return the default process group's store; None with fewer than two ranks."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     from torch.distributed import distributed_c10d  # not in every build of torch

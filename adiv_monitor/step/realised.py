@@ -1,8 +1,8 @@
-"""What a step really did to the rows: the same forward passes once more, with the new weights.
+"""The realised effect of a step on the rows, from rerunning its forward passes with new weights.
 
-Everything moves at once then: the layers before this one have changed too. And once with the
-weights half-way, which tells how far the whole move is from proportional to the step. Gradients are
-recorded where they were, so that the same functions run, but none is ever taken.
+All layers move at once in the rerun, also those before a given one. Another rerun with the weights
+half-way shows how far the move is from proportional to the step. Gradient recording is enabled
+where it was, so that the same functions run, but no gradient is ever computed.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from adiv_monitor.rerun.surroundings import devices_of, is_plain, untouched
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What is known of a layer's rows when the step is taken."""
+    """The vectors and calls of a layer's rows, when the step is taken."""
 
     G: Tensor
     d: Tensor
@@ -36,19 +36,19 @@ class _Kept:
 
 
 class Realised:
-    """Follows one step until what it really did is known.
+    """Measurement of the realised effect of one step.
 
     Args:
         model: the model.
-        selection: the parameters that are measured.
-        loss: whose change is measured too, if any.
+        selection: the measured parameters.
+        loss: the loss whose change is measured too, if any.
         fail: called with an exception.
 
     Attributes:
-        calls: notes the forward passes of the step.
-        products: by layer, of every row the products of the vectors `Moved`.
+        calls: recorder of the forward passes of the step.
+        products: by layer, the products of the vectors `Moved` of every row.
         loss_change: see `Losses.change`.
-        notes: what is missing, and why.
+        notes: notes on what is missing, and why.
     """
 
     def __init__(
@@ -76,31 +76,31 @@ class Realised:
         self.notes: list[str] = []
 
     def put_on(self) -> None:
-        """The step begins: note what the loss says."""
+        """Start recording the calls of the loss, as the step begins."""
         if self._losses is not None:
             self._losses.attach()
 
     def remove(self) -> None:
-        """The step is taken: its forward passes are over."""
+        """Stop recording the calls of the loss, after the step's forward passes."""
         if self._losses is not None:
             self._losses.detach()
 
     def step_begins(self) -> None:
-        """The optimizer is about to move the weights."""
-        self._kept.clear()  # of an earlier attempt, which raised
+        """Copy the weights, as the optimizer is about to move them."""
+        self._kept.clear()  # rows of an earlier attempt, which raised
         if not self.calls.refusal:
             self._before = [parameter.detach().clone() for parameter in self._parameters]
 
     def keep(self, path: str, G: Tensor, d: Tensor, z: Tensor, calls: Calls) -> None:
-        """The rows of a layer."""
+        """Keep the rows of a layer."""
         if not self.calls.refusal:
             self._kept[path] = _Kept(G, d, z, calls)
 
     def run(self, first: Capture) -> None:
-        """The weights are what they are at the next step: run its forward passes again.
+        """Rerun the step's forward passes, when the weights are those of the next step.
 
         Args:
-            first: what watched the step.
+            first: the capture of the step.
         """
         try:
             if self._kept or self.calls.refusal:
@@ -144,7 +144,7 @@ class Realised:
         stand_ins: Mapping[nn.Parameter, Tensor],
         losses: Losses | None,
     ) -> RerunRows:
-        """What is gathered with these values of the parameters."""
+        """Rerun the forward passes with these values of the parameters, and return the rows."""
         rows = RerunRows(self._model, self._selection, first, wanted)
         own = {parameter: parameter.data for parameter in stand_ins}
 
@@ -155,10 +155,10 @@ class Realised:
             rows.attach()
             if losses is not None:
                 losses.attach()
-            _have_data(stand_ins)  # what is written into that is lost
+            _have_data(stand_ins)  # writes to the parameters are lost
             run_again(self.calls, rows, losses)
             put_back()
-        finally:  # again, where that was interrupted
+        finally:  # once more, in case an interrupt hit the first call
             put_back()
         return rows
 
@@ -191,14 +191,14 @@ class Realised:
 
 
 def _parameters(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Those that the step or a forward pass may change."""
+    """Return the parameters that the step or a forward pass may change."""
     renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
     written = [p for m in renormed for p in m.parameters(recurse=False)]
     return [p for p in dict.fromkeys([*trainable(model), *written]) if is_plain(p)]
 
 
 def _why_not(modules: Sequence[nn.Module]) -> str:
-    """Why the forward passes of these modules can't be run again; "" if nothing is against it."""
+    """Return why the forward passes of these modules can't be rerun; "" if they can."""
     for module in modules:
         name = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
@@ -214,6 +214,6 @@ def _why_not(modules: Sequence[nn.Module]) -> str:
 
 
 def _have_data(values: Mapping[nn.Parameter, Tensor]) -> None:
-    """Let the parameters have this memory."""
+    """Set the `.data` of the parameters."""
     for parameter, value in values.items():
         parameter.data = value

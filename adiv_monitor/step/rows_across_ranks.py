@@ -1,9 +1,9 @@
-"""Rows of calls that several ranks made together: put together, and dealt out among them.
+"""Rows of calls that several ranks made together: all-gathered, then partitioned across ranks.
 
-With tensor parallelism the ranks of a group are given the same data, and each has columns of
-the rows' features, of z or of ∂L/∂z, or terms of them. They have chosen the same rows. Of these the
-whole is put together; then each rank keeps every k-th row, so that from here on they are what
-ranks with rows of their own are. Layers of which each has all are dealt out in the same way.
+With tensor parallelism the ranks of a group get the same data, and each has columns or partial sums
+of the rows' features, of z or of ∂L/∂z. They have sampled the same rows. These are all-gathered;
+then each of k ranks keeps every k-th row, so that from here on the ranks are like ranks with rows
+of their own. Layers of which each rank has all rows are partitioned in the same way.
 """
 
 import math
@@ -34,12 +34,12 @@ Reached = Mapping[Layer, Sequence[Call]]
 
 
 class RowsAcrossRanks:
-    """Puts the rows of one step together.
+    """All-gather and partition of the rows of one step.
 
     Args:
-        selection: what is measured, the same in all ranks.
-        collectives: those of the step.
-        agree: asks the other ranks.
+        selection: the measured parameters, the same in all ranks.
+        collectives: the collectives of the step.
+        agree: reaches agreement with the other ranks.
     """
 
     def __init__(self, selection: Selection, collectives: Collectives, agree: Agree) -> None:
@@ -49,18 +49,19 @@ class RowsAcrossRanks:
         self._agree = agree
 
     def signatures(self) -> list[Tensor]:
-        """What is put together before any rows: it tells of which that can be done."""
+        """Return the tensor to gather before any rows, which shows what rows can be gathered."""
         if self._peers is None:
             return []
         size = self._peers.count, len(self._parameters), 4
         return [_spread(self._unsigned(self._peers), 0, size, self._peers)]
 
     def make(self, reached: Reached, *, all_participate: bool) -> list[Layer]:
-        """Put the calls' rows together, and deal them out; the layers of which that can't be.
+        """Gather the calls' rows and partition them; return the layers for which that fails.
 
         Args:
             reached: the layers with their calls.
-            all_participate: all ranks take part; else each keeps what it has alone.
+            all_participate: all ranks participate; otherwise each rank keeps the layers that it has
+                alone.
         """
         peers = self._peers
         if peers is None:
@@ -77,10 +78,10 @@ class RowsAcrossRanks:
         return [layer for layer in reached if layer not in alike]
 
     def _put_together(self, reached: Reached, peers: Peers) -> set[Layer]:
-        """The layers of which all ranks have the same rows, which are whole then, or own ones.
+        """Gather rows; return the layers of which all ranks have the same, or all different rows.
 
-        All tell each other by a few numbers which rows they have, and agree to come when all have
-        read them, so that none comes to put them together alone.
+        The ranks first exchange a few numbers that identify their rows. They agree to participate
+        once all have read these, so that no rank starts to gather rows alone.
         """
         parts = {x: [part for call in reached[x] for part in _parts(call)] for x in reached}
         spread = {x: [part.spread(peers) for part in parts[x]] for x in reached}
@@ -101,7 +102,7 @@ class RowsAcrossRanks:
                 alike += layers
                 pending += [tensor for layer in layers for tensor in spread[layer]]
         pending.reverse()
-        if not self._agree("rows"):  # all come, since others may have rows where these have none
+        if not self._agree("rows"):  # all ranks call this: others may have rows to gather
             return set()
         self._collectives.pending.extendleft(pending)
         for layers, is_apart in zip(led.values(), apart, strict=True):
@@ -112,36 +113,36 @@ class RowsAcrossRanks:
         return set(alike)
 
     def _unsigned(self, peers: Peers) -> Tensor:
-        """Room for four numbers of each parameter; −1 where none of its layers was seen."""
+        """Return a tensor for four numbers per parameter, filled with −1: no layer was seen."""
         size, device = (1, len(self._parameters), 4), peers.mesh.device_type
         return torch.full(size, -1, dtype=torch.float64, device=device)
 
 
 def _compared(every: Tensor) -> tuple[list[bool], list[bool]]:
-    """Of each parameter, whether all have the same rows of it; and whether each has other ones.
+    """Return by parameter whether all ranks have the same rows, and whether all rows differ.
 
     Args:
-        every: (ranks, parameters, 4), a signature, how many rows, and a fingerprint.
+        every: (ranks, parameters, 4), signature, number of rows, and two-number fingerprint.
     """
     signatures, totals, prints = every[..., 0], every[..., 1], every[..., 2:]
     chose_alike = signatures[:, None] == signatures
     differ = ((prints[:, None] - prints).abs() > _UNLIKE).any(-1)
     same = chose_alike.all(0).all(0) & ~differ.any(0).any(0)
-    # Other numbers of as many rows mean nothing where these were not chosen alike.
+    # Different fingerprints of equally many rows mean nothing if the samples differ.
     differ &= chose_alike | (totals[:, None] != totals)
     apart = (signatures >= 0).all(0) & (differ.sum((0, 1)) == len(every) * (len(every) - 1))
     return same.tolist(), apart.tolist()
 
 
-# Two fingerprints of one size are as close as this by chance once in ten thousand times.
+# Two different fingerprints are as close as this with a probability of one in ten thousand.
 _UNLIKE = 1e-2
 
 
 def _fingerprint(calls: Sequence[Call]) -> Tensor:
-    """Two numbers that tell rows apart; zeros where functions tell that they are the same.
+    """Return two numbers that identify rows; zeros where the rows are known to be the same.
 
-    The rows' z and ∂L/∂z, along a fixed direction. With layers that a rank computes by itself
-    nobody says whether it is given what the others are, or its own part of the samples or tokens.
+    They are the rows' z and ∂L/∂z along a fixed direction. For a layer that each rank computes by
+    itself, it is not known whether the ranks get the same data, or parts of the samples or tokens.
     """
     if any(call.split is not None for call in calls):
         return torch.zeros(2, dtype=torch.float64)
@@ -156,7 +157,7 @@ def _fingerprint(calls: Sequence[Call]) -> Tensor:
 
 
 def _signature(layers: Sequence[Layer], reached: Reached) -> float:
-    """A number for the rows of layers; NaN, equal to no other, where they can't be dealt out."""
+    """Return a number that identifies the layers' rows; NaN if they can't be partitioned."""
     if any(len(set(map(_is_own, reached[layer]))) > 1 for layer in layers):
         return math.nan
     told = [(layer.path, *map(_told, reached[layer])) for layer in layers]
@@ -164,7 +165,7 @@ def _signature(layers: Sequence[Layer], reached: Reached) -> float:
 
 
 def _told(call: Call) -> object:
-    """What must be the same in all ranks of a call that they make together."""
+    """Return the properties of a shared call that must be the same in all ranks."""
     if _is_own(call):
         return "own"
     split, known = call.split, (call.size is not None, call.whole is not None)
@@ -174,7 +175,7 @@ def _told(call: Call) -> object:
 
 
 def _apart(reached: Reached) -> set[Layer]:
-    """Those of which each rank has all that there is, or rows of its own."""
+    """Return the layers of which each rank has everything, or rows of its own."""
     return {
         layer
         for layer, calls in reached.items()
@@ -188,14 +189,14 @@ def _is_own(call: Call) -> bool:
 
 
 class _Part:
-    """A tensor of a call that is to be put together.
+    """A tensor of a call that is to be all-gathered or all-reduced.
 
     Args:
         call: the call.
-        name: of the tensor.
-        tensor: what this rank has of it.
+        name: name of the tensor.
+        tensor: this rank's part of it.
         how: `COLUMNS` or `PARTIAL_SUM`.
-        width: how many columns there are in all.
+        width: number of columns of all ranks.
     """
 
     def __init__(self, call: Call, name: str, tensor: Tensor, how: str, width: int) -> None:
@@ -243,7 +244,7 @@ def _parts(call: Call) -> Iterable[_Part]:
 
 
 def _squared(how: str) -> str:
-    """What squared norms of rows are, of which a rank has this."""
+    """Return how squared norms are split across ranks, for rows that are split like this."""
     return PARTIAL_SUM if how == COLUMNS else how
 
 
@@ -252,7 +253,7 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 
 
 def _spread(part: Tensor, dim: int | None, size: Sequence[int], peers: Peers) -> Tensor:
-    """A part as one of those that make a whole of this size: joined in a dimension, or added."""
+    """Return a part as a `DTensor` of this global size, sharded in a dimension, or partial."""
     from torch.distributed.tensor import DTensor, Partial, Shard  # not in every build of torch
 
     made: Any = DTensor.from_local(
@@ -265,7 +266,7 @@ def _spread(part: Tensor, dim: int | None, size: Sequence[int], peers: Peers) ->
 
 
 def deal(calls: Sequence[Call], peers: Peers) -> None:
-    """Keep this rank's share of the rows of a layer, all of which it knows."""
+    """Keep this rank's share of the rows of a layer, of which it has all."""
     chosen = rows = 0
     for call in calls:
         assert call.gradient is not None
@@ -292,12 +293,12 @@ def deal(calls: Sequence[Call], peers: Peers) -> None:
 def partition(
     calls: Sequence[Call], peers: Peers | None, *, all_participate: bool
 ) -> Partition | None:
-    """What the rows of a layer's calls are part of, if other ranks have the same.
+    """Return the partition to which a layer's rows belong; None if each rank has its own rows.
 
     Args:
         calls: the calls.
-        peers: those ranks.
-        all_participate: they were dealt out; else each has all of them.
+        peers: the ranks of the group; None without tensor parallelism.
+        all_participate: the rows are partitioned across the ranks; otherwise each has all of them.
     """
     if peers is None or all(map(_is_own, calls)):
         return None

@@ -1,4 +1,4 @@
-"""Which steps are measured: at a fixed interval, or as many as a bound on their cost allows."""
+"""Schedules of measured steps: at a fixed interval, or by a bound on their cost."""
 
 import math
 from collections import deque
@@ -11,88 +11,89 @@ from torch import Tensor
 from adiv_monitor.step.ranks import Ranks
 from adiv_monitor.step.times import step_times
 
-# Steps from the start of a measured one until its cost is read, because a device may lag behind,
-# and until all ranks know what the first made of it.
+# Numbers of steps from the start of a measured one until its cost is read, since a device may lag
+# behind, and until all ranks know the interval that the first rank has set.
 _READ, _SHORTEST = 8, 16
 
 
 class Schedule(Protocol):
-    """Says which steps are measured.
+    """Schedule of measured steps.
 
     Attributes:
-        interval: steps from one measured step to the next, as it stands.
+        interval: present number of steps from one measured step to the next.
     """
 
     interval: int
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
-        """The coming step is measured.
+        """Start the schedule: the coming step is measured.
 
         Args:
-            step: its number.
-            parameter: one of the model's, on the device that works.
-            name: of what is measured, the same in all ranks that train together.
+            step: number of the coming step.
+            parameter: a parameter of the model, on the device that trains it.
+            name: name of the measured model, the same in all ranks that train together.
         """
 
     def forward_begins(self) -> None:
-        """The forward pass of a measured step begins."""
+        """Record that the forward pass of a measured step begins."""
 
     def step_ended(self, coming: int) -> bool:
-        """Whether the coming step, of this number, is to be measured."""
+        """Record the end of a step; return whether the coming step is to be measured."""
 
     def costs(self) -> list[float]:
-        """What measured steps were seen to cost, in plain steps."""
+        """Return the costs of measured steps so far, in plain steps."""
 
     def resume(self, costs: Iterable[float]) -> None:
-        """Start from what they cost in the run that goes on; before `begin`."""
+        """Start from the costs of a resumed run; call this before `begin`."""
 
     def end(self) -> None:
-        """No step is measured any more."""
+        """End the schedule, as no more steps are measured."""
 
 
 def make_schedule(every_n_steps: int, max_overhead: float | None) -> Schedule:
-    """The fixed interval, or if a share of the training time is given, one that keeps to it."""
+    """Return a `Regular` schedule, or a `Bounded` one if `max_overhead` is given."""
     if max_overhead is None:
         return Regular(every_n_steps)
     return Bounded(every_n_steps, max_overhead)
 
 
 class Regular:
-    """Measures every step whose number is a multiple of the interval; there is no clock."""
+    """Schedule that measures every step whose number is a multiple of the interval."""
 
     def __init__(self, every_n_steps: int) -> None:
         self.interval = every_n_steps
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
-        """Nothing has to be known of the run."""
+        """Do nothing: the schedule does not depend on the run."""
 
     def forward_begins(self) -> None:
-        """Nor of its steps."""
+        """Do nothing: steps are not timed."""
 
     def step_ended(self, coming: int) -> bool:
-        """Whether the coming step, of this number, is to be measured."""
+        """Return whether the coming step's number is a multiple of the interval."""
         return coming % self.interval == 0
 
     def costs(self) -> list[float]:
-        """Nothing is known of them."""
+        """Return an empty list: costs are not measured."""
         return []
 
     def resume(self, costs: Iterable[float]) -> None:
-        """Nor has to be."""
+        """Do nothing: the schedule does not depend on costs."""
 
     def end(self) -> None:
-        """Nobody was told anything."""
+        """Do nothing: nothing was published to other ranks."""
 
 
 class Bounded:
-    """Measures as often as a bound on the monitor's share of the training time allows.
+    """Schedule that measures as often as a bound on the monitor's share of training time allows.
 
-    What measuring costs shows in two steps, since all that is slow in a new run adds to the first:
-    another follows at the least interval. What both have cost is then made up for by a longer wait.
+    The cost is determined from two measured steps, the second after the least interval, since the
+    first includes everything that is slow in a new run. A longer interval afterwards compensates
+    for the cost of both.
 
     Args:
         every_n_steps: the least interval.
-        max_overhead: the share, above 0 and below 1.
+        max_overhead: the bound on the share, above 0 and below 1.
     """
 
     def __init__(self, every_n_steps: int, max_overhead: float) -> None:
@@ -102,18 +103,18 @@ class Bounded:
         self._ranks: Ranks | None = None
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
-        """The coming step is measured."""
+        """Start the schedule: the coming step is measured."""
         self._last = self._next = step  # step measured last, and next
-        self._unpaid, self._unpaid_since = 1, step  # measured steps without a wait for them
+        self._unpaid, self._unpaid_since = 1, step  # measured steps not yet compensated for
         self._times = step_times(parameter)
         self._ranks = Ranks(name)
 
     def forward_begins(self) -> None:
-        """The forward pass of a measured step begins."""
+        """Record that the forward pass of a measured step begins."""
         self._times.forward_begins()
 
     def step_ended(self, coming: int) -> bool:
-        """Whether the coming step, of this number, is to be measured."""
+        """Record the end of a step; return whether the coming step is to be measured."""
         since = coming - self._last
         self._times.step_ended(measured=since == 1)
         if since == _READ:
@@ -132,26 +133,26 @@ class Bounded:
         return True
 
     def costs(self) -> list[float]:
-        """What measured steps were seen to cost, in plain steps."""
+        """Return the costs of measured steps so far, in plain steps."""
         return list(self._costs)
 
     def resume(self, costs: Iterable[float]) -> None:
-        """Start from what they cost in the run that goes on; before `begin`."""
+        """Start from the costs of a resumed run; call this before `begin`."""
         self._costs.extend(costs)
 
     def end(self) -> None:
-        """No step is measured any more."""
+        """End the schedule, and remove the numbers published to other ranks."""
         if self._ranks is not None:
             self._ranks.end()
 
     def _plan(self) -> None:
         """Set the interval, and the step to measure next."""
-        if self._costs or self._unpaid > 1:  # right after the first, even plain steps are slow
+        if self._costs or self._unpaid > 1:  # after the first measured step plain steps are slow
             self._costs += self._times.costs()
         if len(self._costs) < 2:
             self._next = self._last + self._least
             return
-        # Not the mean: what else falls into a measured step only lengthens it.
+        # The median, not the mean: other work in a measured step only lengthens it.
         self.interval = interval(median_low(self._costs), self._bound, self._least)
         paid = self._unpaid_since + self._unpaid * self.interval
         self._next = max(self._last + self.interval, paid)
@@ -159,13 +160,13 @@ class Bounded:
 
 
 def interval(cost: float, bound: float, least: int) -> int:
-    """Smallest interval n at which measuring one step in n takes no more than its share.
+    """Return the smallest interval n at which measuring one step in n keeps to the bound.
 
     c/(n + c) ≤ x, hence n ≥ c(1/x − 1).
 
     Args:
         cost: c, the time that measuring adds, in plain steps.
         bound: x, the share of the training time, above 0 and below 1.
-        least: the interval that is short enough.
+        least: lower bound of the result.
     """
     return max(least, math.ceil(cost * (1 / bound - 1)))

@@ -1,8 +1,7 @@
-"""Whether a part that came from another rank can be merged with others.
+"""Check of whether a contribution from another rank is consistent in itself.
 
-Its types are those of a `RankContribution` (`messages.py`). But its numbers index each other,
-and say how many there are of others; whether these are like other ranks' is checked when they are
-merged.
+Decoding (`messages.py`) ensures the types of a `RankContribution`, but not that its counts and
+indices match its arrays. The merge checks that it matches other ranks' contributions.
 """
 
 from adiv_monitor.maths.attention_sums import AttentionSums
@@ -12,10 +11,10 @@ from adiv_monitor.step.rank_contribution import RankContribution
 
 
 def check(part: RankContribution) -> None:
-    """A part as `prepared` makes it.
+    """Check that a contribution is like those from `prepared`.
 
     Raises:
-        Malformed: it is not.
+        Malformed: the contribution is inconsistent.
     """
     for path, layer in part.layers.items():
         if not _is_sound(layer):
@@ -63,7 +62,7 @@ def _is_sound(layer: LayerSums[Array]) -> bool:
 
 
 def _has_rows(blocks: Blocks[Array], seen: int) -> bool:
-    """Whether the scales are each of one of so many rows."""
+    """Whether each of the scales belongs to one of the `seen` rows."""
     rows, count = blocks.entry_rows, len(blocks.entries) if blocks.entries.ndim == 1 else -1
     if rows is None:
         return count == seen * blocks.groups

@@ -1,4 +1,4 @@
-"""The optimizer that is followed: which one really steps, and where its steps begin and end."""
+"""The followed optimizer: which object takes the steps, its learning rates, nested steps."""
 
 import sys
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 
 def stepping(optimizer: Optimizer | None) -> Optimizer | None:
-    """The optimizer that steps and runs hooks, inside wrappers that merely hold it.
+    """Return the optimizer that steps and runs hooks, from inside wrappers that only hold it.
 
-    Accelerate's and Lightning's wrappers do; one that runs hooks of its own has steps of its own.
+    Accelerate and Lightning have such wrappers. A wrapper that runs hooks itself has its own steps.
     """
     inner = getattr(optimizer, "optimizer", None)
     if runs_hooks(optimizer) or not isinstance(inner, Optimizer):
@@ -21,14 +21,14 @@ def stepping(optimizer: Optimizer | None) -> Optimizer | None:
 
 
 def runs_hooks(optimizer: object) -> bool:
-    """Whether this is an optimizer that torch has made ready to run hooks around its steps."""
+    """Whether an object is an initialized torch optimizer, which runs hooks around its steps."""
     return isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """`lr` of each parameter group as it is now; none where a group has none.
+    """Return the present `lr` of each parameter group; an empty list if a group has none.
 
-    Of what is on a device a copy is made there: a scheduler may write to it before it is read.
+    A tensor is copied on its device, since a scheduler may write to it before it is read.
     """
     found: list[float | Tensor] = []
     for group in optimizer.param_groups:
@@ -43,15 +43,15 @@ def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
 
 
 def is_within_own_step(optimizer: Optimizer) -> bool:
-    """Whether a hook of the optimizer was called by a step that another step of it has called.
+    """Whether a hook of the optimizer is called by a step inside another step of the optimizer.
 
-    A subclass's step may call its base class's, and torch runs all hooks around both. Read from the
-    call stack: a step that raises runs no hook at its end, so a count of steps would stay wrong.
+    A subclass's step may call its base class's, and torch runs all hooks around both. The result is
+    read from the call stack: a step that raises runs no post-hook, which would break a counter.
     """
     hooked = [c.__dict__["step"] for c in type(optimizer).__mro__ if _is_hooked(c)]
     if len(hooked) < 2:
         return False
-    code = hooked[0].__code__  # torch's wrapper, the same around every step; maybe compiled
+    code = hooked[0].__code__  # torch's wrapper, the same for every step; may be compiled
     name = (code.co_name, code.co_filename)
     frames = (f for f in _stack() if (f.f_code.co_name, f.f_code.co_filename) == name)
     return sum(frame.f_locals.get("self") is optimizer for frame in frames) > 1

@@ -1,4 +1,4 @@
-"""How long steps take, read without ever waiting for the device."""
+"""Durations of steps, read without ever waiting for the device."""
 
 import time
 from collections import deque
@@ -13,65 +13,65 @@ Mark = TypeVar("Mark")
 
 
 class Clock(Protocol[Mark]):
-    """Tells the time that passes between two marks."""
+    """Clock that measures the time between two marks."""
 
     def now(self) -> Mark:
         """Set a mark."""
 
     def passed(self, start: Mark, end: Mark) -> float | None:
-        """Seconds between two marks; None as long as the device has not come to the second."""
+        """Return seconds between two marks; None until the device has reached both."""
 
 
 class HostClock:
-    """For devices that have done their work when Python goes on."""
+    """Clock for devices that have done their work when Python goes on."""
 
     def now(self) -> float:
-        """Seconds of a clock that never goes back."""
+        """Return seconds of a monotonic clock."""
         return time.perf_counter()
 
     def passed(self, start: float, end: float) -> float:
-        """Seconds between two marks."""
+        """Return seconds between two marks."""
         return end - start
 
 
 class DeviceClock:
-    """For a GPU, which is told what to do ahead of time: events among its work."""
+    """Clock for a GPU, whose work is queued asynchronously, by CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> torch.cuda.Event:
-        """An event at this place of the device's work."""
+        """Record an event in the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """Seconds between two events; None as long as they have not both happened."""
+        """Return seconds between two events; None until both have happened."""
         happened = start.query() and end.query()  # type: ignore[no-untyped-call]
         return start.elapsed_time(end) / 1000 if happened else None
 
 
 class StepTimes(Generic[Mark]):
-    """Times steps, each from the end of the one before it to its own.
+    """Timer of steps, each from the end of the previous step to its own end.
 
-    A measured step is timed together with the one after it, in which its report is completed.
+    A measured step is timed together with the next one, in which its report is completed.
     """
 
     def __init__(self, clock: Clock[Mark]) -> None:
         self._clock = clock
-        self._marks = [clock.now()]  # of the step under way
-        self._is_open = False  # a measured step has ended, the one after it has not
+        self._marks = [clock.now()]  # marks of the current step
+        self._is_open = False  # whether a measured step has ended, and the next one has not
         self._waiting: deque[tuple[deque[list[float]], list[Mark]]] = deque()
         self._plain: deque[list[float]] = deque(maxlen=32)
         self._measured: deque[list[float]] = deque(maxlen=32)
 
     def forward_begins(self) -> None:
-        """Set a mark in a measured step: what came before may be an evaluation, too."""
+        """Set a mark in a measured step: the time before it may include an evaluation."""
         self._marks.append(self._clock.now())
 
     def step_ended(self, *, measured: bool) -> None:
-        """Set a mark, and read those that the device has come to."""
+        """Set a mark, and read the marks that the device has reached."""
         if measured:
             self._is_open = True
             return
@@ -88,10 +88,10 @@ class StepTimes(Generic[Mark]):
             self._waiting.popleft()
 
     def costs(self) -> list[float]:
-        """What each measured step since the last call took longer, in plain steps.
+        """Return the extra time of each measured step since the last call, in plain steps.
 
-        A plain step is the median of the last ones: loading, evaluation and the like come between.
-        Before the forward pass of a measured step they count as one plain step at most.
+        A plain step is the median of the last ones, since loading, evaluation and the like fall in
+        between. Before the forward pass of a measured step they count as one plain step at most.
         """
         if not self._plain:
             return []
@@ -102,7 +102,7 @@ class StepTimes(Generic[Mark]):
 
 
 def step_times(parameter: Tensor) -> StepTimes[float] | StepTimes[torch.cuda.Event]:
-    """Times for steps of a model that has this parameter."""
+    """Return a timer for the steps of a model with this parameter."""
     if parameter.is_cuda:
         return StepTimes(DeviceClock(parameter.device))
     return StepTimes(HostClock())

@@ -1,15 +1,12 @@
-"""From the device to the host: everything of a step at once."""
+"""Transfer of all numbers of a step from device to host at once."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import prod
 from typing import Generic, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.maths.attention_sums import AttentionSums
@@ -19,15 +16,15 @@ from adiv_monitor.maths.sums import Array, LayerSums, T
 
 @dataclass(slots=True, eq=False)
 class Flags(Generic[T]):
-    """Of the step as a whole.
+    """Numbers of the step as a whole.
 
     Attributes:
-        gradient_scale: what a fused optimizer divided the gradients by.
-        gradient_changed: the optimizer changed `.grad` during its step.
-        skipped: > 0: a fused optimizer found inf and did nothing.
-        moved: the optimizer moved the weights before the gradient was there.
-        loss_change: how the loss really changed.
-        loss_changes: of every sample.
+        gradient_scale: the factor by which a fused optimizer divided the gradients.
+        gradient_changed: nonzero if the optimizer changed `.grad` during its step.
+        skipped: > 0 if a fused optimizer found inf and did nothing.
+        moved: nonzero if the optimizer moved the weights before the gradient was computed.
+        loss_change: realised change of the loss.
+        loss_changes: realised change of every sample's loss.
     """
 
     gradient_scale: T | None = None
@@ -43,11 +40,11 @@ class StepSums(Generic[T]):
     """All numbers of a step.
 
     Attributes:
-        layers: by path.
-        flags: of the step as a whole.
+        layers: records of layers by path.
+        flags: numbers of the step as a whole.
         products: numbers that add up to dot products of the parameters.
-        norms: norms whose squares add up to such; once on the host, they are in `products`.
-        attention: by path, of each call.
+        norms: norms whose squares add up to dot products; `fetch` adds the squares to `products`.
+        attention: records of each call, by path of the attention.
     """
 
     layers: dict[str, LayerSums[T]]
@@ -58,7 +55,7 @@ class StepSums(Generic[T]):
 
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
-    """The same on the host, with the squares of norms among the products."""
+    """Copy the numbers to the host, and add the squares of norms to the products."""
     found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
     for field in fields(found.norms):
         norms: dict[int, Array] = getattr(found.norms, field.name)
@@ -67,7 +64,7 @@ def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
 
 
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
-    """The numbers of all these, end to end, by one transfer from each device."""
+    """Return all numbers, concatenated, by one transfer from each device."""
     arrays = iter(_fetched([value for value in values if isinstance(value, Tensor)]))
     found: list[float] = []
     for value in values:
@@ -76,25 +73,24 @@ def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
 
 
 def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
-    """Float64 arrays of the same shapes, by one transfer from each device."""
-    arrays: list[Array] = [np.empty(0)] * len(tensors)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        by_device[tensor.device].append(i)
-    for places in by_device.values():
-        packed, end = _packed([tensors[i] for i in places]), 0
-        for i in places:
-            shape = tensors[i].shape
-            start, end = end, end + prod(shape)
-            part = packed[start:end]
-            arrays[i] = part if len(shape) == 1 else part.reshape(shape)
-    return arrays
+    """Return float64 arrays of the tensors' shapes, by one transfer from each device."""
+    devices = [tensor.device for tensor in tensors]
+    fetched = {
+        device: iter(
+            _on_host([x for x, own in zip(tensors, devices, strict=True) if own == device])
+        )
+        for device in set(devices)
+    }
+    if len(fetched) == 1:
+        return list(*fetched.values())
+    return [next(fetched[device]) for device in devices]
 
 
-def _packed(tensors: list[Tensor]) -> Array:
-    """All of them end to end, on the host."""
+def _on_host(tensors: list[Tensor]) -> list[Array]:
+    """Return float64 copies on the host of tensors on one device."""
     try:
         flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-        return flat.cpu().numpy().astype(np.float64)
-    except torch.OutOfMemoryError:  # on the device; one by one there is nothing to make room for
-        return np.concatenate([part.cpu().double().numpy().reshape(-1) for part in tensors])
+        found: Sequence[Tensor] = _unflatten_dense_tensors(flat.cpu().double(), tensors)  # type: ignore[no-untyped-call]
+    except torch.OutOfMemoryError:  # copying one by one needs no extra memory on the device
+        found = [part.cpu().double() for part in tensors]
+    return [part.numpy() for part in found]

@@ -1,4 +1,4 @@
-"""Layers that are measured in turn: whose turn it is."""
+"""Turns of modules whose layers are measured in different steps."""
 
 from dataclasses import replace
 
@@ -7,17 +7,17 @@ from adiv_monitor.report import Turn
 
 
 class Turns:
-    """Goes round the modules that hold parameters, so many in each measured step.
+    """Round-robin over the modules that hold parameters, some in each measured step.
 
-    The order is the model's, the same in all ranks: what a forward pass happens to call has no
-    say in it. Parameters that torch moved into modules of their own (`parametrize`) go with the
-    module that they were moved from; modules that share a parameter count as one.
+    The order is the model's, the same in all ranks, whatever a forward pass calls. Parameters that
+    torch moved into other modules (`parametrize`) belong to their original module; modules that
+    share a parameter count as one.
 
     Args:
-        modules_per_step: how many modules' layers are measured in one step; None: all, always.
+        modules_per_step: number of modules whose layers are measured in one step; None: all.
 
     Attributes:
-        taken: turns so far: whoever counts measured steps counts them here.
+        taken: number of turns so far; incremented by the code that counts measured steps.
     """
 
     def __init__(self, modules_per_step: int | None) -> None:
@@ -25,7 +25,7 @@ class Turns:
         self.taken = 0
 
     def next(self, selection: Selection) -> tuple[Selection, Turn | None]:
-        """The selection with those parameters due whose turn is next."""
+        """Return the selection with the parameters due whose turn is next, and the turn."""
         if self._size is None:
             return selection, None
         held = _held_together(selection)
@@ -36,7 +36,7 @@ class Turns:
 
 
 def _held_together(selection: Selection) -> list[list[int]]:
-    """Ids of the parameters of each module, in the model's order; of tied modules in one list."""
+    """Return ids of each module's parameters, in the model's order; tied modules share a list."""
     held: dict[str, list[int]] = {}
     for key, places in selection.places.items():
         homes = dict.fromkeys(place.home[0] for place in places)

@@ -1,7 +1,7 @@
-"""Sharded parameters' gradients and updates, made whole, one parameter at a time.
+"""All-gathered gradients and updates of sharded parameters, one parameter at a time.
 
-What a step does to a row takes all of the gradient and of the update. All ranks agree first to
-put them together, through the store by which they met: either all come to it, or none.
+The effect of a step on a row depends on the complete gradient and update. All ranks first agree on
+the all-gather through the process group's store: either all participate, or none.
 """
 
 import zlib
@@ -32,40 +32,46 @@ WHY_NOT = (
 
 
 class UnshardedParameters:
-    """Makes them whole around one step.
+    """All-gather of sharded parameters' gradients and updates in one step.
 
     Args:
-        selection: what is measured, the same in all ranks.
-        agree: asks the other ranks.
+        selection: the measured parameters, the same in all ranks.
+        agree: reaches agreement with the other ranks.
 
     Attributes:
-        all_participate: all ranks take part in making the gradients whole.
-        entries: some entries of the gradient, by id of the parameter, where backward passes leave
-            them.
-        parts: by id, gradients of which ranks had less than of the parameter: now as much.
+        all_participate: all ranks participate in the all-gather of the gradients.
+        entries: sampled entries of the gradient, by id of the parameter, in the layout in which
+            backward passes leave it.
+        parts: by id of the parameter, gradients that were sharded differently from the parameter,
+            resharded like it.
     """
 
     def __init__(self, selection: Selection, agree: Agree) -> None:
         self._sharded = [p for p in selection.parameters if is_shard(p)]
         self._named = {key: places[0].full_name for key, places in selection.places.items()}
-        self._peers = selection.peers
+        self.peers = selection.peers
         self._agree = agree
         self._collectives = Collectives()
         self._rows = RowsAcrossRanks(selection, self._collectives, agree)
-        self._reached: list[nn.Parameter] = []  # have a gradient: all ranks', or none's
+        self._reached: list[nn.Parameter] = []  # with a gradient, in all ranks or in none
         self._before: dict[int, Tensor] = {}
         self.all_participate = False
         self._unsharded: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
         self.parts: dict[int, Tensor] = {}
-        self._known: dict[int, Tensor] = {}  # the same, whole
+        self._known: dict[int, Tensor] = {}  # the unsharded gradients of `parts`
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether any measured parameter is sharded."""
+        return bool(self._sharded)
 
     def gradients(self, wanted: Collection[int]) -> bool:
-        """Whether gradients can be made whole; those of `parts` are.
+        """Agree on gathering the gradients, and gather those of `parts`; return if all agree.
 
         Args:
-            wanted: ids of the parameters whose gradients are.
+            wanted: ids of the parameters whose gradients are needed.
         """
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
         for made in (self.entries, self.parts, self._known, self._before):
@@ -84,7 +90,7 @@ class UnshardedParameters:
         return self.all_participate
 
     def rows(self, reached: Mapping[Layer, Sequence[Call]]) -> list[Layer]:
-        """Put together what ranks know of rows together; the layers that is not known of.
+        """Gather rows that ranks have in parts; return the layers for which that fails.
 
         Args:
             reached: the layers with their calls.
@@ -92,21 +98,21 @@ class UnshardedParameters:
         return self._rows.make(reached, all_participate=self.all_participate)
 
     def keep(self, steps: ParameterSteps) -> None:
-        """An optimizer step follows: keep of the parameters what `steps` has no copy of."""
+        """Copy the parameters of which `steps` has no copy, before an optimizer step."""
         known = [p for p in self._reached if steps.before(p) is None]
         self._before = {id(p): part_of(p).clone() for p in known}
 
     def updates(self) -> bool:
-        """Whether updates can be."""
+        """Agree on gathering the updates; return whether all ranks participate."""
         return self.all_participate and self._agree_on("update", self._reached)
 
     def _agree_on(self, point: str, pending: Sequence[Tensor]) -> bool:
         if not self._reached:
             return False
         largest = max(self._reached, key=Tensor.numel)
-        # A rank without room for it must not find out when the others wait.
+        # Fail now if memory is short, not when the other ranks already wait.
         torch.empty(2 * largest.numel(), dtype=compute_dtype(largest), device=largest.device)
-        # Whoever comes must mean the same: all that is measured, and what is put together.
+        # All ranks must agree on the same parameters to measure, and the same tensors to gather.
         which = [self._named[id(p)] for p in self._reached]
         meant = repr((self._named.values(), which, [(t.shape, t.placements) for t in pending]))  # type: ignore[attr-defined]
         agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(meant.encode()):08x}")
@@ -115,14 +121,14 @@ class UnshardedParameters:
         return agreed
 
     def settle(self) -> None:
-        """Come to what all have agreed on, where something has failed here; with no numbers."""
+        """Participate in all pending collectives with NaN, after a failure in this rank."""
         self._collectives.settle()
         self._unsharded.clear()
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
-        """Layers with γ of their pieces, as the parameters come; those without one don't."""
+        """Yield layers with γ of their pieces, as soon as their parameters are gathered."""
         for parameter, whole in self._made(gradient, self._known):
-            left = whole if self._peers is None else self._peers.part(whole, parameter)
+            left = whole if self.peers is None else self.peers.part(whole, parameter)
             self.entries[id(parameter)] = (
                 to_compute_dtype(sampled_entries(left)).reshape(-1).clone()
             )
@@ -132,7 +138,7 @@ class UnshardedParameters:
     def of_updates(
         self, layers: Sequence[Layer], steps: ParameterSteps
     ) -> Iterator[tuple[Layer, Parts]]:
-        """Layers with what the step took away from their pieces, likewise."""
+        """Yield layers with the negative update of their pieces, once these are gathered."""
 
         def taken(parameter: nn.Parameter) -> Tensor:
             kept = self._before.pop(id(parameter), None)
@@ -147,7 +153,7 @@ class UnshardedParameters:
     def _made(
         self, part: Callable[[nn.Parameter], Tensor], known: Mapping[int, Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with the whole of what this rank has a part of."""
+        """Yield every parameter with the all-gathered tensor; `part` returns this rank's part."""
         self._given = set()
         for parameter in self._reached:
             whole = known.get(id(parameter))
@@ -157,7 +163,7 @@ class UnshardedParameters:
             yield parameter, whole
 
     def _ready(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
-        """The layers all of whose parameters have come; what no other needs is let go."""
+        """Yield layers whose parameters are all gathered; release tensors of no more use."""
         for layer in layers:
             if layer in self._given or any(id(p) not in self._unsharded for p in spread(layer)):
                 continue
@@ -169,5 +175,5 @@ class UnshardedParameters:
 
 
 def spread(layer: Layer) -> Sequence[nn.Parameter]:
-    """The parameters of a layer of which each rank holds a part."""
+    """Return the sharded parameters of a layer."""
     return [parameter for parameter in layer.parameters if is_shard(parameter)]

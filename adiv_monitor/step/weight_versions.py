@@ -1,12 +1,12 @@
-"""What making a weight of parameters does to the scales of its rows.
+"""Scales of rows whose weight is computed from parameters.
 
-A gradient step moves a weight Θ = f(θ) by JJᵀ(GᵀΦ), J = ∂Θ/∂θ. Only where JJᵀ = 1 is that a plain
-step of Θ itself, with scales ‖φ_r‖²: a mask keeps the length of the gradient, and yet some entries
-of φ_r do not act. Where JJᵀ is a diagonal matrix, scales are those of `MadeFeatures`. Elsewhere a
-row's own part is not known, and nothing is said of it.
+A gradient step moves a weight Θ = f(θ) by JJᵀ(GᵀΦ), J = ∂Θ/∂θ. Only if JJᵀ = 1 is that a plain step
+of Θ itself, with scales ‖φ_r‖²: a mask, for example, keeps the gradient's norm, but some entries of
+φ_r have no effect. If JJᵀ is diagonal, the scales are those of `MadeFeatures`. Otherwise a row's
+own part of its move is unknown, and its measures are missing.
 
-Which of the three it is follows from JJᵀv of two random v (R. Freivalds 1977). It is decided on the
-host, so that no device is waited for.
+JJᵀv for two random v determines which of the three holds (R. Freivalds 1977). The host decides
+that later, so that it does not wait for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, LayerSums, Made, Vector
 from adiv_monitor.step.plain_step import Change, WeightVersion, act, added
 
-# Entries of JJᵀ below this share of the largest are held against that: they may be its rounding.
+# Entries of JJᵀ below this share of the largest are compared with that: they may be its rounding.
 _SMALL = 0.01
 
 
 class Gain(Enum):
-    """What JJᵀ is: 1, another diagonal matrix, or neither, which is not known."""
+    """The form of JJᵀ: 1, another diagonal matrix, or unknown."""
 
     ONE = 0
     DIAGONAL = 1
@@ -43,18 +43,18 @@ def with_own_scales(
     features: Features,
     generator: np.random.Generator,
 ) -> tuple[MadeFeatures, Made[Tensor]]:
-    """The features with the scales that they have if each JJᵀ is a diagonal matrix.
+    """Return the features with the scales that they have if each JJᵀ is a diagonal matrix.
 
     Args:
-        versions: as calls made the weight, with the rows of each.
-        changed: a change of weight and bias for each.
-        features: of all rows.
-        generator: the source of chance.
+        versions: versions of the weight, with the rows of each.
+        changed: a change of weight and bias for each version.
+        features: features of all rows.
+        generator: random generator.
 
     Returns:
-        The features; and for each making, of all entries, how far JJᵀ is at most from 1, and from a
-        diagonal matrix, in units of what rounding may do; and minus the least entry of its
-        diagonal, less what may be rounding.
+        The features, and three numbers for each version: the largest deviation of JJᵀ from 1, and
+        from a diagonal matrix, over all entries in units of the rounding error; and the negative of
+        its least diagonal entry, plus the rounding error.
     """
     gains, told = [], []
     for (layer, _), (of_weight, of_bias) in zip(versions, changed, strict=True):
@@ -62,7 +62,7 @@ def with_own_scales(
         bias, of_its_bias = _probed(layer.bias, of_bias, as_it_is, generator)
         gains.append((weight, bias))
         numbers = torch.stack([n for n in (of_its_gain, of_its_bias) if n is not None]).amax(0)
-        # Where they are made of the same, JJᵀ is none of each alone: neither 1 nor diagonal.
+        # If weight and bias share parameters, their joint JJᵀ is neither 1 nor diagonal.
         told.append(numbers + torch.inf if _overlap(layer.weight, layer.bias) else numbers)
     squares = features.squared() if isinstance(features, Squared) else None
     own = None if squares is None else added(*act(versions, gains, squares))
@@ -75,14 +75,14 @@ def _probed(
     shaped: Callable[[Tensor], Tensor],
     generator: np.random.Generator,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The diagonal of JJᵀ in the shape that features expect; and numbers as `with_own_scales`."""
+    """Return JJᵀ's diagonal in the features' shape, and the numbers of `with_own_scales`."""
     if source is None or like is None:
         return None, None
-    if not isinstance(source, Derived):  # its entries are entries of parameters
+    if not isinstance(source, Derived):  # the weight's entries are entries of parameters
         return torch.ones_like(like), None
     chance = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
 
-    def draw(made: Tensor) -> Tensor:  # no entry near zero, by which it is divided
+    def draw(made: Tensor) -> Tensor:  # entries are divisors, so none is near zero
         v = torch.rand(made.shape, generator=chance, dtype=made.dtype, device=made.device)
         return v + torch.where(v < 0.5, -1.5, 0.5)
 
@@ -98,19 +98,19 @@ def _probed(
 
 
 def _rounding(made: Tensor) -> float:
-    """How far two ways of computing what is made may be apart, relative to it."""
+    """Return the largest relative difference by rounding of two ways to compute the weight."""
     return 1e-9 if made.dtype == torch.float64 else 1e-4
 
 
 def _overlap(weight: Source | None, bias: Source | None) -> bool:
-    """Whether they are made of the same, so that JJᵀ is none of each alone."""
+    """Whether weight and bias are computed from common parameters."""
     if weight is None or bias is None:
         return False
     return not set(weight.pieces).isdisjoint(bias.pieces)
 
 
 def gain_of(made: Made[Array] | None) -> Gain:
-    """What JJᵀ is of all ways in which a layer's weight and bias were made."""
+    """Return the form of JJᵀ over all versions of a layer's weight and bias."""
     if made is None:
         return Gain.ONE
     not_one, not_diagonal, _ = made.deviations.max(0)
@@ -120,7 +120,7 @@ def gain_of(made: Made[Array] | None) -> Gain:
 
 
 def resolved(layer: LayerSums[Array]) -> LayerSums[Array]:
-    """The layer with the scales that its rows have, or without any."""
+    """Return the layer with the scales that its rows have, or without scales."""
     made, totals = layer.made, layer.totals
     if made is None:
         return layer
@@ -129,14 +129,14 @@ def resolved(layer: LayerSums[Array]) -> LayerSums[Array]:
         return _with_one_scale(layer) if made.groups == 1 else layer
     if gain is Gain.UNKNOWN:
         layer = _without_own_part(layer)
-    if totals is not None:  # a pass over all rows told other scales
+    if totals is not None:  # the pass over all rows summed other scales
         totals = replaced(totals, own_G=None, own_own=None, scales=None)
     attainable = layer.attainable if reaches_all(made) else None
     return replaced(layer, totals=totals, attainable=attainable)
 
 
 def _with_one_scale(layer: LayerSums[Array]) -> LayerSums[Array]:
-    """The same for all outputs of a row, as of a weight that is a parameter."""
+    """Return the layer with one scale per row, as for a weight that is a parameter."""
     blocks = layer.blocks
     if blocks is None:
         return layer
@@ -145,7 +145,7 @@ def _with_one_scale(layer: LayerSums[Array]) -> LayerSums[Array]:
 
 
 def _without_own_part(layer: LayerSums[Array]) -> LayerSums[Array]:
-    """Without what a row does to itself."""
+    """Return the layer without scales and the parts of e by them."""
     kept = [i for i, v in enumerate(layer.vectors) if v not in (Vector.OWN, Vector.REST)]
     return replaced(
         layer,
@@ -157,7 +157,7 @@ def _without_own_part(layer: LayerSums[Array]) -> LayerSums[Array]:
 
 
 def reaches_all(made: Made[Array] | None) -> bool:
-    """Whether the parameters can move the weight in every direction, as far as that is known."""
+    """Whether the parameters are known to be able to move the weight in every direction."""
     gain = gain_of(made)
     if made is not None and gain is Gain.DIAGONAL:
         _, _, minus_least = made.deviations.max(0)

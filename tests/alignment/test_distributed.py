@@ -1,4 +1,4 @@
-"""Two processes: probes that make up one, and weights of which each holds a part."""
+"""Two ranks: probes that are parts of one batch, and sharded weights."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def parallel(rank: int, folder: str) -> None:
     assert monitor.latest.alignment["2"].rows == 8
     steps(model, x, y)
     if rank == 0:
-        alone.read()  # waits for nobody
+        alone.read()  # not a collective: waits for no other rank
     torch.save(together.read(), Path(folder) / f"parallel{rank}.pt")
 
 
@@ -73,7 +73,7 @@ def sharded(rank: int, folder: str) -> None:
     resumed = Alignment(model, Probe(mine, process_group=dist.group.WORLD))
     resumed.load_state_dict(saved)
     assert resumed.read() == readings
-    assert saved["snapshots"][0]["weights"]["2.weight"].shape == (10, 18)  # its own part
+    assert saved["snapshots"][0]["weights"]["2.weight"].shape == (10, 18)  # this rank's part only
     assert all(hasattr(p, "full_tensor") for p in model.parameters())  # sharded again
     steps(model, x, y)
     torch.save((readings, alignment.read()), Path(folder) / f"sharded{rank}.pt")

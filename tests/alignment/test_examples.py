@@ -1,4 +1,4 @@
-"""The examples run, as small as they can be."""
+"""The examples run at their smallest sizes."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Readings of models against the definitions, computed here by hand from unfolded inputs."""
+"""Readings of models agree with the definitions, computed by hand from unfolded inputs."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from adiv_monitor.errors import AdivError
 
 
 def perturbed(model: nn.Module) -> nn.Module:
-    """A copy after some training, as far as weights are concerned."""
+    """Return a copy with weights as after some training."""
     moved = copy.deepcopy(model)
     for p in moved.parameters():
         p.data += 0.3 * torch.randn_like(p) * p.abs().mean()
@@ -29,7 +29,7 @@ def move(model: nn.Module, to: nn.Module) -> None:
 
 
 def inputs(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
-    """What a module is called with."""
+    """Return the inputs with which a module is called."""
     seen: list[Tensor] = []
     handle = module.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach().clone()))
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_linear_layers() -> None:
         y, y0 = z @ W.t(), z0 @ W0.t()
         assert readings[path].output_rms == pytest.approx(y.square().mean().sqrt())
         assert readings[path].output_change_rms == pytest.approx((y - y0).square().mean().sqrt())
-    assert readings["0"].omega is None  # its input never changes
+    assert readings["0"].omega is None  # the first layer's input never changes
     assert readings["0"].u is None
     assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
     assert [r.fan_in for r in readings.values()] == [20, 32, 24]
@@ -99,7 +99,7 @@ def test_convolutions_against_products_with_patches(name: str) -> None:
     reading = alignment.read()["1"]
 
     def patches(of: nn.Module) -> Tensor:
-        """(rows, fan-in), by a convolution with ones and zeros that picks single entries."""
+        """Return patches (rows, fan-in) by a convolution with one-hot kernels."""
         z, conv = inputs(of, of[1], x), of[1]
         n = conv.weight[0].numel()
         pick = copy.deepcopy(conv)
@@ -110,7 +110,7 @@ def test_convolutions_against_products_with_patches(name: str) -> None:
     W0, W = before[1].weight.detach().flatten(1), after[1].weight.detach().flatten(1)
     check(reading, expected(W0, W, patches(before), patches(after)))
     assert reading.fan_in == W.shape[1]
-    # The patches' RMS by a convolution of squares, as it is defined.
+    # The patches' RMS as defined, by a convolution of the squares.
     z = inputs(after, after[1], x)
     squares = copy.deepcopy(after[1])
     squares.weight = nn.Parameter(torch.full_like(squares.weight, 1 / reading.fan_in))
@@ -120,7 +120,7 @@ def test_convolutions_against_products_with_patches(name: str) -> None:
 
 
 def test_groups_of_a_convolution_never_align_above_one() -> None:
-    """All of weight and input in one of eight groups: by RMS over all groups it would be 1.37."""
+    """The RMS is taken per group: over all, one active group of eight would give 1.37."""
     model = nn.Sequential(nn.Conv1d(16, 16, 1), nn.Conv1d(16, 8, 8, groups=8), nn.Flatten())
     model.append(nn.Linear(8, 2))
     nn.init.zeros_(model[1].weight)
@@ -210,7 +210,7 @@ def test_tied_weights_are_a_layer_each_time() -> None:
 
 
 class Transposed(nn.Module):
-    """Weights that are stored (inputs, outputs), as in GPT-2, and products written out."""
+    """Weights stored as (inputs, outputs), as in GPT-2, with explicit products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def test_rows_are_chosen_once() -> None:
 
 
 def test_the_batch_is_the_probes_own() -> None:
-    """Different samples at the two points would be no change of features: both are of a copy."""
+    """The probe copies its batch: later changes of the tensor do not change the features."""
     model, x = mlp(), torch.randn(6, 20, dtype=torch.float64)
     alignment = Alignment(model, Probe(x))
     x.zero_()
@@ -355,7 +355,7 @@ def test_half_precision_weights_are_measured_in_single() -> None:
 
 
 class Streams(nn.Module):
-    """Two inputs, a residual sum, a product, a concatenation, two heads, a small side road."""
+    """Two inputs, a residual sum, a product, a concatenation, two heads and a small side branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ def test_other_samples_than_at_the_reference_are_refused() -> None:
 
 
 class Stateful(nn.Module):
-    """All that a forward pass could leave behind."""
+    """A module with every kind of state that a forward pass can change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -524,7 +524,10 @@ def test_alignment_grows_by_training_and_stays_below_one() -> None:
 
 
 def test_the_forward_pass_is_that_of_evaluation() -> None:
-    """No dropout, and statistics that are known, not those of the probe: else nothing compares."""
+    """The forward pass is in evaluation mode: no dropout, and the running statistics.
+
+    Otherwise two readings could not be compared.
+    """
     model = nn.Sequential(
         nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
     ).double()
@@ -539,7 +542,7 @@ def test_the_forward_pass_is_that_of_evaluation() -> None:
 
 
 def test_autocast_and_a_mode_of_inference_do_not_reach_it() -> None:
-    model, x = mlp().float(), torch.randn(6, 20)  # which autocast would make coarse
+    model, x = mlp().float(), torch.randn(6, 20)  # autocast would round these
     alignment = Alignment(model, Probe(x))
     move(model, perturbed(model))
     plain = alignment.read()

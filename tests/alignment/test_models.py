@@ -1,4 +1,4 @@
-"""Models of libraries: every matrix is measured, and who feeds whom is as their papers draw it."""
+"""Models of libraries: every matrix is measured, and the graph of layers matches their papers."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_resnet() -> None:
     assert [path for path, role in roles.items() if role != "hidden"] == ["conv1", "fc"]
     assert (roles["conv1"], roles["fc"]) == ("embedding", "readout")
     assert fed["layer1.0.conv2"] == ("layer1.0.conv1",)
-    assert fed["layer1.1.conv1"] == ("conv1", "layer1.0.conv2")  # the stream of the residual sums
+    assert fed["layer1.1.conv1"] == ("conv1", "layer1.0.conv2")  # the residual stream
     assert set(fed["layer2.1.conv1"]) == {"layer2.0.conv2", "layer2.0.downsample.0"}
 
 
@@ -39,12 +39,12 @@ def test_a_language_model_with_tied_weights() -> None:
     stream = {"wte", "wpe", "h.0.attn.c_proj", "h.0.mlp.c_proj"}
     found = {p.removeprefix("transformer.") for p in layers["h.1.attn.c_attn"].predecessors}
     assert found == stream
-    assert layers["h.0.mlp.c_fc"].fan_in == 32  # stored (inputs, outputs)
+    assert layers["h.0.mlp.c_fc"].fan_in == 32  # stored as (inputs, outputs)
     assert layers["h.0.mlp.c_fc"].fan_out == 128
 
 
 def test_torchs_own_encoder_takes_no_short_cut() -> None:
-    """Its fast path in evaluation would call no function by a weight."""
+    """The encoder's fast path for evaluation, which bypasses the measured calls, is not used."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     alignment = Alignment(encoder, Probe(torch.randn(2, 5, 16)))
     assert alignment.unmeasured == []

@@ -1,4 +1,4 @@
-"""The monitor reports alignments beside its own readings, and the run doesn't notice."""
+"""The monitor reports alignments beside its own readings, without any effect on the run."""
 
 import json
 import warnings
@@ -56,7 +56,7 @@ def test_it_is_read_right_after_the_step_against_the_weights_at_attach() -> None
             loss_of(model, batch).backward()
             optimizer.step()
             read.append(by_hand.read())
-            with torch.no_grad():  # what comes after the step is not in it
+            with torch.no_grad():  # changes after the step must not count
                 next(model.parameters()).mul_(1.5)
     assert [dict(report.alignment) for report in monitor.reports] == read
 

@@ -53,6 +53,6 @@ def test_it_is_never_above_one_and_says_an_effective_rank(seed: int) -> None:
 
 
 def test_half_precision_is_summed_in_full() -> None:
-    """300² in half precision would be infinite."""
+    """Sums of half-precision squares do not overflow, although 300² would."""
     weight, z = torch.full((4, N), 300.0), torch.full((3, N), 300.0)
     assert log_alignment(weight, z) == pytest.approx(1, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Weights that other functions than linear layers use, each against its definition by hand."""
+"""Weights used by other functions than linear layers, each against its definition by hand."""
 
 import copy
 import math
@@ -47,7 +47,7 @@ def built(function: Callable[[Any, Tensor], Tensor], **held: Any) -> Between:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """Move the weights; a copy of the model before that."""
+    """Move the weights, and return a copy of the model before the move."""
     before = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -55,11 +55,11 @@ def moved(model: nn.Module) -> nn.Module:
     return before
 
 
-Rows = list[tuple[Tensor, Tensor]]  # of every row: the matrix that it meets, and its features
+Rows = list[tuple[Tensor, Tensor]]  # the matrix and the features of every row
 
 
 def ratios(before: Rows, after: Rows) -> dict[str, float]:
-    """Row after row: log_n of RMS(W z) / (RMS W · RMS z), each matrix with its own RMS."""
+    """Return log_n of RMS(W z) / (RMS W · RMS z) over all rows, each matrix with its own RMS."""
     n = before[0][1].numel()
     found = {}
     pairs = list(zip(before, after, strict=True))
@@ -76,12 +76,12 @@ def ratios(before: Rows, after: Rows) -> dict[str, float]:
 
 
 def alone(W: Tensor, z: Tensor) -> Rows:
-    """One matrix for all rows."""
+    """Return rows that share one matrix."""
     return [(W, row) for row in z]
 
 
 def heads(model: Any, x: Tensor) -> Rows:
-    """Every row meets all of them: one matrix."""
+    """Return rows of a weight with heads: all heads together are one matrix."""
     return alone(model.w.mT.flatten(0, 1), x)
 
 
@@ -90,7 +90,7 @@ def stacked(model: Any, x: Tensor) -> Rows:
 
 
 def turned(model: Any, x: Tensor) -> Rows:
-    """Every output position of a transposed convolution: what reaches it, by its definition."""
+    """Return the rows of a transposed convolution: the inputs of every output position."""
     w, image, stride = model.w, x.view(2, 4, -1), 2  # (in, out, kernel)
     length = (image.shape[2] - 1) * stride + w.shape[2]
     found = []
@@ -106,7 +106,7 @@ def turned(model: Any, x: Tensor) -> Rows:
 
 
 def recurrent(model: Any, x: Tensor, part: str) -> Rows:
-    """The cells of an LSTM, one time after the other."""
+    """Return the rows of an LSTM's cells, one time step after the other."""
     rnn, h, c = model.rnn, torch.zeros(1, WIDTH).double(), torch.zeros(1, WIDTH).double()
     found = []
     for row in x:
@@ -123,7 +123,7 @@ def standard(w: Tensor, g: Tensor) -> Tensor:
     return g * (w - w.mean(1, keepdim=True))
 
 
-# Path, the model, every row by hand, fan-in, fan-out.
+# (path, model, every row by hand, fan-in, fan-out)
 CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows], int, int]] = {
     "einsum": (
         "w",
@@ -278,7 +278,7 @@ TABLES: dict[str, tuple[Callable[[], Between], Callable[[Any], Tensor], int]] = 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables(name: str) -> None:
-    """A position table is an embedding: its width is that of its rows, not how many it has."""
+    """A position table is an embedding: its width is that of its rows, not their number."""
     build, outputs, entries = TABLES[name]
     model, x = build(), torch.randn(ROWS, 8, dtype=torch.float64)
     alignment = Alignment(model, Probe(x, max_rows=None))
@@ -302,7 +302,7 @@ def test_who_feeds_whom_in_recurrent_layers() -> None:
         built(lambda m, x: m.rnn(x)[0], rnn=rnn), Probe(torch.randn(5, 8).double())
     )
     fed = {x.path.removeprefix("rnn."): x.predecessors for x in alignment.layers}
-    assert fed["hidden_l0"] == ("first",)  # and its own state, by the projection that comes after
+    assert fed["hidden_l0"] == ("first",)  # and its own state, through the projection
     assert fed["projection_l0"] == ("rnn.input_l0", "rnn.hidden_l0")
     assert fed["input_l1"] == ("rnn.projection_l0",)
     assert fed["head"] == ("rnn.projection_l1",)
@@ -340,7 +340,7 @@ def test_vectors_are_no_layers_and_known_to_the_layers_that_they_act_on() -> Non
 
 
 class Unrecorded(nn.Module):
-    """What only a forward pass without gradients can do."""
+    """A module whose forward pass works only without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ def test_the_pass_records_no_gradients() -> None:
 
 
 def test_later_kinds_of_layers_leave_the_rows_of_the_first_ones() -> None:
-    """The second linear layer is number 1 of a saved reference point, whatever lies between."""
+    """Rows of linear layers are drawn as before: the second is number 1, whatever lies between."""
     model = built(
         lambda m, x: torch.einsum("bn,nm->bm", x, m.w) + m.t[torch.arange(ROWS) % 5],
         w=weight(WIDTH, WIDTH),

@@ -1,4 +1,4 @@
-"""Slopes with width: of numbers that are known, and of networks whose theory is."""
+"""Slopes over width, of known numbers and of networks with known theory."""
 
 import math
 import sys
@@ -59,7 +59,7 @@ def test_a_power_has_its_exponent() -> None:
 
 
 def test_the_interval_is_that_of_a_regression() -> None:
-    """Half of it: t(0.975, 2) · s / √Σ(x − x̄)², worked out by hand."""
+    """Half the interval is t(0.975, 2) · s / √Σ(x − x̄)², computed by hand."""
     noise = [0.1, -0.1, 0.1, -0.1]
     x = [0.0, 1.0, 2.0, 3.0]
     found = slope([(math.exp(a), math.exp(a + e)) for a, e in zip(x, noise, strict=True)])
@@ -76,7 +76,7 @@ def test_standard_grows_and_mup_stays() -> None:
     assert [standard[p].verdict for p in ("2", "4")] == ["grows", "grows"]
     assert {x.verdict for x in kept.values()} == {"stays"}
     assert kept["4"].size.points[0][0] == 64
-    # What is left of alignment is full; what is missing at one width is a constant.
+    # Residual alignment is full: an offset at each width is a constant factor.
     assert kept["2"].exponents["alpha"].value == pytest.approx(1, abs=0.1)
     assert kept["2"].exponents["omega"].value == pytest.approx(0.5, abs=0.1)
     assert 0.1 < kept["2"].kappas["alpha"] < 1
@@ -94,7 +94,7 @@ def test_the_command_by_a_function_and_by_files(
     assert shown.splitlines()[0].startswith("after step 2;")
     rows = [line.split()[:2] for line in shown.splitlines()[2:]]
     assert [path for path, _ in rows] == ["0", "2", "4"]
-    assert {verdict for _, verdict in rows} <= {"stays", "unclear"}  # by two seeds
+    assert {verdict for _, verdict in rows} <= {"stays", "unclear"}  # from two seeds
     assert picture.stat().st_size > 10_000
 
     files = []

@@ -312,9 +312,9 @@ def test_a_loss_no_lower_than_that_of_knowing_nothing_is_stuck_wherever_it_began
     stuck = found(record(losses=fallen))["loss-stuck"]
     assert stuck.strength == "watch" and "a constant prediction" in stuck.summary
     learnt = Trial("overfit", 100, 0.1, 2.3, None, 0.01)
-    by_heart = found(record(losses=fallen, overfit=learnt))["loss-stuck"]
-    assert "One small batch is overfitted" in by_heart.summary
-    assert "overfitted" not in stuck.summary and "labels" not in by_heart.summary
+    overfits = found(record(losses=fallen, overfit=learnt))["loss-stuck"]
+    assert "One small batch is overfitted" in overfits.summary
+    assert "overfitted" not in stuck.summary and "labels" not in overfits.summary
     assert "loss-stuck" not in found(record(losses=tuple(0.5 * x for x in fallen)))
 
 
@@ -341,7 +341,7 @@ def test_weights_that_begin_badly() -> None:
     assert diagnose(record(weights=alike, losses=STILL))[0].name == "bad-initialisation"
 
 
-def test_what_is_still_falling_or_was_cut_short_may_yet_be_learnt_by_heart() -> None:
+def test_what_is_still_falling_or_was_cut_short_may_yet_be_overfitted() -> None:
     stuck = Trial("overfit", 100, 2.0, 2.3, None, 0.01)
     assert found(record(overfit=stuck))["cannot-overfit"].strength == "act"
     assert found(record(overfit=replace(stuck, falls=True)))["cannot-overfit"].strength == "watch"

@@ -436,7 +436,7 @@ def test_forks_leave_the_users_model_alone(far_inputs: Setup) -> None:
     assert type(far_inputs.model[0]) is nn.Linear
 
 
-def test_one_small_batch_is_learnt_by_heart() -> None:
+def test_one_small_batch_is_overfitted() -> None:
     seen: list[int] = []
 
     def counting(model: nn.Module, batch: Any) -> Tensor:
@@ -455,7 +455,7 @@ def test_one_small_batch_is_learnt_by_heart() -> None:
     )
 
 
-def test_what_cannot_learn_is_not_learnt_by_heart() -> None:
+def test_what_cannot_learn_is_not_overfitted() -> None:
     class Blind(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -484,7 +484,7 @@ def test_a_loss_that_still_falls_at_the_end_is_told_from_one_that_stands() -> No
     assert slow.falls and not standing.falls
 
 
-def test_dropout_does_not_hinder_learning_by_heart() -> None:
+def test_dropout_does_not_hinder_overfitting() -> None:
     model = nn.Sequential(nn.Dropout(0.99), *mlp())
     dropping = setup(model=model)
     assert overfit(dropping, record(dropping)).loss < 0.1

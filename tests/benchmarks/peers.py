@@ -35,7 +35,7 @@ from models import TASKS, Task, Trainer, cross_entropy
 from torch import nn
 from write_up import heading, parser, table, write
 
-INTERVAL = 50  # the monitor's default
+INTERVAL = 100  # the monitor's default
 # What is measured of a model on a CPU: the others of `models.py` only if asked for.
 CHOSEN = ["resnet18", "mlp", "mobilenet", "convnext", "gpt"]
 # "At the default interval the monitor adds at most 1 % to each model": set beforehand.

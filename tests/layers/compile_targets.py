@@ -1,9 +1,9 @@
-"""Compile every kernel as its launcher would start it, for a GPU that need not be there.
+"""Compile every kernel as its launcher would, for a GPU that need not be there.
 
-Takes the target, and of how many cases to compile one, besides the first of each kernel. Prints
-one JSON object: for each case what `compiled_code` reads in it, how many loads and stores of full
-width there are and at least have to be, and instructions per element. Run by test_targets.py, not
-interpreted.
+The arguments are the target, and n to compile every n-th case besides the first of each kernel.
+Prints one JSON object. It has for each case what `compiled_code` reads in it, the numbers of
+full-width loads and stores and their minima, and instructions per element. test_targets.py runs it
+without Triton's interpreter.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def record(kernel, grid, anchor, *arguments, **options):
 
 
 rows.run = channels.run = patch.run = small.run = record
-launch._multiprocessors = lambda _: 132  # as many as an H100 has
+launch._multiprocessors = lambda _: 132  # those of an H100
 
 
 def empty(*shape, dtype):
@@ -42,10 +42,10 @@ def empty(*shape, dtype):
 
 
 def row_cases(dtype, wide, widths):
-    """Launch row kernels; yield name, how many operands are read and written in full, how many
-    bytes an access should take.
+    """Launch the row kernels; yield name, full-width reads and writes, and bytes per access.
 
-    Rows of x̂ with a column begin where those of x do not, unless the width is a multiple of 8.
+    Rows of x̂ with a column start at other offsets than those of x, unless the width is a multiple
+    of 8.
     """
     for width in widths:
         alike = int(width % 8 == 0)
@@ -80,7 +80,7 @@ def linear_cases(dtype, wide, widths):
 
 
 def conv_cases(dtype, wide):
-    """Launch them for both layouts of images, small ones of odd sizes among them."""
+    """Launch the kernels over channels for both layouts of images; some sizes are small and odd."""
     for size, access in ((32, 16), (14, 8), (7, 2)):
         x = empty(128, 64, size * size, dtype=dtype)
         yield from channel_cases(f"contiguous {size}×{size}", x, dtype, wide, access)
@@ -108,7 +108,7 @@ def channel_cases(name, x, dtype, wide, access):
 
 
 def patch_cases(wide):
-    """Launch the box filters; they move too little to ask for wide loads."""
+    """Launch the box filters, which move too little data to require wide loads."""
     q = empty(128, 1, 1, 32, 32, dtype=wide)
     # kernel size, stride, padding, dilation
     for geometry in ((1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1), (2, 3, 3, 2, 2, 2, 1, 4, 4, 2, 2, 2)):
@@ -119,7 +119,7 @@ def patch_cases(wide):
 
 
 def small_cases(dtype):
-    """Launch the kernels for few rows by a small weight; they move too little to ask, too."""
+    """Launch the kernels for few rows and a small weight, too small to require wide loads."""
     form = Correction(1.0, 1.0, 1.0, 1.0)
     for count, n_in, n_out in ((32, 3072, 32), (32, 32, 10), (64, 512, 512), (5, 100, 33)):
         x, w, z = (empty(*s, dtype=dtype) for s in ((count, n_in), (n_out, n_in), (count, n_out)))
@@ -150,8 +150,10 @@ def cases():
 
 
 def build(kernel, arguments, options, target):
-    """Specialise as the runtime does: None and 1 are constants, multiples of 16 are known to be,
-    what 32 bits do not hold takes 64.
+    """Compile a launch, specialised as by Triton's runtime.
+
+    None and 1 are constants, multiples of 16 are marked as divisible, integers beyond 32 bits get
+    64.
     """
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
     signature, constants, attributes = {}, {}, {}

@@ -1,6 +1,6 @@
-"""What the compiled code of a kernel tells: registers, spills, how memory is accessed.
+"""Statistics of a kernel's compiled code: registers, spills, memory accesses.
 
-On NVIDIA's also how many 2-byte accesses have no neighbour in the next thread.
+For NVIDIA also the number of 2-byte accesses whose neighbour is not in the next thread.
 """
 
 import math
@@ -14,10 +14,10 @@ from adiv_layers.kernels.launch import divide_up
 
 
 def narrow_products(code):
-    """Lines of TTIR that multiply, in 32 bits, a number given at the launch by another.
+    """Return the TTIR lines with a 32-bit product of a launch argument.
 
-    A stride times a place soon has more than 31, and the product wraps silently. Quotients and
-    remainders of such numbers are left out: times their divisor they are no larger than before.
+    A stride times a position soon exceeds 31 bits, and the product wraps silently. Quotients and
+    remainders of arguments are excluded: times their divisor they are no larger than the argument.
     """
     header = re.search(r"tt\.func public @\w+\((.*)", code)[1]
     given = set(re.findall(r"(%\w+): i32", header))
@@ -56,7 +56,7 @@ def nvidia_usage(compiled):
 
 
 def neighbours(code):
-    """How many elements a thread loads or stores singly, whose neighbours are other threads'."""
+    """Return how many single elements per thread are adjacent to those of other threads."""
     layout = r"(#\w+) = #ttg.blocked<{sizePerThread = \[([\d, ]+)\].*? order = \[(\d)"
     side_by_side = {
         name: int(sizes.split(", ")[int(fast)]) for name, sizes, fast in re.findall(layout, code)
@@ -67,20 +67,20 @@ def neighbours(code):
     for shape, name in re.findall(access, code):
         sizes = [int(size) for size in shape.split("x")]
         if name == "#ttg.slice":
-            found += math.prod(sizes)  # a number per row
+            found += math.prod(sizes)  # one value per row
         elif side_by_side[name] == 1 or sizes[-1] == 16:  # the edges of a row
             found += divide_up(math.prod(sizes), threads)
     return found
 
 
 def accesses(ptx, kind):
-    """How many bytes of global memory a thread moves in one instruction: how often it does."""
+    """Count the accesses of a thread to global memory by bytes per instruction."""
     found = re.findall(rf"{kind}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
     return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
 def copies(ptx):
-    """How many bytes a thread copies ahead, without waiting, in one instruction: how often."""
+    """Count the asynchronous copies of a thread by bytes per instruction."""
     found = re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], 0x([\da-f]+)", ptx)
     return Counter(int(size, 16) for size in found)
 

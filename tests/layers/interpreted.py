@@ -1,4 +1,4 @@
-"""What the interpreted tests share: kernels on CPU tensors, and how to judge them.
+"""Helpers of the interpreted tests: kernels on CPU tensors, and checks of their results.
 
 Import it before anything of `adiv_layers.kernels`, with TRITON_INTERPRET=1 in the environment.
 """
@@ -20,7 +20,7 @@ _convert = interpreter._convert_float
 
 
 def _convert_float(data, source, target, *rest):
-    """The interpreter cuts float32 off to bfloat16, where a GPU rounds to the nearest."""
+    """Round float32 to bfloat16 to nearest, as a GPU does; Triton's interpreter truncates."""
     if (source, target) != (tl.float32, tl.bfloat16):
         return _convert(data, source, target, *rest)
     return torch.tensor(data).bfloat16().view(torch.int16).numpy().view("uint16")
@@ -32,7 +32,7 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _create_dot_of_bfloat16(self, a, b, d, *rest):
-    """The interpreter multiplies the bits of bfloat16 as if they were numbers."""
+    """Multiply bfloat16 values as numbers; Triton's interpreter multiplies their bits."""
     if a.dtype == b.dtype == tl.bfloat16:
         wide = [(t.data.astype("uint32") << 16).view("float32") for t in (a, b)]
         a, b = (interpreter.TensorHandle(data, tl.float32) for data in wide)
@@ -47,7 +47,7 @@ DTYPES = [FLOAT64, FLOAT32, BFLOAT16, FLOAT16]
 
 @contextlib.contextmanager
 def plain():
-    """Inside, every operation is its plain expression."""
+    """Replace every kernel by its plain PyTorch expression."""
     choice.DEVICES.discard("cpu")
     try:
         yield
@@ -57,7 +57,7 @@ def plain():
 
 @contextlib.contextmanager
 def poisoned(monkeypatch):
-    """Inside, memory that a kernel is given to fill is full of NaN."""
+    """Fill the memory that kernels are to write with NaN."""
 
     def full(name):
         made = getattr(torch.Tensor, name)
@@ -74,7 +74,7 @@ def poisoned(monkeypatch):
 
 
 def far_apart(values, strides):
-    """The values with strides of any length, in memory that is there only where it is touched."""
+    """Return the values with strides of any size; untouched memory is not allocated."""
     last = sum((n - 1) * stride for n, stride in zip(values.shape, strides, strict=True))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, (last + 1) * values.element_size(), flags)
@@ -84,14 +84,14 @@ def far_apart(values, strides):
 
 
 def relative_error(actual, expected):
-    """Relative 2-norm of the difference, 0/0 being 0; NaN if there is one."""
+    """Return the relative 2-norm of the difference, with 0/0 = 0; NaN if any entry is NaN."""
     expected = expected.double()
     difference = (actual.double() - expected).norm()
     return (difference / expected.norm()).item() if difference != 0 else 0.0
 
 
 def outputs_and_gradients(function, inputs, upstream, dtype=None):
-    """All outputs, then the gradients of all inputs for the gradients `upstream`; in a dtype."""
+    """Return all outputs, then the gradients of all inputs for `upstream`, computed in a dtype."""
     inputs = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -101,10 +101,10 @@ def outputs_and_gradients(function, inputs, upstream, dtype=None):
 
 
 def check(function, reference, inputs, upstream, dtype):
-    """Hold a function to its reference in float64, forward and every gradient.
+    """Compare a function with its reference in float64: outputs and all gradients.
 
-    float64 to 1e-12, float32 to 1e-6, both relative 2-norm; half precision to twice the error
-    that the plain expression makes in that dtype.
+    The relative 2-norm of the error is at most 1e-12 in float64 and 1e-6 in float32, and in half
+    precision at most twice that of the plain expression in that dtype.
     """
     inputs = [t.to(dtype) for t in inputs]
     upstream = [None if g is None else g.to(dtype) for g in upstream]
@@ -116,6 +116,6 @@ def check(function, reference, inputs, upstream, dtype):
         assert actual.shape == expected.shape, i
         assert actual.dtype == expression.dtype, i
         error, usual = relative_error(actual, expected), relative_error(expression, expected)
-        usual = max(usual, torch.finfo(dtype).eps / 4)  # a few numbers may be exact by chance
+        usual = max(usual, torch.finfo(dtype).eps / 4)  # a few values may be exact by chance
         allowed = {FLOAT64: 1e-12, FLOAT32: 1e-6}.get(dtype, 2 * usual)
         assert error <= allowed, f"result {i}: error {error:.2e}, allowed {allowed:.2e}"

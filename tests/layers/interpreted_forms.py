@@ -1,4 +1,4 @@
-"""The public maps on the kernels, over the range of their settings and on inputs that go wrong."""
+"""The public maps on kernels: the range of their settings, and inputs that are not finite."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ AFFINE = [(1, 1), (2, 0.5), (2, 0.3), (0.5, 2), (-1, 1), (3, -0.1), (1, 1e-3), (
 NORM = [(1, 1), (1, -1), (-2, 1), (0.5**0.5, 0.5**0.5), (-1, 0.3), (1, 0), (3, -0.9)]
 KIND = {"affine-like": functional.affine_like_linear, "norm-like": functional.norm_like_linear}
 CASES = [("affine-like", *pair) for pair in AFFINE] + [("norm-like", *pair) for pair in NORM]
-LENGTHS = torch.tensor([1e-3, 0.05, 0.3, 1.0, 4.0, 100.0])  # short rows and long ones
+LENGTHS = torch.tensor([1e-3, 0.05, 0.3, 1.0, 4.0, 100.0])  # short and long rows
 
 
 def rows_of_all_lengths(width):
@@ -18,7 +18,7 @@ def rows_of_all_lengths(width):
 
 
 def divisors(form, alpha, beta, squares):
-    """s of the form, as printed, and what multiplies Wx and b over s and alone."""
+    """Return, per row, the factors of Wx and of b in a form, as in the paper."""
     if form == "affine-like":
         s = (alpha**2 * squares + beta**2).sqrt()
         return alpha / s, beta / s
@@ -97,7 +97,7 @@ def finite_rows(z):
     return z.isfinite().flatten(1).all(1).tolist()
 
 
-# NumPy, which the interpreter runs on, warns of 0·∞.
+# NumPy, on which the interpreter runs, warns of 0·∞.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", [(20, 33), (200, 7)], ids=["wide output", "narrow output"])
@@ -131,7 +131,7 @@ def test_gradient_only_of_a_nan_row_is_nan(form, n_out):
     x[1] = float("nan")
     functional.gradient_only_linear(x, weight, bias, form=form).backward(torch.ones(3, n_out))
     assert weight.grad.isnan().all()
-    # ½ Σ g of the disproportional form does not look at x
+    # ½ Σ g, the bias gradient of the disproportional form, does not depend on x.
     assert bias.grad.isnan().all() if form == "proportional" else (bias.grad == 1.5).all()
 
 

@@ -1,4 +1,4 @@
-"""When the kernels are used, when they are left alone, and what happens without them."""
+"""When the kernels are used, when they are not, and what happens without them."""
 
 import sys
 
@@ -25,7 +25,7 @@ UNIT = Correction(1.0, 1.0, 1.0, 1.0)
 
 
 def uses_kernels(x):
-    """Whether x takes part in the kernels' autograd function."""
+    """Whether x passes through the kernels' autograd function."""
     unit, _ = ops.unit_rows(x, UNIT)
     return isinstance(unit.grad_fn, functions.UnitRows._backward_cls)
 
@@ -50,7 +50,7 @@ def test_kernels_leave_other_tensors_alone(x):
     assert not uses_kernels(x.requires_grad_())
 
 
-# PyTorch's own forward mode loads its rules through what it has itself deprecated.
+# PyTorch's own forward mode uses functions that PyTorch has deprecated.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_kernels_leave_transforms_alone():
     x = torch.randn(4, 3)
@@ -104,7 +104,7 @@ def test_dispatch_modes_see_plain_expressions():
 
 @pytest.fixture
 def forgetful(monkeypatch):
-    """Whatever fails inside is forgotten after it."""
+    """Discard all recorded kernel failures after the test."""
     monkeypatch.setattr(launch, "_broken", set())
     monkeypatch.setattr(launch, "_told", set())
     choice._functions.cache_clear()
@@ -127,7 +127,7 @@ def test_without_triton_all_is_plain_and_said_once(monkeypatch, forgetful):
 
 
 class Broken:
-    """A kernel that a broken Triton cannot compile."""
+    """A kernel that a broken Triton installation cannot compile."""
 
     def __getitem__(self, grid):
         raise RuntimeError("Failed to find C compiler")
@@ -154,8 +154,8 @@ KERNELS = [
 def test_whatever_kernel_is_broken_the_results_are_the_plain_ones(
     module, kernel, monkeypatch, forgetful
 ):
-    """All maps once with a kernel that fails in the forward or only in the backward pass."""
-    monkeypatch.setattr(small_linear, "_NUMBERS", 300)  # so that larger ones go the other ways
+    """Every map runs with a kernel that fails in the forward or only in the backward pass."""
+    monkeypatch.setattr(small_linear, "_NUMBERS", 300)  # so that larger inputs take the other ways
     shapes = {"tiny": (2, 100), "wide": (33, 100), "narrow": (7, 100), "tall": (30, 20)}
     weights = {k: torch.randn(s, requires_grad=True) for k, s in shapes.items()}
     weights["split"] = torch.randn(1, 300, requires_grad=True)

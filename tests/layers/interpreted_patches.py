@@ -1,4 +1,4 @@
-"""Kernels over patches against unfolded patches in float64."""
+"""Kernels over patches agree with unfolded patches in float64."""
 
 import itertools
 
@@ -13,7 +13,7 @@ FORMS = [1.0, 0.0]  # affine-like, norm-like
 
 
 def unfolded(x, kernel, stride, padding, dilation):
-    """(batch, channels, *kernel, *space_out) by indexing, one kernel position after the other."""
+    """Return (batch, channels, *kernel, *space_out) by indexing, one kernel position at a time."""
     space = len(kernel)
     for d in range(space):
         zeros = x.new_zeros(*x.shape[: 2 + d], padding[d], *x.shape[3 + d :])
@@ -35,7 +35,7 @@ def reference(stride, padding, dilation, groups, form):
     def call(x, weight, bias):
         patches = unfolded(x, weight.shape[2:], stride, padding, dilation)
         space = patches.shape[3:]
-        patches = patches.reshape(len(x), groups, -1, *space)  # a patch per group
+        patches = patches.reshape(len(x), groups, -1, *space)  # one patch per group
         w = weight.reshape(groups, weight.shape[0] // groups, -1)
         b = bias.view(1, groups, -1, *[1] * len(space))
         y = torch.einsum("gof,bgf...->bgo...", w, patches)
@@ -58,7 +58,7 @@ def patch_norm(stride, padding, dilation, groups, form):
     return call
 
 
-CASES = {  # input, weight, stride, padding, dilation, groups
+CASES = {  # (input, weight, stride, padding, dilation, groups)
     "1d": ((2, 5, 17), (3, 5, 3), (1,), (1,), (1,), 1),
     "1d strided": ((3, 3, 19), (7, 3, 4), (3,), (2,), (1,), 1),
     "2d": ((2, 6, 9, 8), (5, 6, 3, 3), (1, 1), (1, 1), (1, 1), 1),
@@ -117,7 +117,7 @@ def test_the_kernels_are_used_and_the_layout_kept(form):
     x = channels_last(inputs[0]).requires_grad_()
     z = patch_norm(*settings, form)(x, *inputs[1:])
     assert isinstance(z.grad_fn, functions.OutputScaled._backward_cls)
-    z.relu_().sum().backward()  # the output is nobody's view, and not needed any more
+    z.relu_().sum().backward()  # overwrites the output, which is no view
 
 
 @pytest.mark.slow(one_in=3)

@@ -1,4 +1,4 @@
-"""Kernels over rows against float64 autograd: unit rows, and the three ways of a linear map."""
+"""Kernels over rows agree with float64 autograd: unit rows, and three ways to a linear map."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ SHAPES = [(1, 50), (7, 3), (9, 100), (33, 257), (4, 1000)]
 
 
 def rows_reference(form):
-    """x̂ and f as printed, differentiable wherever x is not 0."""
+    """Return x̂ and f as in the paper, differentiable wherever x is not 0."""
 
     def reference(x):
         if form.constant > 0:
@@ -84,7 +84,7 @@ def test_wide_rows_are_read_in_blocks(dtype, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_zero_and_short_rows(form):
-    # longer than row 2, so that norm-like f is held there and its derivative is 0
+    # Longer than row 2, so that the norm-like f is clamped there and its derivative is 0.
     form = FORMS[form]._replace(eps=1e-2)
     x = torch.randn(4, 6, dtype=FLOAT64)
     x[1] = 0.0
@@ -106,7 +106,7 @@ def test_zero_and_short_rows(form):
 @pytest.mark.parametrize("width", [*range(1, 20), 28, 30, 31, 33])
 @pytest.mark.parametrize("dtype", [FLOAT64, BFLOAT16], ids=str)
 def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
-    """Nine rows begin at all places in a group of 8 that their width allows."""
+    """Nine rows start at every offset within a group of 8 that their width allows."""
     upstream = [torch.randn(9, width), torch.randn(9, 1)]
     form = FORMS["affine-like, α=-2, β=0.6"]
     with poisoned(monkeypatch):
@@ -128,12 +128,12 @@ def test_nothing_beside_rows_is_read_or_written(start, stride, block, monkeypatc
     width = 17
 
     def among(value):
-        """Nine rows of this width, and all the memory around and between them."""
+        """Return nine rows of this width, and the memory that contains them with gaps."""
         memory = torch.full((16 + 9 * stride,), value)
         return memory, memory.as_strided((9, width), (stride, 1), start)
 
     def at_once(memory):
-        """Nine rows without a gap, in the middle of it."""
+        """Return nine contiguous rows within the memory."""
         return memory[start : start + 9 * width].view(9, width)
 
     (_, x), (_, u) = (among(float("nan")) for _ in range(2))
@@ -203,7 +203,7 @@ def test_layout_of_inputs_and_gradients(layout):
 
 
 def with_kernels(function, plain):
-    """The function on the kernels where they are used, else the plain expression."""
+    """Apply the function on kernels where they are used, otherwise the plain expression."""
 
     def call(x, weight, bias=None):
         kernels = choice.kernels_for(x, weight, bias)
@@ -303,7 +303,7 @@ def test_what_is_not_small():
 @pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 def test_many_tiles_and_many_programs(way, form, monkeypatch):
-    """Small tiles make several of everything: column tiles, programs, steps of a program."""
+    """Small tiles give several column tiles, several programs, and several steps per program."""
     monkeypatch.setattr(launch, "_TILE", 32)
     monkeypatch.setattr(launch, "_ACROSS", 8)
     monkeypatch.setattr(launch, "_multiprocessors", lambda _: 20)
@@ -318,7 +318,7 @@ def test_many_tiles_and_many_programs(way, form, monkeypatch):
 def test_layout_of_rows(way, form, layout):
     x, g = torch.randn(2, 3, 11, dtype=FLOAT64), torch.randn(2, 3, 2, dtype=FLOAT64)
     if layout == "expanded":
-        g = torch.ones((), dtype=FLOAT64).expand_as(g)  # what sum().backward() sends
+        g = torch.ones((), dtype=FLOAT64).expand_as(g)  # the gradient from sum().backward()
     elif layout == "transposed":
         x, g = x.transpose(0, 1), torch.randn(2, 2, 3, dtype=FLOAT64).permute(2, 1, 0)
     elif layout == "one dimension":
@@ -398,9 +398,9 @@ def test_only_what_is_asked_for_is_computed(monkeypatch):
     run = channels.run
     monkeypatch.setattr(channels, "run", lambda k, *a, **o: started.append(k) or run(k, *a, **o))
     by_input(AFFINE)(x, w, b).sum().backward()
-    assert channels.gate_kernel not in started  # of W alone needs no pass over g
+    assert channels.gate_kernel not in started  # the gradient of W alone needs no pass over g
     by_output(AFFINE)(x, w, b).sum().backward()
-    assert channels.gate_kernel in started  # which behind a scaled output it does
+    assert channels.gate_kernel in started  # behind a scaled output it does
 
 
 def test_a_grid_of_programs_fills_the_device_and_no_more(monkeypatch):
@@ -444,7 +444,7 @@ def test_row_gradients(shape, dtype, proportional, bias, monkeypatch):
 
 def test_row_gradients_of_zero_rows_are_finite():
     x, g = torch.zeros(4, 20, dtype=torch.float16), torch.ones(4, 2, dtype=torch.float16)
-    x[0, 0] = 5e-5  # shorter than eps: as good as zero
+    x[0, 0] = 5e-5  # shorter than eps: treated as zero
     dw, db = functions.row_gradients(x, g, True, False, 1e-4)
     assert (dw == 0).all() and (db == 2).all()
 

@@ -1,4 +1,4 @@
-"""Kernels on tensors whose parts lie 2³¹ elements and more from each other, past 32-bit offsets."""
+"""Kernels on tensors with parts 2³¹ and more elements apart, beyond 32-bit offsets."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from adiv_layers.kernels import channels, rows, small
 from interpreted import BFLOAT16, far_apart, relative_error
 
 FAR = (2**31, 2**32, 2**31 + 8)
-LAYOUTS = {  # of (images, channels, positions), where `far` stands for a stride in FAR
+LAYOUTS = {  # of (images, channels, positions); `far` is a stride in FAR
     "images, channels last": ((2, 8, 16), lambda far: (far, 1, 8)),
     "images, contiguous": ((2, 8, 16), lambda far: (far, 16, 1)),
     "positions, channels last": ((1, 8, 3), lambda far: (0, 1, far)),
@@ -16,7 +16,7 @@ LAYOUTS = {  # of (images, channels, positions), where `far` stands for a stride
 
 
 def close(found, expected):
-    assert relative_error(found, expected) <= 1e-2  # bfloat16; another place is off by 1
+    assert relative_error(found, expected) <= 1e-2  # bfloat16; a wrong position would be off by 1
 
 
 @pytest.mark.parametrize("far", FAR)
@@ -45,7 +45,7 @@ def test_channels(layout, far):
 
 @pytest.mark.parametrize("stride", [2**26 + 8, 2**27])
 def test_few_rows_by_a_small_weight(stride):
-    """Rows that are a slice, like the last token of every text, and a weight that is one."""
+    """Few rows from a slice, such as the last token of every text, and a sliced weight."""
     count, n_in, n_out = 40, 24, 33
     form = affine_like(1.0, 1.0)
     x, weight, g = torch.randn(count, n_in), torch.randn(n_out, n_in), torch.randn(count, n_out)

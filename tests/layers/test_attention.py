@@ -1,4 +1,4 @@
-"""Corrected attention: equal to its twin when all is standard, and what it adds."""
+"""Corrected attention: equal to its twin if every form is standard, and its own features."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ OPTIONS = [
 
 
 def pair(**options):
-    """A twin with no bias at zero, and the all-standard layer that took over its state."""
+    """Return a twin with nonzero biases, and the all-standard layer with the same state."""
     twin = nn.MultiheadAttention(8, 2, **options, dtype=torch.float64)
     for parameter in twin.parameters():
         nn.init.normal_(parameter, std=0.5)

@@ -1,4 +1,4 @@
-"""Conversion of whole models: what is swapped, what stays the same, and the way back."""
+"""Conversion of whole models: replaced modules, unchanged properties, and the way back."""
 
 import copy
 
@@ -229,7 +229,7 @@ def test_resnet18(to):
 
 def test_vit_b_16():
     model = vit_b_16(weights=None, image_size=32, num_classes=7).eval()
-    nn.init.normal_(model.heads.head.weight)  # torchvision starts from zeros
+    nn.init.normal_(model.heads.head.weight)  # torchvision initialises it with zeros
     x = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         before = model(x)
@@ -268,7 +268,7 @@ def test_opened_attention(options):
     torch.testing.assert_close(attention(*x)[0], changed)
 
 
-# torch's own fast path announces its nested tensors
+# torch's own fast path warns about its nested tensors.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("attention", [False, True])
 def test_torchs_transformer_does_not_bypass_the_swapped_layers(attention):
@@ -281,7 +281,8 @@ def test_torchs_transformer_does_not_bypass_the_swapped_layers(attention):
     report = convert(model, "affine-like", attention=attention)
     with torch.no_grad():
         fast = model(x, src_key_padding_mask=padding)
-    slow = model(x, src_key_padding_mask=padding)  # gradients keep torch from its fast path
+    # with gradients torch does not take its fast path
+    slow = model(x, src_key_padding_mask=padding)
     torch.testing.assert_close(fast, slow)
     report.revert()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""PatchNorm convolutions against unfolded patches, and their derivatives in float64."""
+"""PatchNorm convolutions agree with unfolded patches, as do their derivatives in float64."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ LAYERS = {1: PatchNormConv1d, 2: PatchNormConv2d, 3: PatchNormConv3d}
 
 
 def by_hand(layer, x):
-    """Loop over samples, groups and output positions; every patch is cut out of the input."""
+    """Loop over samples, groups and output positions, cutting every patch out of the input."""
     space = len(layer.kernel_size)
     if layer.padding == "same":
         total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]

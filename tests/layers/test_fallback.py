@@ -1,4 +1,4 @@
-"""What a kernel that does not start leads to: a warning with its cause, and no second attempt."""
+"""A kernel that fails to start leads to one warning with its cause, and to no second attempt."""
 
 import types
 import warnings
@@ -11,7 +11,7 @@ ANCHOR = torch.zeros(1)
 
 
 class Kernel:
-    """Stands for a Triton kernel: raises its causes one after the other, then starts."""
+    """A stand-in for a Triton kernel that raises its causes one after the other, then starts."""
 
     def __init__(self, *causes):
         self.causes = list(causes)
@@ -45,7 +45,7 @@ def test_what_cannot_be_compiled_is_said_and_not_tried_again():
     with pytest.raises(launch.KernelError):
         launch.run(kernel, (1,), ANCHOR, WIDTH=4)
     assert kernel.attempts == 1
-    launch.run(kernel, (1,), ANCHOR, WIDTH=8)  # another kernel made of the same source
+    launch.run(kernel, (1,), ANCHOR, WIDTH=8)  # another kernel from the same source
     assert kernel.started == 1
 
 
@@ -63,14 +63,14 @@ def test_what_may_pass_is_tried_again(cause):
     with pytest.warns(RuntimeWarning, match="this time"), pytest.raises(launch.KernelError):
         launch.run(kernel, (1,), ANCHOR)
     with warnings.catch_warnings(), pytest.raises(launch.KernelError):
-        warnings.simplefilter("error")  # said once is enough
+        warnings.simplefilter("error")  # a second warning would be an error
         launch.run(kernel, (1,), ANCHOR)
     launch.run(kernel, (1,), ANCHOR)
     assert kernel.started == 1
 
 
 class Anchor:
-    """A tensor on a GPU, as far as the launcher looks at it."""
+    """A stand-in for a tensor on a GPU, with the attributes that the launcher reads."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
@@ -84,6 +84,6 @@ def test_nothing_is_loaded_during_capture(monkeypatch):
     with pytest.warns(RuntimeWarning, match=said), pytest.raises(launch.KernelError):
         launch.run(kernel, (1,), Anchor())
     assert kernel.attempts == 0
-    kernel.loaded = True  # by the step that warmed up
+    kernel.loaded = True  # loaded by the warm-up step
     launch.run(kernel, (1,), Anchor())
     assert kernel.started == 1

@@ -1,4 +1,4 @@
-"""The settings of the structural forms: what they mean, and which are refused."""
+"""The settings of the structural forms: their meaning, and which are rejected."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The corrected maps against a row-by-row reference, and their derivatives in float64."""
+"""The corrected maps agree with a row-by-row reference, as do their derivatives in float64."""
 
 import math
 
@@ -13,13 +13,13 @@ NORM_LIKE = [(1.0, 1.0), (2.0, 1.0), (3.0, 0.5), (-1.0, -0.8), (1.0, 0.0), (0.5,
 
 
 def affine_like_row(x, weight, bias, alpha, beta):
-    """(αWx + βb)/√(α²‖x‖² + β²), as printed."""
+    """Return (αWx + βb)/√(α²‖x‖² + β²), as in the paper."""
     divisor = math.sqrt(alpha**2 * float(x @ x) + beta**2)
     return (alpha * (weight @ x) + (0 if bias is None else beta * bias)) / divisor
 
 
 def norm_like_row(x, weight, bias, alpha, beta):
-    """αWx/s + βb with s = √(α²‖x‖²/(1−β²)), or ‖x‖ where |β| = 1."""
+    """Return αWx/s + βb with s = √(α²‖x‖²/(1−β²)), or ‖x‖ where |β| = 1."""
     length = math.sqrt(float(x @ x))
     divisor = length if abs(beta) == 1 else abs(alpha) * length / math.sqrt(1 - beta**2)
     return alpha * (weight @ x) / divisor + (0 if bias is None else beta * bias)
@@ -63,7 +63,7 @@ def test_first_and_second_derivatives(function, row, alpha, beta, bias, shape):
 
 
 def scale(function, x, n_out=3, **settings):
-    """‖φ‖² of one row: the squared length of d output_0 / d [W_0 | b_0]."""
+    """Return ‖φ‖² of one row: the squared length of d output_0 / d [W_0 | b_0]."""
     weight = torch.randn(n_out, x.shape[-1], dtype=x.dtype, requires_grad=True)
     bias = torch.randn(n_out, dtype=x.dtype, requires_grad=True)
     output = function(x, weight, bias, **settings)
@@ -122,7 +122,7 @@ def test_zero_rows_give_the_bias_and_finite_gradients(function, n_in, dtype):
     assert torch.equal(output[1], bias)
     gradients = torch.autograd.grad(output.mean(), (x, weight, bias), create_graph=True)
     assert all(torch.isfinite(g).all() for g in gradients)
-    if dtype != torch.float16:  # its largest number is 65504; the norm-like slope at 0 is 1/eps
+    if dtype != torch.float16:  # float16 ends at 65504; the norm-like slope at 0 is 1/eps
         second = torch.autograd.grad(gradients[0][0].sum() + gradients[0][1].sum(), (x, weight))
         assert all(torch.isfinite(g).all() for g in second)
 
@@ -130,7 +130,7 @@ def test_zero_rows_give_the_bias_and_finite_gradients(function, n_in, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", [functional.affine_like_linear, functional.norm_like_linear])
 def test_half_precision_sums_squares_in_float32(function, dtype):
-    # 300² overflows fp16, and 4096 bf16 squares summed in bf16 would stop growing at 256.
+    # 300² overflows fp16, and a sum of 4096 bf16 squares in bf16 would stop growing at 256.
     x = torch.full((2, 4096), 300.0, dtype=dtype)
     weight = torch.full((1, 4096), 2**-6, dtype=dtype)
     output = function(x, weight, torch.zeros(1, dtype=dtype))

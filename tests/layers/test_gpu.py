@@ -1,4 +1,4 @@
-"""What must hold on a real GPU: kernels against float64, and what an interpreter cannot show."""
+"""On a GPU: kernels agree with float64, and properties that an interpreter cannot show."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from adiv_layers.kernels import choice, launch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-LINEAR = {  # n_in, n_out
+LINEAR = {  # (n_in, n_out)
     "wide output": (96, 200),
     "odd": (101, 67),
     "odd, more inputs than rows": (1001, 667),
     "narrow output": (2048, 333),
 }
-CONV = {  # input, weight, stride, padding, dilation, groups
+CONV = {  # (input, weight, stride, padding, dilation, groups)
     "2d": ((4, 32, 17, 16), (48, 32, 3, 3), 1, 1, 1, 1),
     "2d mixed": ((3, 5, 19, 21), (7, 5, 3, 3), 2, 1, 2, 1),
     "2d groups": ((2, 32, 9, 9), (64, 16, 3, 3), 1, 1, 1, 2),
@@ -28,28 +28,29 @@ CONV = {  # input, weight, stride, padding, dilation, groups
 
 @pytest.fixture(autouse=True)
 def _exact_single_precision():
-    """Matrix products are exact by default, convolutions are not."""
+    """Disable TF32 in convolutions; in matrix products it is off by default."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
 def results(function, inputs, g):
-    """The output and the gradients of all inputs."""
+    """Return the output and the gradients of all inputs."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     z = function(*inputs)
     return [z, *torch.autograd.grad(z, inputs, g.to(z.dtype))]
 
 
 def error(actual, expected):
-    """Relative 2-norm of the difference, 0/0 being 0."""
+    """Return the relative 2-norm of the difference, with 0/0 = 0."""
     difference = (actual.double() - expected).norm()
     return (difference / expected.norm()).item() if difference != 0 else 0.0
 
 
 def check(function, inputs, g, monkeypatch):
-    """Errors at most twice those of the plain expression, both against float64 on the CPU.
+    """Assert errors of at most twice the plain expression's, both against float64 on the CPU.
 
-    The gradients have a mean: in the bias's, a sum of random signs, the rest would be all rounding.
+    The upstream gradients get a nonzero mean: otherwise the bias's gradient, a sum of random signs,
+    would be dominated by rounding.
     """
     g += 1
     truth = results(function, [t.cpu().double() for t in inputs], g.cpu().double())
@@ -68,7 +69,7 @@ def tensors(*shapes, dtype):
 
 
 def test_triton_works_here():
-    """Kernels that do not start raise here, with their cause, where a layer would go on without."""
+    """Triton works: a kernel that does not start raises here, where a layer would fall back."""
     x = torch.ones(2, 3, device="cuda")
     kernels = choice.kernels_for(x)
     assert kernels is not None
@@ -93,7 +94,7 @@ FORMS = [
 @pytest.mark.parametrize(("name", "alpha", "beta"), FORMS)
 @pytest.mark.parametrize("shape", [(33, 64, 48), (300, 96, 200), (50, 700, 600), (90, 900, 100)])
 def test_alpha_and_beta_over_their_range(shape, name, alpha, beta, monkeypatch):
-    """Few rows; the bias as a column; behind the product; a divided output; short and long rows."""
+    """All ranges of α and β: few rows, bias as a column or added, divided output, any length."""
     rows, n_in, n_out = shape
     x, weight, bias, g = tensors(
         (rows, n_in), (n_out, n_in), (n_out,), (rows, n_out), dtype=torch.float32
@@ -248,7 +249,7 @@ def test_a_graph_can_be_captured():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        results(both_maps, [x, weight, bias], one)  # compiles what capture must not compile
+        results(both_maps, [x, weight, bias], one)  # compiles what a capture cannot
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -265,10 +266,10 @@ def test_a_graph_captured_without_warm_up_is_right_and_says_that_it_is_plain(mon
     monkeypatch.setattr(launch, "_broken", set())
     monkeypatch.setattr(launch, "_told", set())
     x, weight, bias = tensors((70, 179), (131, 179), (131,), dtype=torch.float16)
-    expected = torch.nn.functional.linear(x, weight)  # cuBLAS warms up, the kernels do not
+    expected = torch.nn.functional.linear(x, weight)  # warms cuBLAS up, but not the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # an eps of its own makes kernels of its own, which nothing has loaded before
+    # An eps of its own specialises kernels that nothing has loaded before.
     with pytest.warns(RuntimeWarning, match="before the capture"), torch.cuda.graph(graph):
         captured = functional.norm_like_linear(x, weight, bias, eps=1.2345e-3)
     graph.replay()
@@ -303,7 +304,7 @@ def test_autocast():
     assert error(z.cpu(), expected) < 1e-2
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # Inductor would like it allowed
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # Inductor recommends TF32
 @pytest.mark.parametrize("rows", [100, 16384])
 def test_compiled_gradients(rows):
     x, weight, bias, g = tensors((rows, 96), (50, 96), (50,), (rows, 50), dtype=torch.float32)

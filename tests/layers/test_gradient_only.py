@@ -1,4 +1,4 @@
-"""Gradient-only layers: forward exactly torch's, backward against a loop over rows."""
+"""Gradient-only layers: forward exactly torch's, backward as in a loop over rows."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ FORMS = ["proportional", "disproportional", "batch"]
 
 
 def by_rows(form, x, grad, has_bias, damping=1e-3):
-    """Corrected gradients of weight and bias, row after row; batch by inverse."""
+    """Return the corrected gradients of weight and bias row by row; "batch" by an inverse."""
     if form == "batch":
         features = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1) if has_bias else x
         gram = features @ features.T
@@ -153,7 +153,7 @@ CONVOLUTIONS = [
 ]
 
 
-# torch's own, for the twin as well: it may have to copy the input to pad it unevenly
+# torch's own warning, for the twin as well: uneven padding may copy the input.
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("settings", CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("form", ["proportional", "disproportional"])
@@ -175,7 +175,7 @@ def test_convolution(form, settings):
 
 
 def convolution_by_patches(layer, form, x, grad):
-    """The row-by-row gradients, group after group, over patches that unfold has cut out."""
+    """Return the row-by-row gradients per group, over patches cut out by `unfold`."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     gradients = []
@@ -208,7 +208,7 @@ def test_empty_patches(form, bias):
     whole, grad = x[..., :3], torch.randn(2, 3, 4, 5, dtype=torch.float64)
     x[..., 3:] = 0
     layer(x).backward(grad)
-    # patches 0 to 2 hold something; the others may move the bias only
+    # Patches 0 to 2 contain data; the others may move only the bias.
     weight = layer.weight.grad.clone()
     layer.zero_grad()
     padded = torch.nn.functional.pad(whole, (0, 1))

@@ -1,7 +1,7 @@
-"""The Triton kernels, run by Triton's interpreter, in a process of their own.
+"""The Triton kernels, run by Triton's interpreter in a separate process.
 
-Whether a kernel is compiled or interpreted is settled when it is first imported, so the variable
-that asks for the interpreter has to be set before, and must not be seen by the other tests.
+Triton decides at a kernel's first import whether it is compiled or interpreted. The environment
+variable must be set before then, and must not affect the other tests.
 """
 
 import os

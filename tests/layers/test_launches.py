@@ -1,6 +1,6 @@
-"""How many kernels a step starts, counted: Triton's by the launcher, PyTorch's by the profiler.
+"""The number of kernels in a step: Triton's counted by the launcher, PyTorch's by the profiler.
 
-The kernels are not run, so nothing here looks at results. A copy or a view is no kernel.
+The kernels are not run, so no result is checked. Copies and views do not count as kernels.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from adiv_layers import (
 )
 from adiv_layers.kernels import channels, choice, patch, rows, small
 
-# What PyTorch does on a GPU by one kernel; all else that a step calls makes or views tensors.
+# Operators that PyTorch runs as one kernel on a GPU; all others in a step create or view tensors.
 BY_ONE_KERNEL = {
     *("aten::mm", "aten::addmm", "aten::sum", "aten::mul", "aten::mul_", "aten::add"),
     *("aten::rsqrt", "aten::clamp_min", "aten::addr"),
@@ -31,7 +31,7 @@ HALF = 0.5**0.5
 
 @pytest.fixture
 def started(monkeypatch):
-    """Names of the Triton kernels that would have been started."""
+    """Record the names of the Triton kernels that would be started."""
     names = []
     for module in (rows, channels, patch, small):
         monkeypatch.setattr(module, "run", lambda kernel, *_, **__: names.append(kernel.__name__))
@@ -40,7 +40,7 @@ def started(monkeypatch):
 
 
 def counted(layer, x, started):
-    """Kernels of forward and backward."""
+    """Return the number and the names of the kernels in forward and backward."""
     upstream = torch.ones_like(layer(x))
     started.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -52,7 +52,7 @@ def counted(layer, x, started):
     return len(names), names
 
 
-LINEAR = {  # rows, n_in, n_out; what a layer of torch starts: 1 forward, 3 backward
+LINEAR = {  # (rows, n_in, n_out); a layer of torch starts 1 kernel forward, 3 backward
     "many rows": (4096, 1024, 1024),
     "fewer rows than inputs": (512, 1024, 1024),
     "narrow output": (512, 1024, 100),
@@ -89,7 +89,7 @@ def test_linear(kind, settings, shape, expected, started):
     ("kind", "expected"), [(AffineLikeLinear, 7), (NormLikeLinear, 7), (nn.Linear, 12)]
 )
 def test_small_network(kind, expected, started):
-    """3072-32-32-10, 32 rows; the activations left out: ours 2 + 1 + 1 and 3, torch's 3 and 9."""
+    """Kernels of 3072-32-32-10 at 32 rows, no activations: ours 4 and 3, torch's 3 and 9."""
     layers = nn.Sequential(kind(3072, 32), kind(32, 32), kind(32, 10))
     x = torch.zeros(32, 3072, requires_grad=True)
     found, names = counted(layers, x, started)

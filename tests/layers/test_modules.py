@@ -1,4 +1,4 @@
-"""The modules as modules: twins in constructor, state and everything torch does with a module."""
+"""The layers as modules: twins in constructor, in state and in every use of a module by torch."""
 
 import copy
 import inspect

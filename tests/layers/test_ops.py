@@ -20,7 +20,7 @@ def form(constant):
 
 
 def unit_row(x, constant, eps=1e-12):
-    """One row as printed: r = 1/√(‖x‖² + constant), or 1/max(‖x‖, eps)."""
+    """Return one row as in the paper: r = 1/√(‖x‖² + constant), or 1/max(‖x‖, eps)."""
     square = sum(float(value) ** 2 for value in x)
     r = (square + constant) ** -0.5 if constant > 0 else 1 / max(square**0.5, eps)
     return [r * float(value) for value in x], r

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-# The model and the batch, as source, because every rank is a process of its own.
+# The model and the batch are source text, because every rank is a separate process.
 SETTING = """
 import torch
 from adiv_layers import *

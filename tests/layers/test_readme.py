@@ -1,4 +1,4 @@
-"""Every Python block of the README runs as it stands, by itself."""
+"""Every Python block of the README runs unchanged and by itself."""
 
 import blocks
 import pytest

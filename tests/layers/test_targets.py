@@ -1,8 +1,8 @@
-"""Every kernel compiles for the GPUs it is meant for, without one: no spills, wide accesses.
+"""Every kernel compiles for its target GPUs, without one: no spills, wide accesses.
 
-An access takes 16 bytes whatever a row's width; over channels as many as the sizes divide: 8 at
-14×14, 2 at 7×7 and 1,001. Where it takes 2, the next thread takes the next 2. Kernels that walk
-over tiles copy the next ones while they work on one, and no offset is multiplied in 32 bits.
+An access takes 16 bytes whatever a row's width. Over channels it takes as many as the sizes divide:
+8 at 14×14, 2 at 7×7 and 1,001. Where it takes 2, the next thread takes the next 2. Kernels that
+loop over tiles prefetch the next ones, and no offset is multiplied in 32 bits.
 """
 
 import inspect
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# What an H200 has: 4 instructions a clock on each of 132 multiprocessors of 1.755 GHz, for 32
-# elements each, against 4.3e12 bytes a second. A kernel that needs more waits for itself.
+# An H200 issues 4 instructions per clock on each of 132 multiprocessors at 1.755 GHz, for 32
+# elements each, and moves 4.3e12 bytes per second. A kernel with more instructions per byte is
+# bound by them.
 INSTRUCTIONS_PER_BYTE = 4 * 32 * 132 * 1.755e9 / 4.3e12
 BYTES = {"unit_rows": 4, "unit_rows with a column": 4, "unit_rows of unaligned rows": 4}
 BYTES |= {"unit_rows_backward": 6, "unit_rows_backward with a column": 6}
@@ -32,7 +33,7 @@ WIDTHS = (1000, 1001, 1004, 4096, 4099)
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("target", "each"), [("sm_90", 1), ("sm_100", 3), ("gfx942", 3)])
 def test_kernels_compile_well(target, each, tmp_path, whole):
-    each *= 1 if whole else 64  # and the first of every kernel
+    each *= 1 if whole else 64  # besides the first of every kernel
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).with_name("compile_targets.py")
@@ -43,7 +44,7 @@ def test_kernels_compile_well(target, each, tmp_path, whole):
     assert len(found) > 180 // each
     for case, usage in found.items():
         assert usage["spilled"] == 0, (case, usage)
-        # Two programs of 8 warps or four of 4 at least; an AMD multiprocessor has room for more.
+        # At least two programs of 8 warps or four of 4; an AMD multiprocessor has room for more.
         few = usage["registers"] * usage["threads"] <= 2**14 * 2
         assert few or usage["registers"] <= (128 if target[:2] == "sm" else 160), (case, usage)
         assert usage["loads"] >= usage["least_loads"], (case, usage)

@@ -1,4 +1,4 @@
-"""torch.compile, export, `torch.func`, forward mode and autocast: each agrees with plain eager."""
+"""torch.compile, export, `torch.func`, forward mode and autocast all agree with plain eager."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from adiv_layers import (
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 
-# wide rows take the path that scales the output, others the one that scales the input
+# Wide rows take the path that scales the output, others the one that scales the input.
 LINEAR = {
     "affine-like": lambda: AffineLikeLinear(5, 4, dtype=torch.float64),
     "affine-like, wide": lambda: AffineLikeLinear(5, 1, dtype=torch.float64),
@@ -40,7 +40,7 @@ def sample(make, rows=3):
 
 
 def gradients(module, x):
-    """Output, then gradients of x and all parameters."""
+    """Return the output, then the gradients of x and of all parameters."""
     x = x.detach().clone().requires_grad_()
     output = module(x)
     wanted = (x, *module.parameters())
@@ -89,7 +89,7 @@ def test_vmap_over_an_ensemble(make):
     close(outputs, [first(x), second(x)])
 
 
-# torch's own, from the decompositions of its forward mode
+# A warning of torch's own, from the decompositions of its forward mode.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 @each_layer
 def test_forward_mode(make):
@@ -149,7 +149,8 @@ COMPILED = {
 }
 
 
-# aot_eager traces forward and backward like the default backend, but generates no code: fast.
+# aot_eager traces forward and backward like the default backend but generates no code, so it is
+# fast.
 @pytest.mark.parametrize("make", COMPILED.values(), ids=COMPILED)
 def test_compile_of_every_layer(make):
     module = make()

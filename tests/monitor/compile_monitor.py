@@ -1,8 +1,8 @@
-"""Compile every kernel of the monitor as its launcher would start it, for an H100 that isn't there.
+"""Compile every kernel of the monitor as its launcher would, for an H100 that need not be there.
 
-Prints one JSON object: for each case registers, spilled bytes, threads of a program, programs,
-copies ahead and offsets that are multiplied in 32 bits. Run by test_fused_kernels.py, not
-interpreted.
+Prints one JSON object. It has for each case registers, spilled bytes, threads of a program,
+programs, copies ahead, and offsets that are multiplied in 32 bits. test_fused_kernels.py runs it
+without Triton's interpreter.
 """
 
 import json
@@ -35,7 +35,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def cases() -> Iterator[str]:
-    """Launch kernels; yield what for."""
+    """Launch kernels; yield the name of each case."""
     chosen = empty(128, dtype=torch.int64)
     nchw = empty(32, 64, 56, 56).movedim(1, -1)
     odd = empty(16, 33, 7, 7, dtype=torch.bfloat16).movedim(1, -1)

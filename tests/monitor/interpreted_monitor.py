@@ -1,4 +1,4 @@
-"""The monitor's kernels against plain PyTorch: one by one, and a measured step through all."""
+"""The monitor's kernels against plain PyTorch, one by one and in a measured step."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: Patch) -> None:
-    """What a kernel does not write reads NaN."""
+    """Fill new memory with NaN, so that entries a kernel does not write read NaN."""
     torch.manual_seed(0)
     made = Tensor.new_empty
 
@@ -88,7 +88,7 @@ def test_look(case: str, dtype: torch.dtype) -> None:
 
 
 def test_rows_of_another_tensor_are_not_read() -> None:
-    """Where plain PyTorch raises; a kernel would read what lies behind."""
+    """Row indices beyond the tensor read nothing, where plain PyTorch raises."""
     for chosen in (None, np.array([0, 30])):
         with pytest.raises((RuntimeError, IndexError)):
             Rows((6, 7), chosen).take(torch.randn(1, 7, 5))
@@ -162,7 +162,7 @@ def test_normalised_rows(shape: tuple[int, ...], dtype: torch.dtype, last: bool)
 
 
 def test_a_first_entry_far_from_the_mean() -> None:
-    """The batch's own mean is a better pivot."""
+    """A first entry far from the mean loses no precision: the batch's own mean is the pivot."""
     x = torch.randn(4096, 3)
     x[0] = 1e4
     variance, mean = torch.var_mean(x.double(), 0, correction=0)
@@ -173,7 +173,7 @@ def test_a_first_entry_far_from_the_mean() -> None:
 
 @pytest.mark.slow
 def test_moments_of_many_parts(monkeypatch: Patch) -> None:
-    """More of them than are added up at once, in the same order every time."""
+    """Moments of more parts than are added at once are exact and reproducible."""
     monkeypatch.setattr(launch, "_multiprocessors", lambda _: 50)
     monkeypatch.setattr(moments, "_TILE", 32)
     x = 3 * torch.randn(1700, 3) + 40
@@ -186,7 +186,7 @@ def test_moments_of_many_parts(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("strides", [(2**31, 4, 1), (2**32, 1, 3), (0, 2**31, 1), (0, 1, 2**30)])
 def test_what_lies_far_apart(strides: tuple[int, ...]) -> None:
-    """Images, positions and channels, past offsets of 32 bits."""
+    """Images, positions and channels may lie beyond 32-bit offsets."""
     near = torch.randn(1 if strides[0] == 0 else 2, 3, 4).to(BFLOAT16)
     x, rows = far_apart(near, strides), near.double().reshape(-1, 4)
     squares, sums, taken = attempt("look", x, rows=len(rows), squares=True, sums=True)
@@ -198,7 +198,7 @@ def test_what_lies_far_apart(strides: tuple[int, ...]) -> None:
     close(found, (rows - mean) / (variance + 1e-3).sqrt(), 2e-5)
 
 
-# Rows, groups, features of a group, outputs of a group.
+# (rows, groups, features of a group, outputs of a group)
 ROWS = {
     "linear": (5, 1, 33, 20),
     "one row": (1, 1, 3, 1),
@@ -222,7 +222,7 @@ def test_row_products(case: str, bias: bool, stepped: bool) -> None:
     def change() -> tuple[Tensor, Tensor | None]:
         return torch.randn(count, width), torch.randn(width).expand(count, -1) if bias else None
 
-    z = torch.randn(width, count).t()  # in the other order
+    z = torch.randn(width, count).t()  # in the other memory order
     factor = torch.tensor(0.7) if stepped else None
     rows = RowVectors(torch.randn(count, width), factor, z, change(), change() if stepped else None)
     found, expected = _fused(rows, features), _plain(rows, features)
@@ -237,7 +237,7 @@ def test_row_products(case: str, bias: bool, stepped: bool) -> None:
 
 
 def test_a_small_rest_is_not_lost() -> None:
-    """It is a difference of what is nearly alike: to be squared after it is taken."""
+    """A small difference of nearly equal vectors is squared after the subtraction."""
     phi = torch.randn(4, 1, 30)
     G = torch.randn(4, 50)
     e = phi.square().sum(2) * G + 1e-3 * torch.randn(4, 50)
@@ -273,7 +273,7 @@ def test_what_is_not_plain_is_not_fused() -> None:
     assert _fused(rows, DenseFeatures(phi)) is None
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # no active row
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # no row with a gradient
 @pytest.mark.parametrize("count", [1, 37, 5000])
 @pytest.mark.parametrize("bias", [0.0, 1.0, "of rows"])
 def test_totals(count: int, bias: float | str) -> None:
@@ -290,7 +290,7 @@ def test_totals(count: int, bias: float | str) -> None:
 
 
 def test_totals_of_very_many_rows_are_plain() -> None:
-    """One program, that is one multiprocessor, would read all rows of a layer."""
+    """One program, on one multiprocessor, would read all rows of a layer."""
     for rows, fused in ((2**15, True), (2**15 + 1, False)):
         square = torch.rand(2, rows)
         assert (attempt("totals", square, square, None, bias=1.0) is not None) is fused
@@ -320,7 +320,7 @@ def test_step_products(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -
 
 
 def test_what_a_step_took_is_written_by_one_kernel_alone(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(steps, "run", lambda *_, **__: None)  # the interpreter copies, too
+    monkeypatch.setattr(steps, "run", lambda *_, **__: None)  # the interpreter's copies would count
     before, now = torch.randn(64).to(BFLOAT16), torch.randn(64).to(BFLOAT16)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         steps.step_products(before, now, now)
@@ -344,7 +344,7 @@ def test_a_measured_step(max_rows: int | None, monkeypatch: Patch) -> None:
             _run(kernel, *arguments, **options)
 
         monkeypatch.setattr(room, "run", run)
-    monkeypatch.setattr(products, "_TILE", 4096)  # for the interpreter's sake
+    monkeypatch.setattr(products, "_TILE", 4096)  # for the interpreter
     monkeypatch.setattr(looks, "_TILE", 2**15)
     reports, net = trained(True, max_rows=max_rows)
     assert started == {

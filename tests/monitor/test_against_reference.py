@@ -1,6 +1,6 @@
-"""Every measure against a slow reference that really takes the step; float64, to 1e-9.
+"""Every measure agrees with a slow reference that really takes the step; float64, to 1e-9.
 
-With all rows looked at every measure is exact. With few of them, those that say so are.
+Over all rows every measure is exact. Over sampled rows, the measures documented as exact are.
 """
 
 from functools import cache, partial
@@ -13,10 +13,10 @@ from cases import CASES, OPTIMIZERS, loss_of
 from adiv_monitor import Monitor
 from adiv_monitor.report import MEASURES, REALISED_MEASURES
 
-STEPS = {1: 3, 3: 2}  # by micro-batches: the reference takes every row's step
+STEPS = {1: 3, 3: 2}  # steps by micro-batches; few, as the reference loops over rows
 Batch = tuple[torch.Tensor, torch.Tensor]
 Truth = dict[str, reference.LayerTruth]
-# Of a layer whose rows' scales one pass tells; of a gain, whose do not.
+# Measures that sampling affects: of layers with one-pass scales, and of gains, which have none.
 SAMPLED = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
@@ -29,7 +29,7 @@ SAMPLED_OF_GAINS = SAMPLED | {
 
 
 def made(case: str, micro_batches: int) -> tuple[torch.nn.Module, list[list[Batch]]]:
-    """A model, and the micro-batches of every step; always the same."""
+    """Return a model and the micro-batches of every step, the same at every call."""
     model, count = CASES[case].model(), STEPS[micro_batches]
     batches = CASES[case].batches(count * micro_batches)
     return model, [batches[i * micro_batches : (i + 1) * micro_batches] for i in range(count)]
@@ -42,7 +42,7 @@ def backward(model: torch.nn.Module, step: list[Batch]) -> None:
 
 @cache
 def truths_of(case: str, optimizer: str, micro_batches: int) -> list[Truth]:
-    """What really happens in every step: slow, and the same however many rows are looked at."""
+    """Return the truth of every step: slow, so cached for all values of `max_rows`."""
     model, steps = made(case, micro_batches)
     own = OPTIMIZERS[optimizer](model.parameters())
     return [reference.take_step(model, own, partial(backward, step=step)) for step in steps]
@@ -85,7 +85,7 @@ def test_every_measure(
             whole = reading.rows_seen == total
             grouped = truth[path].scale.shape[1] > 1
             allowed = set() if whole else SAMPLED_OF_GAINS if grouped else SAMPLED
-            if reading.idle_share and not whole:  # then the mean feature too
+            if reading.idle_share and not whole:  # then the mean feature is sampled too
                 allowed = allowed | {"common_share"}
             assert reading.standard_error.keys() <= allowed
             for name in expected.keys() - allowed:

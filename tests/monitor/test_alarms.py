@@ -1,4 +1,4 @@
-"""Rules of the user's: where they hold, and that every sink says so."""
+"""Users' alarm rules: the layers for which they hold, and their report by every sink."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from adiv_monitor.sinks.scalars import summary_scalars
 
 
 def report(**values: float) -> StepReport:
-    """One layer for each value of update_cosine, known to ± 0.1."""
+    """Return a report of one layer per value of update_cosine, with a standard error of 0.1."""
     layers = {
         name.replace("_", "."): LayerReading(
             *("linear", 4, 8, 0, 1.0), update_cosine=value, standard_error={"update_cosine": 0.1}
@@ -64,7 +64,7 @@ def test_what_is_no_rule_is_refused() -> None:
 
 
 def trained(rules: list[Any], **options: Any) -> Monitor:
-    """Three steps against the gradient."""
+    """Train three steps against the gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
@@ -126,14 +126,14 @@ def test_alarms_come_back_from_a_record() -> None:
 
 
 def test_a_rule_that_finds_nothing_to_compare_is_said_once() -> None:
-    """A name that no layer has, or a measure that nobody asked for."""
+    """A rule on a layer or measure that no report has is reported once."""
     for options in ({}, {"layers_per_step": 1}):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             rules = ["decoder.*: scale_cv > 1e9", "attainable_cosine < -2", "1: scale_cv > 1e9"]
             monitor = trained(rules, **options)
         said = [str(warning.message) for warning in caught]
-        step = 0 if not options else 1  # after a round
+        step = 0 if not options else 1  # after one round
         assert [text.partition(" up to")[0] for text in said] == [
             "adiv_monitor: the alarm 'decoder.*: scale_cv > 1e9' has found nothing to compare",
             "adiv_monitor: the alarm 'attainable_cosine < -2' has found nothing to compare",
@@ -153,7 +153,7 @@ def test_functions_without_a_name_are_told_apart_by_where_they_stand() -> None:
 
 
 def unfinished(**non_finite: tuple[str, ...]) -> dict[str, LayerReading]:
-    """A layer for each name, with what of it is not finite."""
+    """Return a report of one layer per name, with its non-finite tensors."""
     return {
         name.replace("_", "."): LayerReading(*("linear", 4, 8, 0, 1.0), non_finite=what)
         for name, what in non_finite.items()
@@ -197,7 +197,7 @@ def read(step: int, kind: str = "linear", **values: float) -> StepReport:
 
 
 def test_the_preset_is_made_of_what_healthy_layers_read() -> None:
-    """Far too large a step: beyond the outermost knot of the table."""
+    """A far too large step lies beyond the outermost knot of the preset's table."""
     far = HEALTH["update_ratio"].knots[-1][0]
     inf = float("inf")
     for made, rules in (

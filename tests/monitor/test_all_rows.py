@@ -1,4 +1,4 @@
-"""Sums over all rows: of layers that are alike together, each gets its own."""
+"""Sums over all rows, computed for similar layers together, are correct for each layer."""
 
 import math
 
@@ -21,7 +21,7 @@ ROWS = 50
 
 
 def layer(seed: int, rows: int = ROWS, *, bias: float | None = 1.0) -> AllRows:
-    """Some rows are idle; None: every row has a bias of its own."""
+    """Return a layer with zero-gradient rows; with None, every row has its own bias."""
     random = torch.Generator().manual_seed(seed)
 
     def positive() -> Tensor:
@@ -33,7 +33,7 @@ def layer(seed: int, rows: int = ROWS, *, bias: float | None = 1.0) -> AllRows:
 
 
 def by_hand(rows: AllRows) -> Totals[float]:
-    """As `Totals` says."""
+    """Compute the sums as `Totals` defines them."""
     active = rows.square != 0
     scale, square = (rows.weight_square + rows.bias_square)[active], rows.square[active]
     return Totals(
@@ -64,7 +64,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(totals, "_of_stacked", counted)
     found = totals.sums(layers, np.random.default_rng(0))
-    assert sorted(stacked) == [1, 4]  # where that fails, they are looked at one by one
+    assert sorted(stacked) == [1, 4]  # after a failure, layers are summed one by one
     for path, rows in layers.items():
         expected = by_hand(rows)
         for (name, value), (other, told) in zip(leaves(expected), leaves(found[path]), strict=True):
@@ -78,7 +78,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
 
 
 def test_of_very_many_scales_some_are_told() -> None:
-    """Other ones at every step, none of them twice."""
+    """From very many scales, different ones are kept at every step, and none of them twice."""
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
     first, second = (
@@ -98,7 +98,7 @@ def test_a_layer_whose_sums_fail_is_lost_alone(monkeypatch: pytest.MonkeyPatch) 
     real = totals._of_stacked
 
     def breaks(weight_square: Tensor, *rest: Tensor | float) -> Totals[Tensor]:
-        if (weight_square == 0).any():  # a row of zeros, which only the first layer has
+        if (weight_square == 0).any():  # a zero row, which only the first layer has
             raise RuntimeError("no sums")
         return real(weight_square, *rest)  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def test_a_layer_whose_sums_fail_is_lost_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Affine(nn.Module):
-    """A gain of one number for each channel."""
+    """A gain of one number per channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_all_rows_are_the_same_in_parts_and_at_once(
 
 
 def test_products_of_small_pieces_are_summed_each_by_itself() -> None:
-    """Side by side, on two devices, empty ones among them; and of large ones, which stand alone."""
+    """Side by side, on two devices, some pieces empty; and large pieces, which stay alone."""
     first, second = np.arange(6.0), np.array([7.0, 8.0])
     places = {
         10: (-1, slice(0, 0)),

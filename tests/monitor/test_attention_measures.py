@@ -1,4 +1,4 @@
-"""Readings of attention in monitored runs: against scores that are made by hand."""
+"""Readings of attention in monitored runs agree with explicitly computed scores."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ PRECISELY = {"rel": 1e-8, "abs": 1e-12}
 
 
 class Attends(nn.Module):
-    """Torch's own attention behind a layer.
+    """A layer followed by torch's own attention.
 
     Args:
         cross: attend to a memory with more tokens.
@@ -69,7 +69,7 @@ def padding(keys: int) -> Tensor:
 
 
 def torch_scores(p: Parameters, module: Any, given: Mapping[str, Any]) -> Tensor:
-    """Q = x W_Qᵀ + b_Q, and k alike."""
+    """Compute the scores from Q = x W_Qᵀ + b_Q, and k alike."""
     if "in_proj_weight" in p:
         weights = p["in_proj_weight"].chunk(3)
     else:
@@ -89,7 +89,7 @@ def gpt2_scores(p: Parameters, module: Any, given: Mapping[str, Any]) -> Tensor:
 
 
 def qwen_scores(p: Parameters, module: Any, given: Mapping[str, Any]) -> Tensor:
-    """Two queries for each key, both normed, then rotated."""
+    """Compute the scores of grouped queries: two per key, queries and keys normed, then rotated."""
     cos, sin = (x[:, None] for x in given["position_embeddings"])
 
     def part(name: str, heads: int) -> Tensor:
@@ -130,7 +130,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
 def built(name: str) -> nn.Module:
     torch.manual_seed(3)
     model = BUILD[name]().double().train()
-    for parameter in model.parameters():  # so that gains are not 1 and biases not 0
+    for parameter in model.parameters():  # so that no gain is 1 and no bias 0
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
@@ -156,7 +156,7 @@ def monitored(
     optimizer: str = "sgd",
     **options: Any,
 ) -> StepReport:
-    """The report of one step with attention measured."""
+    """Return the report of one step with attention measured."""
     x = batch() if x is None else x
     stepping = OPTIMIZERS[optimizer](model.parameters())
     with Monitor(model, stepping, **{"attention": True, "on_error": "raise", **options}) as monitor:
@@ -171,7 +171,7 @@ def monitored(
 
 
 class Reference:
-    """One step of a model, its scores made explicitly, and what they should have done."""
+    """One step of a model, with explicit scores and the changes that the measures describe."""
 
     def __init__(
         self, model: nn.Module, x: Tensor, optimizer: str, monkeypatch: pytest.MonkeyPatch
@@ -221,7 +221,7 @@ class Reference:
         return {n: p.detach().clone() for n, p in module.named_parameters()}
 
     def measures(self, number: int, scores: Any) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Of one attention, over all and per head, by the definitions."""
+        """Compute one attention's measures over all heads and per head, from the definitions."""
         given = self.given[number]
         module = list(self.modules.values())[number]
         before, G = self.before[number], self.G[number]
@@ -250,7 +250,7 @@ def of_scores(G: Tensor, d: Tensor, e: Tensor, D: Tensor) -> dict[str, float]:
     }
 
 
-# Truth
+# Correctness
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -303,7 +303,7 @@ def test_the_step_moves_scores_as_finite_differences_say(monkeypatch: pytest.Mon
 
 
 def test_corrected_projections_have_the_scale_of_their_keys_and_queries() -> None:
-    """‖k‖² ‖φ_t‖² + ‖q‖² ‖φ_s‖² with ‖φ‖² = 1: both terms alike but for k and q."""
+    """The scale is ‖k‖² ‖φ_t‖² + ‖q‖² ‖φ_s‖² with ‖φ‖² = 1: it depends on k and q alone."""
     model = built("torch")
     convert(model, "affine-like", attention=True)
     seen: dict[str, Tensor] = {}
@@ -335,7 +335,7 @@ def test_standard_attention_opened_into_layers_reads_the_same() -> None:
 
 
 class Windows(nn.Module):
-    """Attention within windows of three tokens: more samples than the module has."""
+    """Attention within windows of three tokens, so with more samples than the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Windows(nn.Module):
 
 
 class Twice(nn.Module):
-    """Two attentions in one forward of one module."""
+    """A module whose forward calls attention twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class Twice(nn.Module):
 
 
 class Inside(nn.Module):
-    """Some module as a part of a model."""
+    """A model with the module as a part."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ def test_samples_of_a_module_may_be_several_of_its_attention() -> None:
     windows = monitored(model, batch().reshape(8, 3, 12))
     assert whole.attention["parts.0"].samples_total == 4
     assert windows.attention["parts.0"].samples_total == 8
-    # A window is a sample of its own here, but the loss is the same, and so are the scores.
+    # Each window is a sample here, but the loss and the scores are the same.
     same(whole, windows)
 
 
@@ -538,18 +538,18 @@ def test_half_precision_reads_what_single_does(name: str) -> None:
         report = monitored(built(name).to(dtype), step=step)
         assert not [note for note in report.notes if "ttention" in note]
         [reading], [expected] = report.attention.values(), single.attention.values()
-        # The update is told from weights that are rounded.
+        # The update is computed from rounded weights.
         but = {"attention_cosine"} if dtype == torch.bfloat16 else set()
         for measure in expected.measures().keys() - but:
             value = getattr(reading, measure)
             assert value == pytest.approx(getattr(expected, measure), rel=0.05)
 
 
-# What can't be measured, and what must not happen
+# Unmeasurable attention, and forbidden side effects
 
 
 class Own(nn.Module):
-    """Attention of one head between queries and keys that something is done to."""
+    """Attention of one head between queries and keys that pass through a function."""
 
     def __init__(self, changed: Callable[[Tensor], Tensor], shared: bool = False) -> None:
         super().__init__()
@@ -611,7 +611,7 @@ def test_what_can_not_be_measured_is_said(name: str) -> None:
     [note] = [note for note in report.notes if "ttention" in note]
     assert note.startswith("Attention of parts.0 is not measured: ")
     assert re.search(reason, note)
-    # All else is measured, and trained.
+    # Everything else is measured and trained.
     assert report.coverage == 1
     assert any(
         not torch.equal(p, q)
@@ -627,7 +627,7 @@ class Reduced(nn.Module):
 
 
 def test_nothing_waits_for_other_processes() -> None:
-    """They may not measure this step; what needs none of them is measured."""
+    """Other ranks may not measure this step; readings that need none of them are made."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -649,7 +649,7 @@ def test_a_weight_in_common_leaves_the_scale_untold() -> None:
 
 
 class Odd(nn.MultiheadAttention):
-    """Calls the functions of an attention for something else."""
+    """A module that calls the functions of attention for another purpose."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = torch.softmax(x @ self.in_proj_bias[:12], -1)
@@ -726,7 +726,7 @@ def test_the_module_is_as_it_was() -> None:
 
 
 def test_other_monitors_do_not_take_it_for_training() -> None:
-    """Running a module once more is no forward pass: it has no rows, and ends no step."""
+    """Rerunning a module is no forward pass of the model: it adds no rows and ends no step."""
     model = built("torch")
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     armed, pending = Monitor(model, None), Monitor(model, still)
@@ -776,7 +776,7 @@ ATTENDING = ("gpt2", "llama", "bert", "t5", "whisper", "wav2vec2", "hf_vit", "tr
 
 @pytest.mark.parametrize("name", ATTENDING)
 def test_the_run_is_the_unmonitored_one(name: str) -> None:
-    """Losses, weights, buffers and random streams, bit by bit, of models that all attend."""
+    """Losses, weights, buffers and random streams of models with attention are bitwise equal."""
     runs = [zoo_run(name, watched=watched) for watched in (True, False)]
     (losses, state, drawn, reports), (expected, plain, plainly_drawn, _) = runs
     assert losses == expected
@@ -785,7 +785,7 @@ def test_the_run_is_the_unmonitored_one(name: str) -> None:
     for report in reports:
         assert report.attention
         assert not any("ttention" in note for note in report.notes)
-    for reading in reports[-1].attention.values():  # at first some head may be zero
+    for reading in reports[-1].attention.values():  # at first, some head may be zero
         assert len(reading.measures()) == 4
         assert all(map(math.isfinite, reading.measures().values()))
 
@@ -804,7 +804,7 @@ def zoo_run(name: str, *, watched: bool) -> tuple[list[float], Any, object, list
     return losses, trained.model.state_dict(), drawn, list(monitor.reports)
 
 
-# Where it goes
+# Output to sinks
 
 
 def test_readings_are_plain_data(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scores of attention, their gradients, what a step does to them: against slow references."""
+"""Attention scores, their gradients and their change by a step agree with slow references."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +45,7 @@ ALL = slice(None)
 def bool_mask(*shape: int) -> Tensor:
     torch.manual_seed(5)
     mask = torch.rand(shape) < 0.6
-    mask[..., 0, :] = False  # a query that sees nothing
+    mask[..., 0, :] = False  # a query with all keys masked
     return mask
 
 
@@ -92,7 +92,7 @@ def test_output_and_gradient_are_those_of_explicit_scores(
     output.backward(d_output)
     assert Y.grad is not None
 
-    monkeypatch.setattr(scores, "CHUNK", 30)  # several parts
+    monkeypatch.setattr(scores, "CHUNK", 30)  # several chunks
     call = attention(query, key, value, **others)
     torch.testing.assert_close(call.output(), as_four(output.detach()), rtol=1e-10, atol=1e-12)
     of = call.score_gradient(d_output)
@@ -114,7 +114,7 @@ def test_some_samples_are_those_of_the_whole_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("keys", [3, 11])  # fewer and more than the values are wide
+@pytest.mark.parametrize("keys", [3, 11])  # fewer and more than the values' width
 def test_dropout_is_repeated(keys: int, grouped: bool) -> None:
     query, key, value = tensors((4, 4, 6, 5), *[(4, 2 if grouped else 4, keys, 5)] * 2)
     others = {"dropout_p": 0.4, "scale": 0.7, "enable_gqa": grouped}
@@ -126,7 +126,7 @@ def test_dropout_is_repeated(keys: int, grouped: bool) -> None:
     mask = kept(before, samples, query, key, value, **others)
     assert after.is_still(after.now())
     assert mask.float().mean() == pytest.approx(0.6, abs=0.15)
-    # What torch is known to draw on a CPU, one number for each probability.
+    # torch's own draw on a CPU: one number per probability.
     before.set()
     drawn = torch.empty(4, 4, 6, keys, dtype=torch.float64).bernoulli_(0.6)
     after.set()
@@ -152,17 +152,17 @@ def test_dropout_is_repeated(keys: int, grouped: bool) -> None:
     torch.testing.assert_close(G, Y.grad[samples], rtol=1e-8, atol=1e-12)
 
 
-# The module once more, with a change of its parameters
+# Reruns of the module with changed parameters
 
 
 class Observed:
-    """A model after its backward pass, with what its attention was given and its scores ask."""
+    """A model after its backward pass, with the inputs and the score gradients of its attention."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(3)
         model, self.path = MODELS[name]()
         self.model = model.double().train()
-        for parameter in self.model.parameters():  # so that gains are not 1 and biases not 0
+        for parameter in self.model.parameters():  # so that no gain is 1 and no bias 0
             parameter.data += 0.1 * torch.randn_like(parameter)
         self.module = self.model.get_submodule(self.path)
         self.x = torch.randn(4, 6, 12, dtype=torch.float64)
@@ -195,7 +195,7 @@ class Observed:
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
 
     def scores_at(self, step: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-        """Y with the module's parameters moved and its inputs held, by running the whole model."""
+        """Run the whole model to get Y at other parameters of the module and the same inputs."""
         before = {n: p.detach().clone() for n, p in self.module.named_parameters()}
         try:
             with torch.no_grad(), monkeypatch.context() as patch:
@@ -238,7 +238,7 @@ def test_moves_are_the_derivative_of_the_scores(
         )
         return (ahead - back) / (2 * step)
 
-    # Richardson: the error is of the fourth order in the step.
+    # Richardson extrapolation: the error is of fourth order in the step.
     expected = (4 * difference(5e-5) - difference(1e-4)) / 3
     torch.testing.assert_close(
         call.change(move), expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max())
@@ -264,12 +264,12 @@ def test_score_gradients_of_models(observed: Observed) -> None:
 
 
 def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed) -> None:
-    """⟨e, G⟩ = ‖γ‖², and of any other direction ⟨γ, u⟩: by the part of γ that comes from scores."""
+    """⟨e, G⟩ = ‖γ‖², and ⟨γ, u⟩ for any other direction, with the part of γ from the scores."""
     call, leaves = scores_with_graph(observed.attends())
     Y = call[0].query @ call[0].key.mT
     parts = torch.autograd.grad(Y, list(leaves.values()), observed.G, allow_unused=True)
     gamma = {n: g for n, g in zip(leaves, parts, strict=True) if g is not None}
-    for name, part in gamma.items():  # where all of the gradient comes from the scores
+    for name, part in gamma.items():  # here the whole gradient comes from the scores
         if name.startswith(("q_", "k_")):
             torch.testing.assert_close(part, observed.gradients[name], rtol=1e-8, atol=1e-12)
     [(attended, move)] = moves_of_scores(observed.attends(), gamma)
@@ -289,7 +289,7 @@ def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.Monk
         [(call, moves[name])] = moves_of_scores(attends, direction)
     G = observed.G[[3, 1]]
     keys = torch.from_numpy(some_keys(*G.shape, 3, np.random.default_rng(0)))
-    monkeypatch.setattr(scores, "CHUNK", 2 * G.shape[1] * G.shape[3])  # one query, in parts
+    monkeypatch.setattr(scores, "CHUNK", 2 * G.shape[1] * G.shape[3])  # one query per chunk
     found = {m: move_sums(call, lambda t: G[:, :, t], move, keys) for m, move in moves.items()}
     for i, head in np.ndindex(*G.shape[:2]):
         expected = dict.fromkeys(moves, np.zeros(3))  # ‖g‖², ⟨ΔY, g⟩, ‖ΔY‖²
@@ -313,7 +313,7 @@ def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.Monk
             assert bool(active[i, h, t, draw]) == (s >= 0 and bool(G[i, h, t, s] != 0))
 
 
-# The attention scale
+# The scale of attention
 
 
 def test_scale_is_the_square_of_each_scores_gradient(observed: Observed) -> None:
@@ -335,8 +335,8 @@ def test_scale_is_the_square_of_each_scores_gradient(observed: Observed) -> None
 def test_scale_of_plain_projections_is_the_one_of_the_spec(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """‖k_s‖²(‖x_t‖²+1) + ‖q_t‖²(‖x_s‖²+1), and a rotation of queries and keys changes nothing."""
-    # The library keeps the sines of a rotation in float32.
+    """The scale is ‖k_s‖²(‖x_t‖²+1) + ‖q_t‖²(‖x_s‖²+1), and rotating queries and keys keeps it."""
+    # The transformers library keeps the sines of a rotation in float32.
     for name, bias, precision in (
         ("torch", 1, 1e-10),
         ("torch, no bias", 0, 1e-10),
@@ -379,7 +379,7 @@ def test_scale_says_where_rows_do_not_explain_it() -> None:
         [reached], leaves = scores_with_graph(attends)
         keys = some_keys(2, 1, 3, 3, 3, np.random.default_rng(0))
         found, error = scales(reached, leaves, keys)
-        # A weight in common is no sum of rows; where tokens are mixed no row is any token's.
+        # A shared weight is no sum over rows; where tokens are mixed, no row belongs to one token.
         assert found.isnan().all() if mix else not error <= 0.01
 
 
@@ -392,7 +392,7 @@ def test_a_module_without_attention_is_told() -> None:
 
 
 class Gain(torch.autograd.Function):
-    """3x, without a forward-mode derivative."""
+    """The function 3x, without a forward-mode derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -452,7 +452,7 @@ def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:
 
 
 def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndarray, np.ndarray]:
-    """Sums of scores that are made up, with the scores (samples, heads, scores) and scales."""
+    """Return sums of random scores, the scores (samples, heads, scores), and scales."""
     draw = np.random.default_rng(0)
     G = draw.normal(size=(samples, heads, 40)) * draw.uniform(0.5, 1.5, (samples, 1, 1))
     G[:, :, ::7] = 0
@@ -542,7 +542,7 @@ def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
     sums, _, _ = made_up(7)
     parts = [map_samples(sums, lambda x, part=part: x[part]) for part in (slice(3), slice(3, 7))]
     assert parts[1].scale is not None
-    off = 0.7  # the second part's scales are relative to another number
+    off = 0.7  # the second part's scales have another offset
     shifted = replace(
         parts[1].scale,
         pivot=parts[1].scale.pivot - off,

@@ -1,4 +1,4 @@
-"""What dashboards show of a whole training: findings, pictures, and how much room they take."""
+"""Dashboards' view of a whole training: findings, pictures, and their size."""
 
 import io
 import math
@@ -42,7 +42,7 @@ def running(*reports: StepReport) -> Running:
 
 
 def vanishing() -> Record:
-    """The gradient hardly gets through the weights in the middle."""
+    """Return a network in whose middle the gradient vanishes."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3))
     with torch.no_grad():
@@ -50,7 +50,7 @@ def vanishing() -> Record:
     return seen(model, optimizer=sgd(0.01), loss=cross_entropy, steps=14)
 
 
-# Which reports are kept
+# Kept reports
 
 
 @pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 102, 250, 1000])
@@ -76,7 +76,7 @@ def test_distributions_are_kept_of_the_last_report_alone() -> None:
 
 
 def test_histories_share_what_they_keep_of_a_report() -> None:
-    """Reports are hundreds of layers large, and of one run there are several histories."""
+    """Histories of one run share a report's data, which covers hundreds of layers."""
     given = [report(0), report(1)]
     one, other = running(*given).reports, running(*given).reports
     assert all(a is b for a, b in zip(one, other, strict=True))
@@ -96,9 +96,9 @@ def test_an_alarm_of_a_turn_is_counted_once() -> None:
 
 
 def test_findings_are_the_audits_of_the_same_run() -> None:
-    """What needs no more than reports has the same name, layers, evidence and advice.
+    """Findings that need only reports have the audit's name, layers, evidence and advice.
 
-    But for numbers that depend on the optimizer, which reports don't name.
+    Excepted are numbers that depend on the optimizer, which reports do not name.
     """
     record = vanishing()
     ours = {f.name: f for f in running(*record.reports).findings()}
@@ -134,7 +134,7 @@ def inputs_times(factor: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_inputs_of_an_unsuitable_scale_show_in_what_enters(
     factor: float, strength: str | None, bias: bool
 ) -> None:
-    """Nobody saw the inputs, as the audit does: the first layer's row scale and fan-in tell."""
+    """Without the inputs, which the audit sees, the first layer's row scale and fan-in show it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12, bias=bias), nn.ReLU(), nn.Linear(12, 3))
     record = seen(model, inputs_times(factor), optimizer=sgd(0.001), loss=cross_entropy)
@@ -171,7 +171,7 @@ def test_what_does_not_read_the_inputs_says_nothing_of_them(kind: str) -> None:
 
 
 def test_a_layer_that_dies_is_found_with_what_lies_behind_it() -> None:
-    """As the audit finds it in the units: all units between two layers."""
+    """The layer before dead units is found; the audit, which sees activations, names the units."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_a_layer_that_dies_is_found_with_what_lies_behind_it() -> None:
 
 @pytest.mark.parametrize("since", [0, 3])
 def test_no_gradient_at_the_end_or_at_all_is_no_dead_layer(since: int) -> None:
-    """A loss that is content, say of a hinge; and a branch that begins at zero."""
+    """A satisfied loss, such as a hinge, or a branch that starts at zero is no dead layer."""
     well = reading(update_ratio=0.1)
     idle = replace(well, idle_share=1.0)
     content = [report(s, layers={"a": well if s < since else idle} | {"b": idle}) for s in range(8)]
@@ -245,7 +245,7 @@ def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, in
         running(report(0, layers=layers), report(1, layers=layers)).record(), "update_ratio"
     )
     assert found is not None
-    cells = 0.3  # of the picture, at least: half of the grid
+    cells = 0.3  # at least this share of the picture: half of the grid
     assert share(heat_picture(found).png(), colour) > 0.7 * cells / 2
 
 
@@ -312,11 +312,11 @@ def reddish(png: bytes) -> int:
     return int(((red - green > 80) & (red - blue > 80)).sum())
 
 
-# When they are drawn, and what that costs
+# When pictures are drawn, and at what cost
 
 
 def drawings(monkeypatch: pytest.MonkeyPatch, reports: int) -> list[int]:
-    """At which of so many reports pictures are drawn, if that takes no time."""
+    """Return the reports out of `count` at which pictures are drawn if drawing takes no time."""
     monkeypatch.setattr(budget_module, "_PATIENCE", 0)
     board = Board("test")
     drawn = []
@@ -346,7 +346,7 @@ def test_drawing_takes_a_twentieth_of_the_time_at_most(monkeypatch: pytest.Monke
     now[0] = 112.1
     assert board.add(report(2))
     with board.showing():
-        now[0] += 3.0  # seconds that it took
+        now[0] += 3.0  # duration of one drawing in seconds
     now[0] = 279.9
     assert not board.add(report(3)), "three are spent, three are to come now, three at the end"
     now[0] = 280.1
@@ -375,7 +375,7 @@ def many_layers(count: int = 300) -> StepReport:
 
 
 def test_one_ill_layer_of_300_is_seen_in_the_overview() -> None:
-    """Though it has less than a row of pixels."""
+    """A faulty layer is visible in the overview, although it has less than a row of pixels."""
     layers = {f"layer{i}": reading(idle_share=0.0, update_ratio=0.1) for i in range(300)}
     layers["layer151"] = reading(idle_share=1.0, update_ratio=0.1)
     overviews = []
@@ -389,8 +389,8 @@ def test_one_ill_layer_of_300_is_seen_in_the_overview() -> None:
 
 
 def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 reports: below 20 MB, however fast pictures are drawn."""
-    sets = len(drawings(monkeypatch, 200)) + 1  # and when it is closed
+    """200 reports need less than 20 MB, however often pictures are drawn."""
+    sets = len(drawings(monkeypatch, 200)) + 1  # one more when it is closed
     one = many_layers()
     board = Board("test")
     for i in range(MOST_REPORTS):

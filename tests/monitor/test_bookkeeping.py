@@ -1,4 +1,4 @@
-"""What is remembered of a step, and what is not: small things that silently change readings."""
+"""State kept within and between steps: small errors in it would silently change readings."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from adiv_monitor.report import QUANTILE_LEVELS
 
 
 def test_calls_without_rows_are_no_calls() -> None:
-    """An expert that gets no token in a call, before and after one that gets some."""
+    """A call without rows, as of an expert without tokens, does not count as a use."""
     model = nn.Linear(4, 3).double()
     x = torch.randn(30, 4, dtype=torch.float64)
 
@@ -32,7 +32,7 @@ def test_calls_without_rows_are_no_calls() -> None:
 
 
 def test_tokens_that_are_changed_after_the_look_up() -> None:
-    """Readings are of the tokens that were looked up."""
+    """Readings refer to the tokens of the look-up, even if they are overwritten afterwards."""
     model = nn.Embedding(9, 4).double()
     tokens = torch.arange(9)
 
@@ -48,7 +48,7 @@ def test_tokens_that_are_changed_after_the_look_up() -> None:
 
 
 def test_the_same_rows_are_drawn_after_a_resume() -> None:
-    """What `state_dict` gives puts the source of chance where it was."""
+    """`state_dict` contains the state of the row sampler."""
     model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=40)[0]
 
     def run(monitor: Monitor, optimizer: torch.optim.Optimizer) -> None:
@@ -62,7 +62,7 @@ def test_the_same_rows_are_drawn_after_a_resume() -> None:
     run(first, sgd)
     state = first.state_dict()
     found = []
-    for seed in (7, 8):  # which the state overrules
+    for seed in (7, 8):  # overruled by the state
         again = Monitor(model, sgd, max_rows=5, seed=seed)
         again.load_state_dict(state)
         again.attach()
@@ -76,7 +76,7 @@ def test_the_same_rows_are_drawn_after_a_resume() -> None:
 
 
 def test_the_ceiling_knows_features_that_depend_on_each_other() -> None:
-    """Directions that Φ does not have are left out, and none that it has, however short."""
+    """Directions missing from Φ are excluded from the ceiling; others count, however short."""
     torch.manual_seed(0)
     base = torch.randn(40, 1, 3, dtype=torch.float64)
     phi = torch.cat([base, base[..., :1] + base[..., 1:2], 1e-4 * torch.randn_like(base)], dim=2)
@@ -95,7 +95,7 @@ def test_the_ceiling_knows_features_that_depend_on_each_other() -> None:
 @pytest.mark.parametrize("shortest", [1.0, 1e-3, 1e-6, 1e-7, 0.0])
 @pytest.mark.parametrize("rows", [5, 40])
 def test_the_ceiling_is_the_same_whichever_way_it_is_found(rows: int, shortest: float) -> None:
-    """Two groups, of which one has a feature, or a row, that is ever shorter beside the others."""
+    """In two groups, one feature, or one row, becomes ever shorter relative to the others."""
     torch.manual_seed(0)
     phi = torch.randn(rows, 2, 8, dtype=torch.float64)
     G = torch.randn(rows, 2, 3, dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_the_ceiling_forgets_gradients_that_were_zeroed(set_to_none: bool) -> No
 
 
 def test_the_ceiling_of_several_passes_through_one_graph_is_missed_with_a_word() -> None:
-    """Until their gradients are zeroed: a pass of its own knows all of its rows."""
+    """The ceiling is missing, with a note, until gradients are zeroed and a new pass has run."""
     model, batch = mlp()
     expected = one_step(
         copy.deepcopy(model), lambda m: loss_of(m, batch).backward(), attainable=True
@@ -141,7 +141,7 @@ def test_the_ceiling_of_several_passes_through_one_graph_is_missed_with_a_word()
             loss_of(model, batch).backward()
 
     def zeroed_between(model: nn.Module, *, another: bool) -> None:
-        """What counts is the second pass, of which the ceiling knows nothing."""
+        """Zero gradients between two passes of one graph; the ceiling lacks the second's rows."""
         loss = loss_of(model, batch)
         loss.backward(retain_graph=True)
         model.zero_grad()
@@ -205,7 +205,7 @@ def test_quantiles_of_a_reading_are_those_of_its_measures(name: str) -> None:
 
 
 def test_idle_rows_that_come_late_are_told() -> None:
-    """Their mean feature was not looked at; the note says so, and the next report has it."""
+    """Their mean feature is missing from this report, as its note says; the next report has it."""
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 4, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""What else is done with the model while a step is measured: copies, pickles, functions over it.
+"""Other operations on the model during a measured step: copies, pickles, functional transforms.
 
-None of them sees the monitor, and the step is measured as if they had not been.
+None of them is affected by the monitor, and none changes the step's readings.
 """
 
 import copy
@@ -87,13 +87,13 @@ def test_a_function_over_the_model_is_looked_past(name: str) -> None:
             FUNCTIONS[name](model, batch)
             optimizer.step()
             optimizer.zero_grad()
-            FUNCTIONS[name](model, batch)  # while a report waits
+            FUNCTIONS[name](model, batch)  # while a report is pending
     assert len(monitor.reports) == 2
     same(monitor.reports[0], expected)
 
 
 class Kept(nn.Linear):
-    """To torch.fx not a leaf, which it would leave alone."""
+    """A module that torch.fx traces into: it is not a leaf."""
 
 
 def test_a_layer_that_is_traced_through_is_looked_past() -> None:
@@ -104,7 +104,7 @@ def test_a_layer_that_is_traced_through_is_looked_past() -> None:
 
 
 def test_compiling_goes_past_what_waits_for_the_next_forward_pass() -> None:
-    """A model that is trained as it is and evaluated compiled."""
+    """A model trained eagerly compiles for evaluation while a report is pending."""
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def test_what_is_traced_is_the_model_alone() -> None:
 
 
 class KeptInTheHost(torch.autograd.graph.saved_tensors_hooks):
-    """Notes how often anything that a forward pass kept is fetched, from a disk say."""
+    """Saved-tensor hooks that count how often a tensor is unpacked, as from a disk."""
 
     def __init__(self) -> None:
         super().__init__(lambda tensor: tensor, self._fetch)
@@ -138,7 +138,7 @@ class KeptInTheHost(torch.autograd.graph.saved_tensors_hooks):
 
 
 def test_what_hooks_hold_for_the_backward_pass_is_fetched_by_that_alone() -> None:
-    """What batch_norm keeps tells its x̂, but a hook of the user's may have to make it anew."""
+    """batch_norm saves x̂, but the monitor does not unpack it: a hook may have to recompute it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.Flatten()).double()
     batch = torch.randn(6, 2, 3, dtype=torch.double), torch.randint(12, (6,))
@@ -176,7 +176,7 @@ def test_pickles_say_nothing_of_the_monitor(name: str) -> None:
         other = Monitor(model, optimizer, on_error="raise")
         other.attach()
         armed = COPIES[name](model), pickle.dumps(optimizer)
-        other.close()  # the first one's hooks stay hidden
+        other.close()  # the first monitor's hooks stay hidden
         armed += (COPIES[name](model),)
         twin = pickle.loads(pickle.dumps(model))
         loss_of(model, batch).backward()
@@ -236,7 +236,7 @@ def test_a_copy_of_a_new_monitor_speaks_of_its_own_weights(name: str, trained: b
     optimizer.step()
     monitor = Monitor(model, optimizer, on_error="raise")  # warnings are raised too
     twin = TWINS[name](monitor)
-    with monitor:  # what trains the one has not changed the other
+    with monitor:  # training one has not changed the other
         loss_of(model, batch).backward()
         optimizer.step()
     if trained:
@@ -250,13 +250,13 @@ def test_a_copy_of_a_new_monitor_speaks_of_its_own_weights(name: str, trained: b
 
 
 def left_in_autocast() -> None:
-    """An interrupt has kept a `with` from its end."""
+    """Leave an autocast context open, as an interrupt may."""
     left = torch.autocast("cpu", torch.float16, cache_enabled=False)
     left.__enter__()  # type: ignore[no-untyped-call]
     raise KeyboardInterrupt
 
 
-# Where it is off, nothing of ours turns it on but a repeated pass.
+# Where autocast is off, the monitor enables it only for a repeated pass.
 @pytest.mark.parametrize(
     ("runs", "outside"),
     [("a hook", True), ("a repeated pass", True), ("a repeated pass", False)],

@@ -1,4 +1,4 @@
-"""Callbacks take the options of the monitor: one list of them, with the monitor's own defaults."""
+"""Callbacks accept the monitor's options, with the monitor's own defaults."""
 
 from collections.abc import Callable
 from inspect import Parameter, signature
@@ -12,7 +12,7 @@ from adiv_monitor import Monitor
 from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings
 from adiv_monitor.sinks import MemorySink
 
-# Of a monitor, what a callback makes itself.
+# Arguments of the monitor that a callback supplies itself.
 MADE = {"model", "optimizer", "every_n_steps", "sinks", "loss", "keep"}
 
 
@@ -38,7 +38,7 @@ def test_every_option_is_named_with_the_monitors_default(callback: Callable[...,
         assert ours[name].default == monitors[name].default
         assert ours[name].kind is Parameter.KEYWORD_ONLY
     left_out = monitors.keys() - MADE - ours.keys()
-    assert left_out <= {"alignment"}  # Hugging Face's Trainer hands out no batch to read it on
+    assert left_out <= {"alignment"}  # Hugging Face's Trainer provides no batch for it
 
 
 def test_an_option_that_is_none_is_refused_at_once(callback: Any) -> None:

@@ -1,7 +1,8 @@
-"""Whether a gradient is that of the rows is told by autograd, however few rows are looked at.
+"""Autograd tells whether a gradient is that of the rows, however few rows are sampled.
 
-What calls hand on to their parameters is compared with what the optimizer gets. No sample could
-tell these cases apart: each is smaller than what chance does to 16 of 512 rows.
+The contributions of calls to their parameters' gradients are compared with the optimizer's
+gradients. No sample could show these differences: each is smaller than the sampling error of 16 out
+of 512 rows.
 """
 
 import copy
@@ -98,7 +99,7 @@ def test_what_is_not_of_the_rows_is_told_at_once(change: str, max_rows: int | No
 
 
 class Keys(nn.Module):
-    """The gradient of `key.bias` is zero in exact arithmetic: it moves all scores of a query."""
+    """Attention, whose gradient of `key.bias` is exactly zero: it shifts all scores of a query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Keys(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_of_a_gradient_that_is_rounding_nothing_is_concluded(dtype: torch.dtype) -> None:
-    """Another processor, or several, round it otherwise, by which no reading changes."""
+    """A gradient of rounding errors differs between devices and ranks; it changes no reading."""
     torch.manual_seed(0)
     model, x = Keys().to(dtype), torch.randn(16, 12, 8, dtype=dtype)
 
@@ -127,7 +128,7 @@ def test_of_a_gradient_that_is_rounding_nothing_is_concluded(dtype: torch.dtype)
     eps = torch.finfo(dtype).eps
     assert not step(lambda other: eps * other).notes
     assert not step(lambda other: -eps * other).notes
-    (note,) = step(lambda other: 1e5 * eps * other).notes  # beside a weight's of length 10
+    (note,) = step(lambda other: 1e5 * eps * other).notes  # beside a weight's gradient of norm 10
     assert MORE in note and "of key " in note
 
 
@@ -149,7 +150,7 @@ class InPlace(Gain):
 
 
 class Distances(nn.Module):
-    """No rule knows it: the module is measured as a whole."""
+    """A function without a rule: the module is measured as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class Checkpointed(nn.Module):
 
 
 class Cast(nn.Module):
-    """Two calls share one cast of the weight."""
+    """Two calls that share one cast of the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ class Cast(nn.Module):
 
 
 class Fused(nn.Module):
-    """One parameter of which layers use parts."""
+    """One parameter whose parts are used by several layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ class Fused(nn.Module):
 
 
 class First(nn.Module):
-    """What a recurrent layer gives, without its state."""
+    """The output of a recurrent layer, without its state."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ class First(nn.Module):
 
 class Transposed(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """Neither of the two lies in memory as torch's own layer has it."""
+        """Use two tensors whose memory layout differs from torch's own layers."""
         return (self.weight @ x.transpose(-1, -2)).transpose(-1, -2) + self.bias
 
 
@@ -244,7 +245,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_it_is_told_of_every_kind_of_layer(layer: str) -> None:
-    """And said of none whose gradient is its own."""
+    """A penalty is noted for every kind of layer; without it there is no such note."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), LAYERS[layer]())
     x = torch.randn(40, 5, 6)
@@ -325,7 +326,7 @@ PASSES = {
 
 @pytest.mark.parametrize("passes", PASSES)
 def test_what_backward_passes_do_is_followed(passes: str) -> None:
-    """The gradient is that of the rows and of them alone; a penalty shows that one looks."""
+    """Without a penalty nothing is noted; with one, every pass shows it."""
     model, x, y = small()
 
     def step(model: nn.Module, weight: float) -> StepReport:
@@ -343,7 +344,7 @@ def test_what_backward_passes_do_is_followed(passes: str) -> None:
 
 
 def test_several_gradients_summed_by_hand_are_not_the_last_one() -> None:
-    """As multi-task methods do: of those before the last one no rows are held."""
+    """In gradients summed by hand, as in multi-task methods, all but the last pass have no rows."""
     model, x, y = small()
 
     def backward(model: nn.Module) -> None:
@@ -360,7 +361,7 @@ def test_several_gradients_summed_by_hand_are_not_the_last_one() -> None:
 
 
 def test_hooks_that_scale_are_followed_if_they_were_there_in_time() -> None:
-    """Those that come later, when the monitor's own are there, leave units that are not known."""
+    """Hooks added after the monitor's own leave the gradient's unit unknown."""
     model, x, y = small()
     plain = one_step(
         copy.deepcopy(model),
@@ -392,7 +393,7 @@ def test_hooks_that_scale_are_followed_if_they_were_there_in_time() -> None:
 
 
 def test_a_penalty_is_all_that_a_gradient_holds() -> None:
-    """Rows whose gradient is zero have no part in it."""
+    """A gradient may consist of a penalty alone: rows with zero gradient contribute nothing."""
     model, x, _ = small()
 
     def backward(model: nn.Module) -> None:
@@ -403,7 +404,7 @@ def test_a_penalty_is_all_that_a_gradient_holds() -> None:
 
 
 class Late(nn.Module):
-    """The gradient of its bias comes after that of its weight, which is accumulated by then."""
+    """A layer whose bias's gradient arrives after its weight's has been accumulated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,7 +426,7 @@ def test_what_is_handed_on_late_counts_in_its_own_pass(passes: str) -> None:
 
 
 class Passes:
-    """Backward passes by their numbers."""
+    """Backward passes by number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = -1
@@ -433,12 +434,12 @@ class Passes:
 
 
 def test_contributions_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several processes nothing is rescaled; a gradient that is taken alone does not count."""
+    """Nothing is rescaled here; a gradient that is not accumulated into `.grad` does not count."""
     passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     found = GradientShare(parameter)
     for passes.now, folds in ((1, True), (2, True), (3, False), (4, True)):
-        if folds:  # the weight's gradient comes first
+        if folds:  # the weight's gradient arrives first
             found.fold()
         found.arrive(torch.tensor([1.0, 10.0]) * passes.now)
         found.arrive(torch.tensor([1.0, 10.0]) * passes.now)
@@ -493,7 +494,7 @@ def test_of_gradients_that_lie_otherwise_nothing_is_known() -> None:
 
 
 def test_a_penalty_on_gradients_goes_through_the_same_weights() -> None:
-    """As of a critic (WGAN-GP): its way to the weights is not by the layer's output alone."""
+    """A gradient penalty (WGAN-GP) reaches the weights also around the layer's output."""
     model, x, y = small()
 
     def backward(model: nn.Module) -> None:
@@ -534,7 +535,7 @@ def test_parameters_of_a_layer_may_have_their_gradients_from_different_passes() 
 
 
 def test_a_few_long_rows_raise_no_false_alarm() -> None:
-    """Where the sample can't tell chance from a penalty, autograd can."""
+    """Autograd decides where a sample cannot tell chance from a penalty."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4)).double()
     x = torch.randn(4096, 20, dtype=torch.float64)
@@ -551,7 +552,7 @@ def test_a_few_long_rows_raise_no_false_alarm() -> None:
 
 
 def test_autocast_of_the_next_pass_is_no_change_of_weights() -> None:
-    """What proves that nothing wrote to them is taken as precisely there as after the step."""
+    """The check for writes to the weights uses full precision also in a pass under autocast."""
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 10)),

@@ -1,4 +1,4 @@
-"""The theory on live runs: what the monitor says of the corrected layers; float64."""
+"""The theory's predictions for the corrected layers hold in monitored runs; float64."""
 
 import copy
 from collections.abc import Callable
@@ -61,14 +61,14 @@ def measured(model: nn.Module, x: Tensor, **options: object) -> StepReport:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_layers_have_one_scale(name: str) -> None:
-    """Rows of very different length: the scale is the same on every one of them."""
+    """The scale is the same for all rows, however different their norms are."""
     build, scale = LINEAR[name]
     x = (
         torch.randn(50, 6, dtype=torch.float64)
         * torch.logspace(-2, 2, 50, dtype=torch.float64)[:, None]
     )
     report = measured(build().double(), x)
-    assert not report.notes  # gradient-only layers weigh their rows' gradients on purpose
+    assert not report.notes  # gradient-only layers weight their rows' gradients on purpose
     reading = report.layers[""]
     if scale:
         assert reading.scale_mean == pytest.approx(scale, **EXACT)
@@ -92,7 +92,7 @@ def test_convolutions_have_one_scale(name: str) -> None:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_single_row_really_moves_by_its_scale(name: str) -> None:
-    """Not the rule's own formula: the step that was taken moved z by −η·scale·g."""
+    """A step on a single row moves z by −η·scale·g, independently of the rule's formula."""
     build, scale = LINEAR[name]
     model, x = build().double(), 3 * torch.randn(1, 6, dtype=torch.float64)
     reading = measured(model, x).layers[""]
@@ -114,7 +114,7 @@ def test_standard_layers_do_not_have_one_scale() -> None:
 
 @pytest.mark.parametrize("rows", [5, 40], ids=["fewer-rows", "more-rows"])
 def test_the_batch_form_reaches_the_ceiling(rows: int) -> None:
-    """As λ → 0, what a gradient step does is the best that any ΔΘ can do."""
+    """As λ → 0, a gradient step does the best that any ΔΘ can do."""
     torch.manual_seed(3)
     model = GradientOnlyLinear(6, 4, form="batch", damping=1e-9).double()
     x = torch.randn(rows, 6, dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_attention_projections_are_measured() -> None:
 
 @pytest.mark.parametrize("kind", [GradientOnlyLinear, AffineLikeLinear, NormLikeLinear])
 def test_accumulated_micro_batches_keep_the_gains_apart(kind: type[nn.Module]) -> None:
-    """Rows of several calls are joined with their own gains, and so are their biases' scales."""
+    """Concatenated rows of several calls keep their own gains and the scales of their biases."""
     layer = kind(6, 4).double()
     x = 5 * torch.randn(8, 6, dtype=torch.float64)
     twin = copy.deepcopy(layer)

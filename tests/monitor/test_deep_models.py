@@ -1,4 +1,4 @@
-"""Models that are nested as deep as Python's stack allows: the monitor takes nothing of that."""
+"""Models nested as deep as Python's stack allows: the monitor uses none of that depth."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 
-LIMIT = 1000  # Python's own
+LIMIT = 1000  # Python's default
 
 
 class Around(nn.Module):
@@ -23,7 +23,7 @@ class Around(nn.Module):
 
 
 class Scaled(Around):
-    """A parameter on every level, so that each waits for the next forward pass."""
+    """A model with a parameter on every level, each pending until the next forward pass."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
@@ -34,7 +34,7 @@ class Scaled(Around):
 
 
 class Recursive(nn.Module):
-    """Calls itself."""
+    """A module that calls itself."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def train(name: str, depth: int, every: int | None) -> tuple[list[Tensor], Monit
 
 @cache
 def deepest(name: str) -> int:
-    """How deep a model may be that trains without a monitor."""
+    """Return the greatest depth of a model that trains without a monitor."""
     least, most = 100, 600
     while least + 1 < most:
         depth = (least + most) // 2
@@ -105,7 +105,7 @@ def deepest(name: str) -> int:
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_as_deep_as_can_be_trained_is_measured(name: str, every: int) -> None:
-    # Here the frames below are as many as in `deepest`, but for those of the search.
+    # The frames below are as many as in `deepest`, except those of the search.
     for depth in (150, 200, deepest(name)):
         expected, _ = train(name, depth, None)
         found, monitor = train(name, depth, every)
@@ -129,7 +129,7 @@ def test_a_limit_that_is_set_meanwhile_stays() -> None:
 
 
 class Outermost(Around):
-    """Its parameter goes where no rule follows, so it is run again as a whole, by a deep copy."""
+    """A model with a parameter without a rule at the top: a deep copy of all of it is rerun."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""The demo as its users run it, on the wines and on tiny files in the formats of the others."""
+"""The demo as its users run it, on the wine data and on tiny files in the other data's formats."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def loaded() -> ModuleType:
-    """The demo as a module, with two seeds instead of five."""
+    """Return the demo as a module, with two seeds instead of five."""
     spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +40,7 @@ def loaded() -> ModuleType:
 
 
 class Story(NamedTuple):
-    """What a run of the demo leaves."""
+    """The results of a run of the demo."""
 
     text: str
     folder: Path
@@ -48,7 +48,7 @@ class Story(NamedTuple):
 
 
 def told(folder: Path, *arguments: str) -> Story:
-    """Run the demo in a folder: its logs go to runs/ there."""
+    """Run the demo in a folder; its logs go to runs/ in it."""
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(io.StringIO()) as out,
@@ -62,14 +62,14 @@ def told(folder: Path, *arguments: str) -> Story:
 
 
 def accuracies(text: str) -> dict[str, list[float]]:
-    """The last table of the sweeps: percent of the raw and of the standardised inputs."""
+    """Return percentages for the raw and the standardised inputs from the sweeps' last table."""
     rows = re.findall(r"^(raw|standardised) +([\d.]+%.*)$", text, flags=re.MULTILINE)
     return {name: [float(cell.rstrip("%")) for cell in row.split()] for name, row in rows}
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Of the wines."""
+    """Run the demo on the wine data."""
     return told(tmp_path_factory.mktemp("demo"))
 
 
@@ -173,7 +173,7 @@ def test_the_docs_accuracies_are_those_of_five_seeds(monkeypatch: pytest.MonkeyP
     assert (float(raw), float(fixed)) == tuple(map(max, found.values()))
     demo = loaded()
     sets = [demo.wine(seed) for seed in range(5)]
-    # Where the raw inputs saturate the network, rounding may change what it learns.
+    # Where the raw inputs saturate the network, rounding may change its result.
     for name, some, error in (
         ("raw", sets, 10.0),
         ("standardised", [demo.standardised(data) for data in sets], 2.0),
@@ -227,7 +227,7 @@ def test_standardised_by_the_training_data_alone() -> None:
 
 
 def colours(classes: int, per_class: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy images, one mean brightness per class."""
+    """Write noisy images with one mean brightness per class."""
     chance = np.random.default_rng(0)
     labels = np.repeat(np.arange(classes), per_class)
     noise = chance.integers(0, 50, (len(labels), side, side, 3))
@@ -236,7 +236,7 @@ def colours(classes: int, per_class: int, side: int) -> tuple[np.ndarray, np.nda
 
 @pytest.mark.slow
 def test_cifar10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CIFAR-10's own files, two images per class; torchvision checks their md5 sums as ever."""
+    """CIFAR-10's own file format, two images per class, with torchvision's usual md5 checks."""
     folder = tmp_path / "data" / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     images, labels = colours(10, per_class=2, side=32)
@@ -259,7 +259,7 @@ def test_cifar10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def assert_coherent(story: Story) -> None:
-    """Whatever was found, the demo says that, and nothing else."""
+    """Assert that the demo's text agrees with its findings."""
     found = accuracies(story.text)
     none = "None of these learning rates does" in story.text
     assert none != ("here a learning rate does as well" in " ".join(story.text.split()))

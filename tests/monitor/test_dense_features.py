@@ -1,4 +1,4 @@
-"""What features do to vectors and to each other, against Φ written out column by column."""
+"""Operations of features agree with Φ written out column by column."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ BIASES = ("none", "one", "half", "of rows", "of groups")
 
 
 def made(groups: int, n_feat: int, bias: str, *, across: bool) -> DenseFeatures:
-    """Features that lie in memory group by group, or feature by feature."""
+    """Return features stored group by group, or feature by feature."""
     phi = torch.randn(ROWS, groups, n_feat, dtype=torch.float64)
     if across:
         phi = phi.mT.contiguous().mT
@@ -31,7 +31,7 @@ CASES = [
 
 
 def written_out(features: DenseFeatures) -> tuple[Tensor, Tensor | None]:
-    """φ_W and φ_b of every row and group."""
+    """Return φ_W and φ_b of every row and group."""
     phi, bias = features.phi, features.bias
     assert phi is not None
     if bias is None:

@@ -1,8 +1,8 @@
-"""Weights that are made of parameters: readings against recipes written by hand, step by step.
+"""Weights computed from parameters: readings agree with recipes written by hand; float64.
 
-A case says once more, as a plain function of the parameters, how its weight comes about. With that
-e and d are Jacobian-vector products of the whole layer, by torch's own `jvp`, and everything else
-follows from the definitions; the recipes are held against the modules by finite differences.
+Each case repeats, as a plain function of the parameters, how its weight is computed. From it, e and
+d are Jacobian-vector products of the whole layer by torch's own `jvp`; all other measures follow
+from their definitions. Finite differences check the recipes against the modules.
 """
 
 import copy
@@ -52,7 +52,7 @@ class Functional(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A function that is linear in its weight and bias, its features, its data, and one row."""
+    """A function that is linear in weight and bias, with its features, its data, and one row."""
 
     apply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     features: Callable[[Tensor], Tensor]  # (rows, groups, n_feat)
@@ -100,16 +100,16 @@ BAG = Kind(
 
 @dataclass(frozen=True)
 class Case:
-    """A layer with a weight that is made of parameters, and how it is made.
+    """A layer with a weight computed from parameters, and the recipe for it.
 
     Attributes:
         build: makes the module, whose output is the layer's.
         weight: the recipe.
         bias: the recipe of the bias.
         path: the layer's name.
-        kind: what the layer does with its weight.
-        repeats: a second call gives the same, and its gradient is that of what it does.
-        part: rows of the parameter that go in.
+        kind: the layer's function of its weight.
+        repeats: whether a second call returns the same, with a gradient that matches its function.
+        part: rows of the parameter that are used.
     """
 
     build: Callable[[], nn.Module]
@@ -148,7 +148,7 @@ def standardised(p: Named, b: Named) -> Tensor:
 
 
 def zeroed(m: nn.Module, x: Tensor) -> Tensor:
-    """As Swin-V2 does with the bias of its keys."""
+    """Zero a part of the bias, as Swin-V2 does with that of its keys."""
     bias = m.bias.clone()
     bias[1:2].zero_()
     return functional.linear(x, m.weight, bias)
@@ -162,7 +162,7 @@ def assembled(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def self_attention_gan(m: nn.Module, x: Tensor) -> Tensor:
-    """Spectral norm as older code has it."""
+    """Apply spectral norm as older code does."""
     with torch.no_grad():
         v = functional.normalize(torch.mv(m.weight.t(), m.u), dim=0)
         m.u.data = functional.normalize(torch.mv(m.weight, v), dim=0)
@@ -172,7 +172,7 @@ def self_attention_gan(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def kept_under_no_gradient(m: nn.Module, x: Tensor) -> Tensor:
-    """What is done without gradients moves where the others start."""
+    """Change the weight in place without gradients; the next function starts at the new value."""
     weight = m.weight * 2
     with torch.no_grad():
         weight.mul_(0.5)
@@ -473,7 +473,7 @@ class Seen:
 
 @dataclass
 class Step:
-    """A step that was taken, monitored."""
+    """A monitored step."""
 
     report: StepReport
     before: dict[str, Tensor]
@@ -498,7 +498,7 @@ def constants(module: nn.Module) -> dict[str, Tensor]:
 
 
 def built(case: Case) -> nn.Module:
-    """The module, its parameters not where they begin, where gains are norms or 1."""
+    """Return the module; its parameters are moved away from special initial values."""
     torch.manual_seed(3)
     module = case.build()
     for parameter in module.parameters():
@@ -533,7 +533,7 @@ def step(
 
 
 def outputs(case: Case, call: Seen, names: list[str]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A function of the parameters: the rows of a call, and all entries of weight and bias."""
+    """Return a function of the parameters: a call's rows, and all entries of weight and bias."""
 
     def of(*parameters: Tensor) -> tuple[Tensor, Tensor]:
         p = dict(zip(names, parameters, strict=True))
@@ -547,13 +547,13 @@ def outputs(case: Case, call: Seen, names: list[str]) -> Callable[..., tuple[Ten
 
 
 def jacobian(function: Callable[..., Tensor], values: tuple[Tensor, ...]) -> Tensor:
-    """(…, P), of all parameters together."""
+    """Return the Jacobian (…, P) by all parameters together."""
     parts = torch.autograd.functional.jacobian(function, values, vectorize=True)
     return torch.cat([j.flatten(-v.dim()) for j, v in zip(parts, values, strict=True)], -1)
 
 
 def gains(case: Case, taken: Step) -> list[Tensor]:
-    """JJᵀ of each call, J = ∂(weight, bias)/∂parameters."""
+    """Return JJᵀ of each call, with J = ∂(weight, bias)/∂parameters."""
     names, values = list(taken.before), tuple(taken.before.values())
     found = []
     for call in taken.seen:
@@ -571,18 +571,18 @@ def is_diagonal(matrix: Tensor) -> bool:
 
 
 def own_scales(case: Case, call: Seen, values: Mapping[str, Tensor]) -> Tensor:
-    """(rows, n_total): ‖∂z_rn/∂θ‖², by which a row alone moves its own output."""
+    """Return (rows, n_total): ‖∂z_rn/∂θ‖², by which a row alone moves its own output."""
     function = outputs(case, call, list(values))
     return jacobian(lambda *p: function(*p)[0], tuple(values.values())).square().sum(-1)
 
 
 def truth(case: Case, taken: Step) -> LayerTruth:
-    """All that the measures need, by the recipes alone."""
+    """Compute everything that the measures need from the recipes alone."""
     names = list(taken.before)
     values = tuple(taken.before.values())
 
     def moves(direction: Named, *, weight: bool = True, bias: bool = True) -> Tensor:
-        """How the rows of all calls move with the parameters, through weight, bias or both."""
+        """Return all calls' rows as functions of the parameters, through weight, bias or both."""
         parts = []
         for call in taken.seen:
 
@@ -686,7 +686,7 @@ REPEATING = [name for name, case in CASES.items() if case.repeats]
 
 @pytest.mark.parametrize("name", REPEATING)
 def test_recipes_move_as_their_modules_do(name: str) -> None:
-    """By finite differences of the module itself, whose power iterations rest meanwhile."""
+    """Checked by finite differences of the module itself, with power iterations stopped."""
     case = CASES[name]
     taken = step(case, "adamw", calls=1)
     module = built(case).eval()
@@ -696,7 +696,7 @@ def test_recipes_move_as_their_modules_do(name: str) -> None:
     def moved(epsilon: float) -> Tensor:
         values = {n: p + epsilon * taken.u[n] for n, p in taken.before.items()}
         with torch.no_grad():
-            if name == "spectral norm by hand":  # it has no mode in which they rest
+            if name == "spectral norm by hand":  # it has no mode that stops them
                 return functional.linear(call.x, case.weight(values, held))
             return torch.func.functional_call(module, {**held, **values}, (call.x,))
 
@@ -737,7 +737,7 @@ def test_what_is_as_its_parameter_reads_as_that(name: str) -> None:
 
 
 def test_in_coarse_numbers_the_change_is_not_rounded() -> None:
-    """Weights that are cast for the product move as their parameters do, to all digits."""
+    """The change of weights cast for the product equals that of the parameters, to all digits."""
     module = Functional(
         lambda m, x: functional.linear(x, (2 * m.weight).to(torch.bfloat16)),
         weight=nn.Parameter(torch.randn(3, 4)),
@@ -755,7 +755,7 @@ def test_in_coarse_numbers_the_change_is_not_rounded() -> None:
 
 
 class Repeated(nn.Module):
-    """A normed module, called again and again."""
+    """A normed module that is called repeatedly."""
 
     def __init__(self, calls: int, *, checkpointed: bool | None = None) -> None:
         super().__init__()
@@ -788,7 +788,7 @@ def test_ten_calls_are_one_layer() -> None:
     assert list(report.layers) == ["inner"]
     assert report.layers["inner"].rows_total == 30
     assert report.coverage == 1
-    assert report.notes == ()  # not said to be shared
+    assert report.notes == ()  # not reported as shared
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -800,7 +800,7 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
 
 
 def test_two_uses_of_one_weight_are_two_readings() -> None:
-    """Of which each has its own rows, and both the gradient of both."""
+    """Each reading has its own rows, and both have the gradient of both uses."""
     module = Functional(
         lambda m, x: functional.linear(functional.linear(x, m.weight.exp()), m.weight.exp().t()),
         weight=real(3, 4),
@@ -819,7 +819,7 @@ def test_two_uses_of_one_weight_are_two_readings() -> None:
 
 @pytest.mark.parametrize("name", ["spectral norm", "old spectral norm", "dropped", "standardised"])
 def test_the_run_is_the_unmonitored_one(name: str) -> None:
-    """Weights, buffers, losses and random numbers, bit by bit."""
+    """Weights, buffers, losses and random numbers are bitwise equal."""
 
     def run(*, monitored: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:
         module = built(CASES[name])
@@ -846,7 +846,7 @@ def test_the_run_is_the_unmonitored_one(name: str) -> None:
 
 
 def test_no_weight_and_no_graph_is_held() -> None:
-    """They go with the output that they led to, without a collection."""
+    """Both are freed with the output, without a garbage collection."""
     made: list[weakref.ref[Tensor]] = []
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -872,7 +872,7 @@ def test_no_weight_and_no_graph_is_held() -> None:
 
 
 def reason(forward: Callable[[nn.Module, Tensor], Tensor], **parameters: Tensor) -> str:
-    """Why the monitor has no reading of a module's parameter."""
+    """Return the monitor's reason for not reading a module's parameter."""
     module = Functional(forward, **parameters)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with Monitor(module, optimizer, on_error="raise") as monitor:
@@ -923,7 +923,7 @@ def test_a_constant_that_changes_after_its_use_is_refused() -> None:
 
 
 def test_what_never_reaches_a_use_is_named_with_the_function_it_ended_in() -> None:
-    """A weight that is kept, and used outside the forward."""
+    """A weight is stored, and used outside the forward."""
 
     def kept(m: nn.Module, x: Tensor) -> Tensor:
         m.kept = m.weight.clone().sigmoid()
@@ -955,7 +955,7 @@ def test_what_is_written_after_a_reading_is_no_part_of_it() -> None:
 
 
 def test_data_that_is_written_into_a_constant_is_data() -> None:
-    """A buffer that was made empty, and filled with the input."""
+    """A buffer is created empty, and filled with the input."""
 
     def padded(m: nn.Module, x: Tensor) -> Tensor:
         held = torch.zeros(5, 6, dtype=x.dtype)
@@ -972,7 +972,7 @@ def test_data_that_is_written_into_a_constant_is_data() -> None:
 
 
 def test_data_that_is_written_beside_a_parameter_leaves_it_measured() -> None:
-    """A class token in a tensor of zeros, of one sample."""
+    """A class token is written into a tensor of zeros, for one sample."""
 
     def joined(m: nn.Module, x: Tensor) -> Tensor:
         held = torch.zeros(4, 3, dtype=x.dtype)
@@ -996,7 +996,7 @@ def test_data_that_is_written_beside_a_parameter_leaves_it_measured() -> None:
 
 
 def test_a_bias_table_that_is_made_is_an_offset_of_all_scores() -> None:
-    """16·σ(table), gathered and permuted, as Swin-V2 adds it to the scores of every window."""
+    """16·σ(table), gathered and permuted, is an offset of every window's scores, as in Swin-V2."""
     index = torch.randint(0, 5, (9,))
 
     def biased(m: nn.Module, scores: Tensor) -> Tensor:
@@ -1028,7 +1028,7 @@ def test_a_bias_table_that_is_made_is_an_offset_of_all_scores() -> None:
 
 
 def test_shifted_window_attention_is_all_seen() -> None:
-    """torchvision's, of version 2: its keys' bias is zeroed in a clone, its table is computed."""
+    """In torchvision's version 2, the keys' bias is zeroed in a clone, and the table computed."""
     swin = pytest.importorskip("torchvision.models.swin_transformer")
     block = swin.SwinTransformerBlockV2(8, 2, [4, 4], [0, 0]).double()
     for parameter in block.parameters():
@@ -1055,7 +1055,7 @@ class Exponential(nn.Module):
 
 
 def test_sampled_rows_say_what_their_own_scales_cost() -> None:
-    """The exact length of G goes with sums that are brought to it, else rows of G are missing."""
+    """With the exact ‖G‖², sampled sums must be scaled to it, or rows of G would be missing."""
     torch.manual_seed(3)
     model = nn.Sequential(Exponential(), nn.Tanh(), nn.Linear(16, 4).double())
     x = torch.rand(1024, 16, dtype=torch.float64) * (0.3 + torch.rand(1024, 1).double())
@@ -1072,13 +1072,13 @@ def test_sampled_rows_say_what_their_own_scales_cost() -> None:
 
     whole = diagonal_cosine(None)
     drawn = torch.tensor([diagonal_cosine(64, seed) for seed in range(40)])
-    assert (drawn.mean() - whole).abs() < 0.05  # it was 0.12 too low, and 0.17 uneven
+    assert (drawn.mean() - whole).abs() < 0.05  # without it 0.12 too low, and a spread of 0.17
     assert drawn.std() < 0.05
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_mixing_is_seen_whatever_the_precision_of_gradients(precision: torch.dtype) -> None:
-    """Of 512 entries each has a 512th of the others, and yet of positive rows nothing is left."""
+    """Each of 512 entries has a 512th of the others; positive rows are cancelled entirely."""
     torch.manual_seed(5)
     model = Functional(
         lambda m, x: functional.linear(x, m.weight - m.weight.mean(1, keepdim=True)),

@@ -1,6 +1,6 @@
-"""Several processes that train together: one report speaks for the rows of all of them.
+"""Several ranks that train together: one report covers the rows of all of them.
 
-They measure the same steps, and none waits for a process without a monitor.
+They measure the same steps, and none waits for a rank without a monitor.
 """
 
 import pickle
@@ -30,17 +30,17 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the 
 
 @dataclass(frozen=True)
 class Case:
-    """A step, as one process takes it or several.
+    """A step, taken by one process or by several ranks.
 
     Attributes:
-        parts: samples of each micro-batch, for each process.
+        parts: samples of each micro-batch, for each rank.
         clip: the largest norm of the gradient.
         sync: gradients are averaged after every micro-batch, not only after the last.
-        branches: every process has its own.
+        branches: every rank uses a branch of its own.
         attention: as in `Monitor`.
-        attainable: see attention.
-        realised: see attention.
-        turn: layers are measured in turn, three modules in a step, and this is the turn.
+        attainable: as in `Monitor`.
+        realised: as in `Monitor`.
+        turn: number of the turn if layers are measured in turn, three modules per step.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -67,7 +67,7 @@ CASES = {
 
 
 def step(case: Case, rank: int | None) -> Monitor:
-    """Take the step of one of the processes, or of all of them in one."""
+    """Take the step of one rank, or of all ranks in one process."""
     model, tokens, targets = make()
     world = len(case.parts)
     net = model
@@ -109,7 +109,7 @@ Found = dict[str, Any]
 
 
 def work(rank: int, world: int, folder: str) -> None:
-    """What one of the processes does, for all tests: to start it takes longer than that."""
+    """Do all tests' work of one rank: starting a process takes longer than the work."""
     meet(rank, world, folder)
     found = take_steps(world)
     if world == 2:
@@ -120,7 +120,7 @@ def work(rank: int, world: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
-    """What the processes found, by their number and rank."""
+    """Return the ranks' results by world size and rank."""
     return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
@@ -147,7 +147,7 @@ def test_the_report_is_that_of_one_process_with_all_rows(
     assert not any(reading.standard_error for reading in expected.layers.values())
 
 
-# Nobody waits for long
+# No rank waits long for another
 
 
 def small(rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
@@ -165,11 +165,11 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 @patient()
 def optimizer_in_parts(rank: int) -> list[StepReport]:
-    """Each process steps some of the parameters, and hands their new values to the others."""
+    """Train with `ZeroRedundancyOptimizer`: each rank steps a part and broadcasts the result."""
     model, _, x = small(rank)
     net = DistributedDataParallel(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it calls
+        warnings.simplefilter("ignore")  # a warning from within torch
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
         for _ in range(2):
@@ -179,7 +179,7 @@ def optimizer_in_parts(rank: int) -> list[StepReport]:
 
 @patient()
 def averaged_by_hand(rank: int) -> StepReport | None:
-    """After the backward pass, without DDP; then clipped."""
+    """Average the gradients after the backward pass, without DDP; then clip them."""
     model, optimizer, x = small(rank)
     with Monitor(model, optimizer, on_error="raise") as monitor:
         model(x).square().mean().backward()
@@ -192,7 +192,7 @@ def averaged_by_hand(rank: int) -> StepReport | None:
 
 
 def large_layers(rank: int | None) -> StepReport | None:
-    """Of whose gradients some entries alone are looked at."""
+    """Take a step of layers so large that the monitor compares only sampled gradient entries."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 200)).double()
     x = torch.randn(8, 40, dtype=torch.float64)
@@ -206,7 +206,7 @@ def large_layers(rank: int | None) -> StepReport | None:
 
 
 def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
-    """The second process has a batch less; in its place it takes part in the others' averages."""
+    """Train with one batch less on rank 1, which joins the averages of rank 0 (`join`)."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     begin = time.monotonic()
@@ -217,7 +217,7 @@ def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
 
 
 def evaluation_by_the_first_alone(rank: int) -> tuple[list[tuple[str, ...]], float]:
-    """The first finishes its part while the other waits for it elsewhere."""
+    """Evaluate on rank 0 only, whose report completes while rank 1 waits at a barrier."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     begin = time.monotonic()
@@ -245,7 +245,7 @@ def monitor_that_leaves(rank: int) -> list[tuple[str, ...]]:
 
 
 def monitors_that_come_and_go(rank: int) -> list[list[tuple[str, ...]]]:
-    """Of one name: the first leaves, and a third comes while the second is there."""
+    """Attach monitors in turn: the first closes, the third joins while the second runs."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     first, second, third = (
@@ -264,7 +264,7 @@ def monitors_that_come_and_go(rank: int) -> list[list[tuple[str, ...]]]:
 
 
 def turns_that_differ(rank: int) -> list[StepReport]:
-    """One of them goes on with the round of another run."""
+    """Train on two ranks whose monitors are at different turns."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     monitor = Monitor(net, optimizer, every_n_steps=1, layers_per_step=1, on_error="raise")
@@ -276,7 +276,7 @@ def turns_that_differ(rank: int) -> list[StepReport]:
 
 
 def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
-    """It has said that it is there, and hands in nothing more."""
+    """Train with a monitor that announced itself on rank 1, but sends no more reports."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     monitor = Monitor(net, optimizer, every_n_steps=1, on_error="raise")
@@ -294,7 +294,7 @@ def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
     if rank == 0:
         monitor._controller.end(2.0)
     seconds = time.monotonic() - begin
-    dist.barrier()  # it does not say that it leaves
+    dist.barrier()  # it does not announce that it leaves
     monitor.close()
     return [report.notes for report in monitor.reports], seconds
 
@@ -322,7 +322,7 @@ def training_of_its_own(rank: int) -> tuple[StepReport | None, int]:
 
 
 def stage_of_a_pipeline(rank: int) -> StepReport | None:
-    """Each process has layers of its own, and hands on what they make of the same rows."""
+    """Take a step of a pipeline: each rank has its own layers, for the same rows."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh()) if rank == 0 else nn.Linear(6, 3)
     model.double()
@@ -345,7 +345,7 @@ def stage_of_a_pipeline(rank: int) -> StepReport | None:
 
 
 def model_of_its_own(rank: int) -> list[tuple[str, ...]]:
-    """Trained by each process alone; of the same layers, but not of the same weights."""
+    """Train a separate model on each rank, with equal layers but different weights."""
     torch.manual_seed(rank)
     model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), small(rank)[2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -356,7 +356,7 @@ def model_of_its_own(rank: int) -> list[tuple[str, ...]]:
 
 
 def clipped_model_of_its_own_without_others(rank: int) -> list[tuple[str, ...]]:
-    """The other process has no monitor, and trains something else."""
+    """Train with clipping and a monitor on rank 0; rank 1 has no monitor."""
     model, optimizer, x = small(rank)
     notes = list[tuple[str, ...]]()
     if rank == 0:
@@ -372,10 +372,10 @@ def clipped_model_of_its_own_without_others(rank: int) -> list[tuple[str, ...]]:
 
 @patient()
 def many_reports(rank: int) -> tuple[list[int], int]:
-    """How many keys the store has more than before: at every step, and when all have left."""
+    """Return the number of keys added to the store, per step and after all monitors have left."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
-    train(net, optimizer, x)  # the group's own keys
+    train(net, optimizer, x)  # creates the group's own keys
     store = ranks._known_store()
     dist.barrier()
     before, keys = store.num_keys(), []
@@ -393,7 +393,7 @@ RUN: list[str] = []
 
 
 class Exploit:
-    """Runs code when it is unpickled."""
+    """An object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return run, ("code",)
@@ -405,7 +405,7 @@ def run(what: str) -> None:
 
 @patient()
 def messages_that_are_none(rank: int) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Of three steps from the second process, and of the fourth from the first."""
+    """Corrupt the messages of rank 1 in three steps, and of rank 0 in the fourth."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     spoil = [
@@ -427,7 +427,7 @@ def messages_that_are_none(rank: int) -> tuple[list[tuple[str, ...]], list[str]]
 
 
 FIRST = [(0, 16), (16, 16), (72, 36)]  # a cost of 4 plain steps at a bound of 1/10: 36
-# Which processes have a monitor, and the steps that each measures, with the interval.
+# (ranks with a monitor, the steps that each rank measures, with the interval)
 MONITORED = [([1], [[], FIRST[:2]]), ([0], [FIRST, []]), ([0, 1], [FIRST, FIRST])]
 
 
@@ -436,7 +436,7 @@ def within_a_bound(rank: int) -> list[list[tuple[int, int | None]]]:
 
 
 def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
-    """By clocks that differ: to the second process a measured step seems to cost more."""
+    """Train with clocks that differ: a measured step seems more expensive to rank 1."""
     model, optimizer, x = small(0)
     net = DistributedDataParallel(model)
     monitor = Monitor(net, optimizer, every_n_steps=16, max_overhead=0.1, on_error="raise")
@@ -456,7 +456,7 @@ def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
 
 
 def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
-    """It ends before the monitor does."""
+    """Destroy the process group before the monitor closes."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     sink = MemorySink()
@@ -468,7 +468,7 @@ def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
 
 @patient()
 def losses_of_ranks(rank: int) -> tuple[list[float], list[StepReport]]:
-    """Each rank's own; of the last step but one only the second rank's is known."""
+    """Log each rank's own losses; rank 0 does not log that of step 2."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     collected = []
@@ -489,7 +489,7 @@ Stopped = tuple[str | None, int, int, list[Tensor]]
 
 @patient()
 def alarm_that_stops_all(rank: int) -> Stopped:
-    """Why it stopped, steps taken, reports, and weights: the alarm is one of step 2."""
+    """Train with an alarm at step 2; return its message, steps taken, reports and weights."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     rules = [lambda path, reading: len(monitor.reports) == 2]
@@ -498,7 +498,7 @@ def alarm_that_stops_all(rank: int) -> Stopped:
     try:
         with monitor:
             for _ in range(5):
-                time.sleep(0.05 * rank)  # one of them is always later
+                time.sleep(0.05 * rank)  # one rank is always late
                 train(net, optimizer, x)
                 steps += 1
     except AlarmError as error:
@@ -509,7 +509,7 @@ def alarm_that_stops_all(rank: int) -> Stopped:
 
 @patient()
 def alarm_without_the_others(rank: int) -> Stopped:
-    """One of them has no monitor that could stop it: none stops."""
+    """Train with alarms that stop, but without a monitor on rank 1: no rank stops."""
     model, optimizer, x = small(rank)
     net = DistributedDataParallel(model)
     rules = [lambda path, reading: True]
@@ -572,7 +572,7 @@ def test_where_one_rank_has_no_monitor_no_rank_stops(found: dict[int, list[Found
 
 
 def alone(kind: type[torch.optim.Optimizer], batches: list[slice]) -> list[StepReport]:
-    """What one process says of these rows of the two, step by step."""
+    """Return the reports of one process that takes these rows of both ranks, step by step."""
     model, _, _ = small(0)
     x = torch.cat([small(rank)[2] for rank in range(2)])
     optimizer = kind(model.parameters(), lr=0.1)
@@ -592,7 +592,7 @@ def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
 
 
 def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> None:
-    """That happens after the backward pass: to one process it is a factor like clipping's."""
+    """Averaging after the backward pass acts as a factor of the gradient, as clipping does."""
     model, optimizer, _ = small(0)
     x = torch.cat([small(rank)[2] for rank in range(2)])
     with Monitor(model, optimizer, on_error="raise") as monitor:
@@ -621,7 +621,7 @@ def test_large_layers(found: dict[int, list[Found]]) -> None:
 
 
 def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
-    """What is left is the other's, and exact, since nobody else adds to the gradient."""
+    """The last step has only rank 0's rows, and is exact: no other rank adds to the gradient."""
     (reports, seconds), (fewer, _) = (own["fewer_batches_in_one"] for own in found[2])
     assert seconds < assembly.PATIENCE / 2
     assert [len(reports), len(fewer)] == [3, 2]
@@ -696,7 +696,7 @@ def test_processes_that_train_on_their_own_speak_for_themselves(
 def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
     found: dict[int, list[Found]],
 ) -> None:
-    """Because other processes are there, too, which train something else."""
+    """Other ranks that train something else add no rows, so none are missing."""
     for rank, own in enumerate(found[2]):
         report = own["stage_of_a_pipeline"]
         assert report.notes == ()
@@ -738,7 +738,7 @@ def test_processes_whose_turns_differ_each_speak_for_themselves(
 def test_what_the_store_holds_does_not_grow_and_goes(found: dict[int, list[Found]]) -> None:
     for own in found[2]:
         keys, left = own["many_reports"]
-        # Who is there, who is at the meeting, lists of messages, reports, a part that waits.
+        # Ranks present, members of the meeting, message lists, reports, a pending part.
         assert max(keys) <= 2 + 1 + 2 + ranks._KEPT + 2
         assert left == 0
 
@@ -761,7 +761,7 @@ def test_what_is_no_message_is_as_if_the_process_had_not_come(
 def test_who_is_interrupted_while_waiting_for_the_others_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the last to come would say yes, and wait for ever in a collective."""
+    """Otherwise the last rank would agree and wait for ever in a collective."""
 
     def interrupt(exchange: object) -> list[int]:
         raise KeyboardInterrupt

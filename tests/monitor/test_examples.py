@@ -1,4 +1,4 @@
-"""The short examples as their users run them: they learn, and all is measured."""
+"""The short examples as users run them: they learn, and every layer is measured."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Logs go to runs/ of the current folder; Accelerate's settings are the process's."""
+    """Run in a temporary folder, for runs/, and reset Accelerate's settings, which are global."""
     monkeypatch.chdir(tmp_path)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
@@ -31,7 +31,7 @@ def run(name: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def tables(text: str) -> dict[int, list[str]]:
-    """Step → paths of the layers in its table, of steps at which all is measured."""
+    """Return step → paths of the layers in its table, for steps that measure all layers."""
     found: dict[int, list[str]] = {}
     for block in text.split("step ")[1:]:
         step, said, *table = re.split(r" · |\n", block)

@@ -52,7 +52,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def use_of(module: nn.Module, x: Tensor) -> tuple[Use, Tensor]:
-    """What the rules say of a module's one function, and what that gave."""
+    """Return the use that the rules find in a module, and its output."""
     [(use, z)] = found(lambda: module(x), module.parameters())
     return use, z.detach()
 
@@ -65,7 +65,7 @@ def predicted(use: Use, rows: Rows) -> Tensor:
 
 
 def in_layouts(x: Tensor) -> list[Tensor]:
-    """The same numbers in other memory layouts."""
+    """Return the same values in several memory layouts."""
     others = [x.contiguous(memory_format=torch.channels_last)] if x.dim() == 4 else []
     return [laid_out for [laid_out] in layouts([x])] + others
 
@@ -91,7 +91,7 @@ def test_output_is_linear_in_the_parameters_with_these_features(name: str) -> No
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
-    """Scales of all rows and the length of their sum, where a rule takes them in one pass."""
+    """Scales of all rows and the norm of their sum, where a rule computes them in one pass."""
     build, shape = LAYERS[name]
     module = build().double()
     for x in in_layouts(torch.randn(shape, dtype=torch.float64)):
@@ -108,7 +108,7 @@ def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
 @pytest.mark.parametrize("padding", ["same", 3])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_patches_of_a_module_that_pads_by_itself(dims: int, padding: str | int, mode: str) -> None:
-    """The corrected convolutions pad within: their patches are those of the padded input."""
+    """The patches of corrected convolutions, which pad internally, are of the padded input."""
     build, shape = LAYERS[f"conv{dims}d-{padding}-{mode}"]
     module = build().double()
     assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.bias is not None
@@ -159,7 +159,7 @@ def test_rows_stay_when_the_input_is_written_to(module: nn.Module, x: Tensor) ->
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)
 def test_batch_norm_in_half_precision_is_as_precise_as_its_input(kept: torch.dtype) -> None:
-    module = nn.BatchNorm2d(4).to(kept)  # keeps its statistics for the backward pass in this
+    module = nn.BatchNorm2d(4).to(kept)  # the dtype in which it saves its statistics for backward
     x, rows = torch.randn(8, 4, 5, 5).bfloat16(), Rows((8, 5, 5))
     rounded, _ = use_of(module, x)
     exact, _ = use_of(module.double(), x.double())
@@ -196,7 +196,7 @@ def test_what_cannot_be_measured_has_a_reason(module: nn.Module, reason: str) ->
 
 
 def test_many_calls_share_the_rows_evenly() -> None:
-    """A layer called 40 times is sampled over all its calls, never beyond max_rows."""
+    """A layer called 40 times is sampled over all its calls, with at most max_rows rows."""
     module = nn.Linear(3, 3).double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for seed in range(5):
@@ -210,7 +210,7 @@ def test_many_calls_share_the_rows_evenly() -> None:
 
 
 def test_users_teach_their_own_layer() -> None:
-    """HuggingFace's Conv1D stores its weight the other way round."""
+    """A user's rule measures HuggingFace's Conv1D, which stores its weight transposed."""
 
     class Transposed(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The watch over a forward pass: on where it must be, gone afterwards, and unseen by the run."""
+"""The watch over a forward pass is active when needed, removed afterwards, and has no effect."""
 
 import copy
 import threading
@@ -26,7 +26,7 @@ def hooks_of(model: nn.Module) -> list[object]:
 
 
 class Net(nn.Module):
-    """Two layers, one of which is used without being called, and a say in what happens between."""
+    """Two layers, one of them used without being called, and a function called in between."""
 
     def __init__(self, between: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_each_thread_has_its_own_watch() -> None:
         other = threading.Thread(target=lambda: losses.append(model(X).square().sum()))
         other.start()
         assert go.wait(10)
-        inside.append(len(modes()))  # the other thread is in the middle of its forward
+        inside.append(len(modes()))  # the other thread is in its forward pass
         losses.append(model(X).square().sum())
         halt.set()
         other.join()
@@ -142,7 +142,7 @@ def test_each_thread_has_its_own_watch() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_functions_that_use_parameters(reentrant: bool) -> None:
-    """Seen where a module is called in the recomputation."""
+    """Checkpointed functions are seen when a module is called in the recomputation."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_checkpointed_functions_that_use_parameters(reentrant: bool) -> None:
 
 
 def test_a_model_that_is_called_in_parts() -> None:
-    """The root's forward is never called."""
+    """A model whose parts are called, but never its own forward, is measured."""
     whole, parts = net(), net()
 
     def in_parts(model: nn.Module) -> None:
@@ -183,7 +183,7 @@ def test_a_model_that_is_called_in_parts() -> None:
 
 
 def test_what_is_not_trained_runs_as_without_a_watch() -> None:
-    """torch's encoder layer chooses another kernel, with other roundings, while a mode is on."""
+    """torch's encoder layer would choose another kernel, with other rounding, under a mode."""
 
     class Distilled(nn.Module):
         def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Every rule of a function against a slow reference that calls the function again; float64, 1e-9.
+"""Every function's rule against a slow reference that calls the function again; float64, 1e-9.
 
-The reference takes the step and calls the function with what the parameters then are, its inputs
-held (`tests/reference.py`); nothing of the monitor's is used. Cases: `tests/function_cases.py`.
+The reference takes the step and calls the function with the new parameters and the old inputs
+(`tests/reference.py`). It uses no code of the monitor. Cases: `tests/function_cases.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
 }
-# What may carry an error when rows are sampled: all that rests on d and e; scales as well where no
-# one pass tells them.
+# Measures with errors if rows are sampled: those computed from d and e, and scales that are not
+# known from one pass.
 OF_MOVES = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
@@ -42,7 +42,7 @@ OF_SCALES = {
 
 
 def loss_of(z: Tensor, *, ignored: int = 0) -> Tensor:
-    """Of a different gradient at every place, but for the first ones along the first dimension."""
+    """Return a loss with a different gradient at every entry, except the first ones, if ignored."""
     z = z[ignored:] if z.dim() and len(z) > ignored else z
     aims = torch.linspace(-1.0, 2.0, z.numel(), dtype=z.dtype).reshape(z.shape)
     return (z - aims).square().sum() + (z * aims).sin().sum()
@@ -51,7 +51,7 @@ def loss_of(z: Tensor, *, ignored: int = 0) -> Tensor:
 def measured(
     case: FunctionCase, optimizer: str, max_rows: int | None, ignored: int = 0
 ) -> tuple[StepReport, dict[str, dict[str, float]]]:
-    """One measured step, and all measures of every use as they are."""
+    """Take one measured step; return all measures of every use and their truth."""
     model, inputs = case.model(), case.data()
     own = OPTIMIZERS[optimizer](model.parameters())
     old = {name: p.detach().clone() for name, p in model._parameters.items()}
@@ -106,7 +106,7 @@ def truth_of(
 @pytest.mark.parametrize(("optimizer", "ignored"), [("sgd", 0), ("adamw", 0), ("adamw", 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
-    """Also of a loss that ignores a part of the result: idle rows are no part of any measure."""
+    """The loss may ignore a part of the result: zero-gradient rows are part of no measure."""
     report, truths = measured(CASES[name], optimizer, None, ignored)
     assert report.coverage == 1.0
     assert not report.unsupported
@@ -147,7 +147,7 @@ def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:
 def seen(
     model: Caller, parameters: dict[str, Tensor], inputs: Sequence[Tensor], of: Of
 ) -> tuple[Use, Tensor]:
-    """The use that a rule finds, and what the function gave."""
+    """Return the use that a rule finds, and the function's result."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
     lead = leaves[of.path]
     for use, made in found(lambda: model.called(leaves, *inputs), leaves.values()):
@@ -162,13 +162,13 @@ def some(total: int, count: int) -> np.ndarray | None:
     return draw(total, count, np.inf, np.random.default_rng(0)).chosen
 
 
-# What a function overwrites is kept for the rules by the hooks, which are not here.
+# The hooks that keep a function's overwritten inputs for the rules are absent here.
 NOT_OVERWRITING = [name for name, case in CASES.items() if not case.overwrites]
 
 
 @pytest.mark.parametrize("name", NOT_OVERWRITING)
 def test_rows_move_with_the_parameters_by_these_features(name: str) -> None:
-    """For all rows and for some, wherever the inputs lie in memory."""
+    """Features predict the change of all rows and of some, in every memory layout of the inputs."""
     case = CASES[name]
     model = case.model()
     old = {name: p.detach() for name, p in model._parameters.items()}
@@ -189,14 +189,14 @@ def test_rows_move_with_the_parameters_by_these_features(name: str) -> None:
                     predicted = predicted + by_weight
                 if use.bias is not None and moved.bias is not None:
                     predicted = predicted + features.by_bias(moved.bias - use.bias)
-                trained = trained_of(features)  # what others do is not asked
+                trained = trained_of(features)  # the rows of other tokens do not matter
                 expected = rows.take(change) * trained
                 torch.testing.assert_close(predicted * trained, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", NOT_OVERWRITING)
 def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
-    """Scales of all rows and the length of their sum, where a rule takes them in one pass."""
+    """Scales of all rows and the norm of their sum, where a rule computes them in one pass."""
     case = CASES[name]
     model = case.model()
     old = {name: p.detach() for name, p in model._parameters.items()}
@@ -211,7 +211,7 @@ def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_OVERWRITING)
 def test_rows_of_several_calls_are_rows_of_one(name: str) -> None:
-    """Picked apart and put together again, features say the same."""
+    """Features of calls, selected and concatenated, equal those of one call."""
     case = CASES[name]
     model = case.model()
     old = {name: p.detach() for name, p in model._parameters.items()}
@@ -236,7 +236,7 @@ def test_rows_of_several_calls_are_rows_of_one(name: str) -> None:
             torch.testing.assert_close(again.weight_norms(), features.weight_norms(), **close)
 
 
-# --- what no rule describes exactly goes through its module ---------------------------------------
+# --- uses without an exact rule are measured through their module --------------------------------
 
 NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "quotient": (lambda p, x: x / p.w, (3,)),
@@ -269,7 +269,7 @@ def test_what_has_no_rule_is_measured_with_its_module(name: str) -> None:
     assert [reading.kind for reading in monitor.latest.layers.values()] == ["module"]
 
 
-# Of one use, which is all of the module's output; torch has no forward derivatives of bags.
+# Cases of one use that makes the module's whole output; torch has no forward derivatives of bags.
 WHOLE = [
     name
     for name, case in CASES.items()
@@ -281,7 +281,7 @@ WHOLE = [
 def test_readings_are_those_of_the_module_as_a_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What does not depend on which entries make a row is the same without a rule."""
+    """Measures that do not depend on the division into rows are the same without a rule."""
     (reading,) = measured(CASES[name], "adamw", None)[0].layers.values()
     monkeypatch.setattr(watching, "uses_in", lambda *_: ())
     report, _ = measured(CASES[name], "adamw", None)
@@ -310,7 +310,7 @@ def test_the_ceiling_of_the_same_call_again_is_that_of_one(name: str) -> None:
 
 
 def test_half_precision() -> None:
-    """Rows of a half-precision function are single precision; readings agree up to rounding."""
+    """Rows of a half-precision function are float32; readings agree up to rounding."""
     for name, case in CASES.items():
         found = []
         for dtype in (torch.float64, torch.bfloat16):
@@ -335,7 +335,7 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("function", [torch._grouped_mm, functional.grouped_mm])
 def test_grouped_products_of_torch_itself(function: Callable[..., Tensor]) -> None:
-    """In bfloat16, as torch takes them; rows behind the last expert's are whatever they were."""
+    """torch's `grouped_mm` in bfloat16; rows behind the last expert's are undefined."""
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
 
     def grouped(p: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The monitor's Triton kernels, run by Triton's interpreter, in a process of their own.
+"""The monitor's Triton kernels, run by Triton's interpreter in a separate process.
 
-As tests/layers/test_kernels.py does it, and for the same reason; and compiled for a GPU that need
-not be there, as tests/layers/test_targets.py does.
+The process is separate for the reason given in tests/layers/test_kernels.py. The kernels are also
+compiled for a GPU that need not be there, as in tests/layers/test_targets.py.
 """
 
 import inspect
@@ -45,10 +45,10 @@ def test_in_the_interpreter(whole: bool) -> None:
     reason="this Triton compiles ahead of time by another interface",
 )
 def test_kernels_compile_well(tmp_path: Path) -> None:
-    """For an H100: nothing is spilled, two programs of 8 warps at least fit side by side.
+    """For an H100, kernels do not spill, and at least two programs of 8 warps fit side by side.
 
-    No offset is multiplied in 32 bits. Moments are taken by programs on all 132 multiprocessors,
-    which copy the next tile while they add up one.
+    No offset is multiplied in 32 bits. Programs on all 132 multiprocessors compute moments, and
+    prefetch the next tile meanwhile.
     """
     output = run(str(HERE / "compile_monitor.py"), TRITON_CACHE_DIR=str(tmp_path))
     found = json.loads(output)

@@ -1,4 +1,4 @@
-"""On a real GPU: a measured step through kernels says what one through plain PyTorch says."""
+"""On a GPU, a measured step with fused kernels reads the same as one with plain PyTorch."""
 
 import warnings
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture(autouse=True)
 def _exact() -> object:
-    """No product is rounded, and two runs agree."""
+    """Make convolutions exact and deterministic."""
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         yield
 
@@ -19,7 +19,7 @@ def _exact() -> object:
 @pytest.mark.parametrize("max_rows", [8, None])
 def test_a_measured_step(max_rows: int | None) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a kernel that does not start says so
+        warnings.simplefilter("error")  # a kernel that does not start warns
         reports, net = trained(True, device="cuda", max_rows=max_rows)
     expected, other = trained(False, device="cuda", max_rows=max_rows)
     unmonitored = trained(False, device="cuda", monitored=False)[1]

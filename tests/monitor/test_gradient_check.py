@@ -1,4 +1,4 @@
-"""What speaks against a gradient's being that of a layer's rows, reason by reason."""
+"""The reasons for which a gradient may not be that of a layer's rows, one by one."""
 
 import math
 from dataclasses import replace
@@ -23,12 +23,12 @@ GAMMA = np.array([3.0, -4.0, 12.0, 0.5, -1.5, 2.0, 7.0, -2.5, 1.0, 6.0])
 SHORT = GAMMA[:8]
 SQUARE = float(GAMMA @ GAMMA)
 SEEN: Evidence[Array] = Evidence(precision=1e-7)
-# As large as rounding: a gradient of 1 is summed up from terms of 1e8.
+# Relative rounding of a gradient of 1 that is a sum of terms of 1e8.
 ROUNDED = replace(SEEN, terms=1e8)
 
 
 def across(vector: np.ndarray, length: float) -> np.ndarray:
-    """Added to the vector, of this length relative to it, and orthogonal to it."""
+    """Add an orthogonal vector of this relative norm."""
     other = np.zeros_like(vector)
     other[:2] = -vector[1], vector[0]
     other *= length * np.linalg.norm(vector) / np.linalg.norm(other)
@@ -36,14 +36,14 @@ def across(vector: np.ndarray, length: float) -> np.ndarray:
 
 
 def handed_on(*pairs: tuple[Array, Array] | None, seen: Evidence[Array] = SEEN) -> Evidence[Array]:
-    """Of each parameter, what calls have contributed and the gradient; None: unknown."""
+    """Return per parameter its calls' contributions and its gradient; None if unknown."""
     owns = tuple(None if pair is None else pair[0] for pair in pairs)
     nows = tuple(None if pair is None else pair[1] for pair in pairs)
     return replace(seen, contributed=owns, now=nows)
 
 
 def left(then: Array, now: Array) -> Evidence[Array]:
-    """What the backward passes left of the first parameter's gradient, and what it is now."""
+    """Return the first parameter's gradient after the backward passes, and its present one."""
     return replace(SEEN, then=then, now=(now,))
 
 
@@ -125,7 +125,7 @@ def test_of_no_gradient_nothing_is_said(gamma: float) -> None:
 
 @pytest.mark.parametrize(("rest", "reason"), [(0.9, ""), (1.1, "edited")])
 def test_an_edited_gradient(rest: float, reason: str) -> None:
-    # What is left of `now` is sin of the angle between the two.
+    # The share of `now` that remains is the sine of the angle between the two.
     now = GAMMA + across(GAMMA, math.tan(math.asin(rest * LARGEST_REST)))
     assert against(left(GAMMA, now)) == reason
 
@@ -162,7 +162,7 @@ def test_where_calls_hand_on_nothing(own: int, now: int, reason: str) -> None:
 
 def test_what_calls_hand_on_times_another_factor() -> None:
     assert against(handed_on((GAMMA, 2 * GAMMA))) == "unknown"
-    # So few entries may be multiples of each other though more was added to them.
+    # So few entries may be proportional by chance, although more was added to them.
     assert against(handed_on((SHORT, 2 * SHORT))) == "more"
     assert against(handed_on((GAMMA[:9], 2 * GAMMA[:9]))) == "unknown"
 
@@ -186,7 +186,7 @@ def test_a_first_parameter_without_a_gradient_says_nothing_of_the_factor() -> No
 
 
 def test_without_a_factor_only_more_than_the_rows_is_told() -> None:
-    """Where it isn't known what became of the gradient, yet it holds more than the rows'."""
+    """If the gradient's factor is unknown, only a gradient beyond the rows' is reported."""
     more = GAMMA + across(GAMMA, 0.5)
     assert against(SEEN, math.nan) == "unknown"
     assert against(handed_on((GAMMA, 2 * GAMMA)), math.nan) == "unknown"
@@ -202,7 +202,7 @@ def test_the_first_reason_is_said() -> None:
 
 def test_sums_are_rounded_by_what_they_are_summed_up_from() -> None:
     assert ROUNDED.rounding == pytest.approx(4 * 1e-7 * 1e8)
-    # Half precision is summed up in float32.
+    # Half precision is accumulated in float32.
     coarse = replace(ROUNDED, precision=2**-8)
     assert coarse.rounding == pytest.approx(4 * 2**-23 * 1e8)
 
@@ -249,7 +249,7 @@ def test_rounding_is_taken_off_what_is_no_multiple() -> None:
 
 
 def test_the_factor_comes_from_parameters_that_speak() -> None:
-    """Beside a key bias whose gradient is rounding, the weight tells it."""
+    """The weight determines the factor: the gradient of a key bias is rounding error."""
     seen, noise = replace(SEEN, terms=1.0), 1e-8 * GAMMA
     found = handed_on((noise, 3e-8 * OTHER), (GAMMA, 2 * GAMMA), seen=seen)
     assert contributed(found) == against(found, 2.0) == ""

@@ -1,6 +1,6 @@
-"""Which gradient is shown: accumulated, unscaled, clipped, and nothing that made no step.
+"""The gradient of the readings: accumulated, unscaled, clipped, and only that of a real step.
 
-Every test compares with a plain run of the same step, or with the truth computed by hand.
+Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.updates import some
+from adiv_monitor.capture.updates import sampled_entries
 from adiv_monitor.maths.readings import Judged, measure
 from adiv_monitor.maths.sums import About, Dots, Evidence, LayerSums, Sampled, Vector
 
@@ -41,7 +41,7 @@ def test_micro_batches_are_one_batch() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
-    """Whether the scaler unscales them or, as with a fused optimizer, the step itself."""
+    """Gradients are unscaled, whether by the scaler or, with a fused optimizer, by the step."""
     model, batch = mlp()
     plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
@@ -56,7 +56,7 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
 
 
 def test_a_fused_step_unscales_large_gradients_too() -> None:
-    """In every step: what `.grad` holds afterwards is not what was read before."""
+    """In every step, although `.grad` holds other values afterwards."""
     torch.manual_seed(0)
     model, x = nn.Linear(100, 100).double(), torch.randn(30, 100, dtype=torch.float64)
     twin = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def test_a_step_inside_autocast_is_measured_in_full_precision() -> None:
 
 
 def test_only_rows_of_an_embedding_that_were_used_tell_the_loss_scale() -> None:
-    """Of a large table nearly every gradient entry is zero; the factor is right all the same."""
+    """Although nearly all gradient entries of a large table are zero, its factor is correct."""
     model = nn.Embedding(50_000, 8)
     tokens = torch.tensor([3, 17, 49_000])
     scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
@@ -166,7 +166,7 @@ def test_clipped_gradients_are_those_the_optimizer_sees() -> None:
 @pytest.mark.parametrize("zero_first", [True, False], ids=["zero-forward", "forward-zero"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) -> None:
-    """Whatever the order of zero_grad and the forward pass, zeroed gradients take their rows."""
+    """Zeroing gradients discards their rows, in any order of zero_grad and forward pass."""
     model, batch = mlp()
     twin = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -185,7 +185,7 @@ def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) ->
 
 
 def test_gradients_zeroed_without_a_trace() -> None:
-    """Through `.data`, which torch does not count as a change; a host can look at no cost."""
+    """Zeroing through `.data` leaves the version counter unchanged, but is seen on the host."""
     model, batch = mlp()
     plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
 
@@ -201,7 +201,7 @@ def test_gradients_zeroed_without_a_trace() -> None:
 
 
 def test_weights_that_are_changed_before_the_step_are_told() -> None:
-    """Their decay is part of no update: the step begins where it left them."""
+    """Weights changed before the step, as by decay, are noted; the change is no update."""
     model, batch = mlp()
     plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
 
@@ -231,7 +231,7 @@ def test_two_losses_through_one_graph_add_up() -> None:
 
 
 def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:
-    """An attack on the input first, as in adversarial training: only the training pass counts."""
+    """Of adversarial training only the training pass counts, not the attack on the input."""
     model, (x, y) = mlp()
 
     def attacked(model: nn.Module) -> None:
@@ -247,7 +247,7 @@ def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:
 
 
 def test_gradients_taken_without_accumulating_are_no_part_of_the_step() -> None:
-    """`autograd.grad` for the weights, with `.grad` zeroed in place: nothing is lost."""
+    """`autograd.grad` for the weights, with `.grad` zeroed in place, loses no rows."""
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
 
@@ -262,7 +262,7 @@ def test_gradients_taken_without_accumulating_are_no_part_of_the_step() -> None:
 
 
 def test_a_layer_frozen_during_another_networks_step() -> None:
-    """A discriminator is frozen while its generator steps: those passes are not its own."""
+    """A discriminator is frozen while its generator steps: those passes do not count for it."""
     critic, generator = nn.Linear(4, 1).double(), nn.Linear(3, 4).double()
     optimizers = {
         "critic": torch.optim.SGD(critic.parameters(), lr=0.1),
@@ -295,17 +295,18 @@ def test_evaluation_with_gradients_on_does_not_use_up_the_rows() -> None:
 
 
 def test_what_lies_between_the_entries_of_a_gradient_does_not_count() -> None:
-    """Every second number of a buffer, or one number for all: as their contiguous copies."""
+    """Strided and expanded tensors read like their contiguous copies."""
     buffer = torch.randn(200, 200, 2)
     transposed = torch.randn(300, 200).t()
     for gradient in (buffer[..., 0], buffer[:150, 50:, 1], torch.ones(1).expand(200, 200)):
-        assert torch.equal(some(gradient), some(gradient.contiguous()))
-    assert torch.equal(some(transposed), some(transposed.t()))  # in the order of memory
-    assert some(transposed).data_ptr() == transposed.data_ptr()
+        assert torch.equal(sampled_entries(gradient), sampled_entries(gradient.contiguous()))
+    # Entries are taken in memory order.
+    assert torch.equal(sampled_entries(transposed), sampled_entries(transposed.t()))
+    assert sampled_entries(transposed).data_ptr() == transposed.data_ptr()
 
 
 def test_gradients_looked_at_while_others_are_held_are_no_part_of_the_step() -> None:
-    """Norm logging, a Hessian-vector product, after the backward pass and between micro-batches."""
+    """Gradients for norm logging or Hessian-vector products are ignored, wherever computed."""
     model, (x, y) = mlp()
 
     def looked_at(model: nn.Module) -> None:
@@ -329,7 +330,7 @@ def test_gradients_looked_at_while_others_are_held_are_no_part_of_the_step() -> 
 
 @pytest.mark.parametrize("max_rows", [None, 3])
 def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) -> None:
-    """Of padded images nearly every entry of the gradient is zero: spaced entries would miss it."""
+    """Padded images have gradients with mostly zero entries, which spaced sampling would hit."""
     model = nn.Linear(70_000, 3)
     x = torch.zeros(8, 70_000)
     x[:, 35_003] = torch.arange(8.0)
@@ -345,7 +346,7 @@ def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) ->
 
 
 def test_clipping_after_every_micro_batch() -> None:
-    """The first micro-batch is clipped twice: its rows count by both factors."""
+    """The first micro-batch is clipped twice: its rows count with both factors."""
     model, (x, y) = mlp()
     parts = (slice(0, 3), slice(3, 6))
     factors: list[float] = []
@@ -376,7 +377,7 @@ def weaken(parameter: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", ["before it is accumulated", "after"])
 def test_gradient_hooks_of_the_users(kind: str) -> None:
-    """What a hook multiplies the gradient by is part of the factor of its pass."""
+    """A factor applied by a gradient hook is part of its pass's factor."""
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: (0.1 * loss_of(m, batch)).backward())
     for parameter in model.parameters():
@@ -390,7 +391,7 @@ def test_gradient_hooks_of_the_users(kind: str) -> None:
 
 
 def test_the_ceiling_weighs_passes_as_hooks_of_the_users_do() -> None:
-    """Of two passes, the hooks weaken the first: what is attainable is of both as they count."""
+    """Hooks that weaken the first of two passes also weaken its rows in the ceiling."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
     x, y = torch.randn(40, 3, dtype=torch.float64), torch.randint(4, (40,))
     parts = (slice(0, 20), slice(20, None))
@@ -421,7 +422,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_that_are_no_factor_are_told(edit: str) -> None:
-    """⟨d, G⟩ is then of the rows: the edited gradient knows nothing of it."""
+    """⟨d, G⟩ is then computed from the rows, as the edited gradient does not determine it."""
     model, batch = mlp()
 
     def edited(model: nn.Module) -> None:
@@ -450,7 +451,7 @@ def used_outside(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
 def test_gradients_that_hold_more_than_the_rows_are_told(
     backward: Callable[[nn.Module, tuple[Tensor, Tensor]], None],
 ) -> None:
-    """Then the cosines are those of the rows, as the slow reference takes them."""
+    """The cosines are then those of the rows, and agree with the slow reference."""
     model, batch = mlp()
     twin = copy.deepcopy(model)
     truth = reference.take_step(
@@ -465,7 +466,7 @@ def test_gradients_that_hold_more_than_the_rows_are_told(
 
 
 def test_a_penalty_is_told_from_sampled_rows_too() -> None:
-    """For good at the second measured step, since a sample may be a freak once."""
+    """The penalty is noted for good at the second measured step; one sample may be an outlier."""
     model = nn.Linear(6, 4).double()
     x, y = torch.randn(500, 6, dtype=torch.float64), torch.randint(4, (500,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -482,7 +483,7 @@ def test_a_penalty_is_told_from_sampled_rows_too() -> None:
 
 
 def test_a_freak_of_a_sample_is_forgotten() -> None:
-    """What one sample suspects counts for this report alone."""
+    """A suspicion from one sample affects only this report."""
     layer = LayerSums(
         About("linear"),
         Sampled(40, 500),
@@ -515,7 +516,7 @@ def test_hooks_that_turn_the_gradient_are_told(
 
 
 def test_gradients_set_by_hand() -> None:
-    """As `autograd.grad` gave them they are as good as accumulated; changed, they aren't."""
+    """Gradients from `autograd.grad` count like accumulated ones; changed ones do not."""
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
 
@@ -536,9 +537,9 @@ def test_gradients_set_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["penalty", "permuted"])
 def test_a_gradient_that_is_not_the_rows_is_noticed_where_they_are_few(kind: str) -> None:
-    """Of few rows e is told by the rows alone; that γ is theirs is tried, and not taken for sure.
+    """With few rows, e comes from the rows alone, and whether γ is theirs is tested.
 
-    From the next step on it is what γ says. A hook that permutes γ leaves its length as it is.
+    From the next step on γ determines e. A hook that permutes γ leaves its norm unchanged.
     """
     torch.manual_seed(0)
     model, x = nn.Linear(40, 50).double(), torch.randn(6, 40, dtype=torch.float64)
@@ -566,7 +567,7 @@ def test_a_gradient_that_is_not_the_rows_is_noticed_where_they_are_few(kind: str
 
 
 def test_gradients_that_no_backward_pass_gave() -> None:
-    """Worked out from ∂L/∂z: their units are not known, the directions are the rows'."""
+    """Gradients computed by hand from ∂L/∂z have unknown units; their directions are the rows'."""
     model, x = nn.Linear(3, 4).double(), torch.randn(40, 3, dtype=torch.float64)
 
     def by_hand(model: nn.Module) -> None:
@@ -584,7 +585,7 @@ def test_gradients_that_no_backward_pass_gave() -> None:
 
 
 def test_a_gradient_that_was_there_before_is_told() -> None:
-    """Left over from a step before the monitor came, and never zeroed."""
+    """A gradient left from before the monitor was attached, and never zeroed, is reported."""
     model, batch = mlp()
     loss_of(model, batch).backward()
     found = one_step(model, lambda m: loss_of(m, batch).backward())

@@ -1,4 +1,4 @@
-"""Pictures of layers × steps: texts have their room, and a colour means the same in every run."""
+"""Pictures of layers × steps: texts fit, and a colour means the same in every run."""
 
 import io
 import math
@@ -47,7 +47,7 @@ def filled(measure: str, layers: int, steps: int, path: str = "{}") -> Grid:
 
 
 def assert_readable(picture: Picture) -> None:
-    """No two texts share a pixel, and each lies in the picture."""
+    """Assert that no two texts overlap and that each lies inside the picture."""
     assert len(picture.texts) > 5
     for box, words in picture.texts:
         assert box.left >= 0 and box.right <= picture.width, words
@@ -116,7 +116,7 @@ def share(picture: Picture, colour: tuple[int, int, int]) -> float:
 
 @pytest.mark.parametrize("measure", HEALTH)
 def test_a_value_has_one_colour_in_all_runs(measure: str) -> None:
-    """Whatever else is in the run: here values far above, or far below."""
+    """A value has the same colour whatever else is in the run, here far larger or smaller."""
     value = 0.5
     cells = [
         painted(measure, places(measure, np.array([[value], [other]])))[0, 0].tolist()
@@ -153,7 +153,7 @@ def test_bars_mark_what_lies_beyond_them() -> None:
     [reading(update_ratio=math.inf), reading(update_ratio=math.nan), reading(update_ratio=0.1)],
 )
 def test_what_is_not_finite_has_a_colour_of_its_own(flawed: LayerReading) -> None:
-    """Neither that of health nor that of no direction."""
+    """Non-finite values differ in colour from healthy values and from undefined directions."""
     well = reading(update_ratio=0.1)
     if not math.isinf(flawed.update_ratio or 0.0):
         object.__setattr__(flawed, "non_finite", ("gradient",))
@@ -179,7 +179,7 @@ def test_no_direction_is_not_healthy_and_not_ill() -> None:
 
 
 def test_one_layer_of_300_that_is_not_finite_is_seen() -> None:
-    """Before any other that shares its row of pixels."""
+    """A non-finite layer takes precedence over others in its row of pixels."""
     values = np.full((300, 5), 1e9)
     found = Grid(
         "update_ratio",
@@ -206,7 +206,7 @@ def test_a_legend_says_what_colours_mean(measure: str) -> None:
         assert not (order if measure == GRADIENT else limits) & words
 
 
-# Which measures the overview shows
+# Measures in the overview
 
 
 def finding(*measures: str) -> Finding:

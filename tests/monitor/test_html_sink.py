@@ -1,4 +1,4 @@
-"""The page of a training that goes on."""
+"""The page of a training in progress."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that the sink sees."""
+    """Return the sink's clock in seconds, which tests advance."""
     now = [0.0]
     monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
     return now
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are written at each report."""
+    """Write the page at each report."""
     monkeypatch.setattr(budget_module, "_PATIENCE", 0)
 
 
@@ -302,7 +302,7 @@ def test_no_file_of_somebody_else_is_replaced_beside_the_page(tmp_path: Path, na
     with pytest.raises(FileExistsError, match=f"{name}, which is another's file"):
         HtmlSink(tmp_path / "run.html")
     (tmp_path / name).unlink()
-    for _ in range(2):  # its own are replaced
+    for _ in range(2):  # the sink's own pages are replaced
         sink = HtmlSink(tmp_path / "run.html")
         sink.write(report())
         sink.close()

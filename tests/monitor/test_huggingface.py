@@ -1,4 +1,4 @@
-"""The Trainer's callback against the same monitor in a plain loop, in every setting it has."""
+"""The Trainer's callback agrees with a monitor in a plain loop, in every setting of the Trainer."""
 
 import importlib.util
 import json
@@ -45,7 +45,7 @@ ROWS = [
 
 
 class Rows(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-    """In their order, where a list would be shuffled."""
+    """Samples in their order, where a list would be shuffled."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return iter(ROWS)
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 class Seed(TrainerCallback):
-    """The dropout's: the loaders of the Trainer draw from the same stream."""
+    """Seed the dropout: the Trainer's loaders draw from the same stream."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         torch.manual_seed(state.global_step)
@@ -72,7 +72,7 @@ class Seed(TrainerCallback):
 def trainer_in(
     folder: Path, *callbacks: Any, model: Any = None, kind: type[Trainer] = Trainer, **options: Any
 ) -> Trainer:
-    """A Trainer on the rows, with output in the folder; keywords of TrainingArguments."""
+    """Return a Trainer on the rows, with output in the folder; keywords of TrainingArguments."""
     fixed = {
         "output_dir": str(folder / "out"),
         "per_device_train_batch_size": SIZE,
@@ -99,8 +99,8 @@ def trainer_in(
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
-    """`trainer_in` a folder of this test's."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may leave its own there
+    """Return a function like `trainer_in`, for this test's folder."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may set it
     return partial(trainer_in, tmp_path)
 
 
@@ -117,7 +117,7 @@ def train(make: Make, **options: Any) -> list[StepReport]:
 def plain(
     accumulate: int = 1, prepare: Callable[[nn.Module], object] = lambda model: None
 ) -> list[StepReport]:
-    """The same training as a loop of one's own."""
+    """Run the same training as a plain loop."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
@@ -143,7 +143,7 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
         assert (one.coverage, one.unsupported) == (other.coverage, other.unsupported)
         assert one.losses == pytest.approx(other.losses, rel=1e-4)
         assert one.loss is not None
-        # The Trainer has a group for what is to decay, and one for the rest.
+        # The Trainer has one parameter group with decay and one without.
         assert one.learning_rates
         assert set(one.learning_rates) == set(other.learning_rates)
         for path, reading in one.layers.items():
@@ -153,14 +153,14 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
 
 
 def logged(trainer: Trainer) -> dict[int, dict[str, float]]:
-    """What the history holds of ours, by the Trainer's step."""
+    """Return the monitor's entries of the log history by the Trainer's step."""
     ours = [record for record in trainer.state.log_history if "adiv.summary/coverage" in record]
     found = {int(record["step"]): record for record in ours}
     assert len(found) == len(ours)
     return found
 
 
-# The same readings as in a plain loop
+# Agreement with a plain loop
 
 
 def test_readings_are_those_of_a_plain_loop(make: Make) -> None:
@@ -192,7 +192,7 @@ def test_bfloat16(make: Make) -> None:
 
 
 class Collecting(Net):
-    """Collects its losses; one of them may be made something else."""
+    """A Trainer that collects its losses; a function may change one of them."""
 
     def __init__(self, replaced: dict[int, float]) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_finite_is_told_though_the_trainer_hides_it(make: Mak
 
 
 class Summed(Net):
-    """Divides by the number of samples in all micro-batches, as transformers' models do."""
+    """A Trainer that divides by all micro-batches' samples, as transformers' models do."""
 
     def forward(
         self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any
@@ -265,7 +265,7 @@ def test_evaluations_between_steps_are_no_steps(make: Make) -> None:
 
 
 def test_an_evaluation_completes_the_report(make: Make) -> None:
-    """Else it would miss what was done to the weights before, and take what was done after."""
+    """Otherwise the report would miss earlier changes of the weights and include later ones."""
     steps = []
 
     class Complete(TrainerCallback):
@@ -318,7 +318,7 @@ def test_alarms_stand_in_the_history_and_rules_in_the_checkpoint(make: Make) -> 
 
 
 def test_an_alarm_may_stop_the_training(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """When the history has the report: that of step 2 is complete in the fourth step."""
+    """The report of step 2 is complete, and in the history, in the fourth step."""
     memory = MemorySink()
     rules = [lambda path, reading: path == "net.3" and len(memory.reports) == 1]
     callback = DivergenceTrainerCallback(2, sinks=[memory], alarms=rules, on_alarm="stop")
@@ -353,7 +353,7 @@ def test_the_preset_goes_into_the_checkpoint(make: Make, alarms: Any) -> None:
 
 
 def test_what_a_step_really_did(make: Make) -> None:
-    """Readings of every layer, and the loss, which the model gives; training stays as it is."""
+    """Every layer and the model's own loss are read, and training is unchanged."""
     losses = []
     memory = MemorySink()
     options = {"realised": lambda output: output["loss"], "sinks": [memory], "on_error": "raise"}
@@ -382,7 +382,7 @@ def test_a_transformer(make: Make, checkpointing: bool, monkeypatch: pytest.Monk
     memory = MemorySink()
     callback = DivergenceTrainerCallback(2, sinks=[memory], on_error="raise")
     model = BertForSequenceClassification(BERT)
-    name = "activation_checkpointing"  # since transformers 5.23
+    name = "activation_checkpointing"  # renamed in transformers 5.23
     name = name if hasattr(TrainingArguments, name) else "gradient_checkpointing"
     make(callback, model=model, max_steps=2, **{name: checkpointing}).train()
     (report,) = memory.reports
@@ -392,7 +392,7 @@ def test_a_transformer(make: Make, checkpointing: bool, monkeypatch: pytest.Monk
     assert -1 <= query.update_cosine <= 1
 
 
-# Where the reports go
+# Outputs of the reports
 
 
 def test_the_history_holds_every_reports_summary(make: Make) -> None:
@@ -428,7 +428,7 @@ def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
 
 
 class Told(TrainerCallback):
-    """Keeps what every callback is told."""
+    """A callback that records the logs sent to every callback."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
@@ -457,7 +457,7 @@ def test_tensorboard_gets_layers_and_histograms(make: Make, tmp_path: Path) -> N
     writer = SummaryWriter(str(board))
     callback = DivergenceTrainerCallback(7, scalars="all", on_error="raise")
     make(TensorBoardCallback(writer), callback, logging_steps=4).train()
-    (file,) = board.iterdir()  # a second one would be begun after the Trainer has closed the first
+    (file,) = board.iterdir()  # a second writer would start after the Trainer closed the first
     found = EventAccumulator(str(file)).Reload()
     scalars = found.Tags()["scalars"]
     assert {"adiv.update_cosine/net.0", "adiv.summary/scale_cv_max", "train/loss"} <= set(scalars)
@@ -469,7 +469,7 @@ def test_tensorboard_gets_layers_and_histograms(make: Make, tmp_path: Path) -> N
 
 def test_other_products_get_the_layers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     class Product(Told):
-        """Stands for those that take no pictures."""
+        """A stand-in for a product's callback that accepts no pictures."""
 
     from transformers.integrations import integration_utils
 
@@ -484,7 +484,7 @@ def test_other_products_get_the_layers(make: Make, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_trainers_own_means_go_on(make: Make) -> None:
-    """Trainers that gather means until they log, as those for fine-tuning do."""
+    """Trainers that average values until they log, as those for fine-tuning, do so as before."""
 
     class Gathering(Trainer):
         def __init__(self, **options: Any) -> None:
@@ -554,13 +554,13 @@ def test_an_event_from_elsewhere_is_refused() -> None:
         DivergenceTrainerCallback(1).on_train_begin(None, None, None)  # type: ignore[arg-type]
 
 
-# What early stopping and the best checkpoint follow
+# Early stopping and the best checkpoint
 
 FOLLOWED = "adiv.summary/update_cosine_min"
 
 
 def followed(**options: Any) -> dict[str, Any]:
-    """Evaluate and save every second step, and follow our metric."""
+    """Return arguments to evaluate and save every second step, by the monitor's metric."""
     return {
         "eval_strategy": "steps",
         "save_strategy": "steps",
@@ -573,7 +573,7 @@ def followed(**options: Any) -> dict[str, Any]:
 
 
 class Look(TrainerCallback):
-    """Keeps what each evaluation offers."""
+    """A callback that records the metrics of each evaluation."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -612,7 +612,7 @@ def test_names_may_have_another_separator(make: Make) -> None:
 
 
 def test_early_stopping_follows_the_metric(make: Make) -> None:
-    """It demands more than the metric can give: the first value is the best."""
+    """It requires more improvement than is possible, so the first value is the best."""
     stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
     trainer = make(DivergenceTrainerCallback(1, on_error="raise"), stop, **followed())
     trainer.train()
@@ -643,7 +643,7 @@ def test_a_metric_that_will_not_be_there_is_refused(make: Make, measure: str) ->
 
 
 def test_a_metric_without_direction_is_nan_and_no_error(make: Make) -> None:
-    """A warm-up from rate 0: the first step moves nothing."""
+    """In a warm-up from learning rate 0, the first step moves nothing."""
     look = Look()
     warm_up = {"lr_scheduler_type": "linear", "warmup_steps": 4}
     options = followed(max_steps=2, eval_steps=1, save_steps=1, **warm_up)
@@ -662,11 +662,11 @@ WORLD = 2
 
 
 def follow_together(rank: int, folder: str) -> None:
-    """One of two processes that stop together, each by what its own Trainer finds."""
+    """Train on one of two ranks that stop together, each by its own Trainer's metric."""
     meet(rank, WORLD, folder)
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
     os.environ |= {name: str(value) for name, value in where.items()}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # asked for, and not used any more
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # required, but unused
     memory = MemorySink()
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     look = Look()
@@ -719,13 +719,13 @@ def test_the_choice_of_rows_goes_on_too(make: Make, tmp_path: Path) -> None:
     resumed, found = callback()
     make(resumed).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     first, *others = expected.reports[2:]
-    known = {step: loss for step, loss in first.losses.items() if step >= 4}  # since it resumed
+    known = {step: loss for step, loss in first.losses.items() if step >= 4}  # since the resume
     assert_same(found.reports, [replace(first, losses=known), *others])
 
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_checkpoint_tells_the_step_taken(make: Make, tmp_path: Path, counted: bool) -> None:
-    """The Trainer's number of steps holds those that a scaler skipped, the monitor's does not."""
+    """The Trainer's step count includes steps skipped by a scaler; the monitor's does not."""
     callbacks = [DivergenceTrainerCallback(3)] if counted else []
     make(*callbacks, save_strategy="steps", save_steps=4, max_steps=4).train()
     file = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
@@ -784,7 +784,7 @@ def test_two_callbacks_share_a_trainer(make: Make, tmp_path: Path) -> None:
     assert not set(vars(trainer)) & {"training_step", "evaluate", "get_batch_samples"}
 
 
-# However the training ends
+# Every end of a training
 
 
 def hooks(trainer: Trainer) -> int:
@@ -808,7 +808,7 @@ def hooks(trainer: Trainer) -> int:
 
 
 class Failing(Trainer):
-    """Fails in the third batch, in the forward pass or around it, or in an evaluation."""
+    """A model that fails in the third batch, in or around its forward, or in an evaluation."""
 
     where: str
 
@@ -882,7 +882,7 @@ def test_a_method_that_somebody_set_on_the_trainer_stays(make: Make) -> None:
 
 
 def test_weights_of_the_best_checkpoint_are_no_step(make: Make) -> None:
-    """The Trainer loads them after the last step, when its report must be complete."""
+    """The Trainer loads them after the last step, whose report must be complete by then."""
     memory = MemorySink()
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     options = followed(metric_for_best_model="loss", greater_is_better=True)  # an early one
@@ -894,7 +894,7 @@ def test_weights_of_the_best_checkpoint_are_no_step(make: Make) -> None:
         assert reading.projection_cosine == pytest.approx(1.0)
 
 
-# Without it
+# Without transformers
 
 
 def load_again() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Rows that the loss ignores change no measure, and a sample tells what all rows would.
+"""Zero-gradient rows change no measure, and a sample of rows agrees with all rows.
 
 On a perceptron, a convolutional network, a vision transformer and a causal language model with
 padded sequences.
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Mean(nn.Module):
-    """Of the tokens of (batch, channels, height, width), after a block."""
+    """A block over the positions of (batch, channels, height, width), and a mean over them."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def report_of(
     warm: tuple[Tensor, Tensor],
     **options: object,
 ) -> StepReport:
-    """Of the third step."""
+    """Return the report of the third step."""
     torch.manual_seed(3)
     model = MODELS[kind]().double()
     steps = OPTIMIZERS[optimizer](model)
@@ -116,7 +116,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_idle_rows_change_nothing(kind: str, optimizer: str) -> None:
-    """Invariant 8, with all rows looked at; few enough that all scales are too."""
+    """Invariant 8 with all rows, few enough that all scales are kept too."""
     batch, padded = batch_of(kind, 3, 0), batch_of(kind, 3, 1)
     assert len(padded[1].flatten()) > len(batch[1].flatten())
     plain = report_of(kind, optimizer, batch, batch, max_rows=None, attainable=True)
@@ -131,7 +131,7 @@ def test_idle_rows_change_nothing(kind: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_sample_is_as_far_off_as_it_says(kind: str) -> None:
-    """Invariant 9, with idle rows: of all draws, layers and sampled means together."""
+    """Invariant 9 with zero-gradient rows: over all draws, layers and sampled measures together."""
     padded = batch_of(kind, 60 if kind != "perceptron" else 600, 10)
     truth = report_of(kind, "adamw", padded, padded, max_rows=None)
     names = (
@@ -168,7 +168,7 @@ def test_without_active_rows_there_is_no_ceiling(rows: int) -> None:
 
 
 def test_few_active_rows_are_not_taken_for_certain() -> None:
-    """Of 2,048 rows four are active: most samples have none of them, or one."""
+    """With 4 of 2,048 rows active, most samples contain none or one of them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 4)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

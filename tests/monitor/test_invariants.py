@@ -1,4 +1,4 @@
-"""What the definitions promise, one test each; float64."""
+"""Invariants implied by the definitions of the measures, one test each; float64."""
 
 import copy
 
@@ -29,7 +29,7 @@ def measured(
 def test_plain_sgd_does_what_the_gradient_says(
     case: str, micro_batches: int, max_rows: int | None
 ) -> None:
-    """Under SGD, d/η = M G: the two cosines agree, and the effective rate is η⟨e, G⟩/‖G‖²."""
+    """Under SGD, d/η = M G: the cosines agree, and the effective learning rate is η⟨e, G⟩/‖G‖²."""
     model = CASES[case].model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     report = measured(model, CASES[case].batches(micro_batches), sgd, max_rows=max_rows)
@@ -40,7 +40,7 @@ def test_plain_sgd_does_what_the_gradient_says(
 
 
 def test_one_row_is_only_rescaled() -> None:
-    """One row: the gradient step points straight downhill, ‖x‖² + 1 times as far."""
+    """For one row the gradient step is steepest descent, scaled by ‖x‖² + 1."""
     model = nn.Linear(5, 3).double()
     x = torch.randn(1, 5, dtype=torch.float64)
     sgd = torch.optim.SGD(model.parameters(), lr=0.25)
@@ -51,7 +51,7 @@ def test_one_row_is_only_rescaled() -> None:
 
 
 def test_a_long_bias_carries_its_share_in_every_step() -> None:
-    """Its products with the gradient are taken in the place of its difference."""
+    """The products of a long bias with the gradient replace those of its difference."""
     model, x = nn.Linear(2, 9000).double(), torch.randn(3, 2, dtype=torch.float64)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, sgd, every_n_steps=1, on_error="raise") as monitor:
@@ -63,7 +63,7 @@ def test_a_long_bias_carries_its_share_in_every_step() -> None:
             of_weight = (x @ (weight - model.weight.detach()).T).norm()
             of_bias = (bias - model.bias.detach()).norm() * 3**0.5
             share = float(of_bias / (of_weight + of_bias))
-            model(x)  # with the next forward pass the report of the step is there
+            model(x)  # the next forward pass completes the report
             assert monitor.latest is not None
             assert monitor.latest.layers[""].bias_share == pytest.approx(share, **EXACT)
 
@@ -82,11 +82,11 @@ def test_descent_is_the_change_of_the_loss(case: str) -> None:
         whole = sum(reading.descent for reading in report.layers.values())
         assert whole == pytest.approx(lr * sum(g.square().sum().item() for g in gradients), **EXACT)
         errors.append(abs(before - loss_of(model, batch).item() - whole))
-    assert errors[1] < errors[0] / 50  # a hundred times smaller for a tenth of the rate
+    assert errors[1] < errors[0] / 50  # a hundred times smaller at a tenth of the learning rate
 
 
 def test_tied_weights_share_the_descent() -> None:
-    """Of a weight that two layers use, each reports its own part; the sum is still −⟨∇L, Δθ⟩."""
+    """Each layer with the tied weight reports its own part; the sum is still −⟨∇L, Δθ⟩."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     model[2].weight = model[0].weight
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -117,7 +117,7 @@ def test_a_constant_factor_on_the_loss_changes_nothing(case: str) -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout, BatchNorm and a shared layer."""
+    """A model with dropout, BatchNorm and a shared layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_the_monitored_run_is_bit_identical(optimizer: type[torch.optim.Optimizer]) -> None:
-    """Weights, losses, buffers and random streams, over 20 steps that are all measured."""
+    """Weights, losses, buffers and random streams are bitwise equal over 20 measured steps."""
 
     def run(monitored: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Jagged nested tensors: their rows are those that they pack, or a reason says why not."""
+"""Jagged nested tensors: their packed rows are measured, or a reason is reported."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Multiplied(nn.Module):
 
 
 class Doubled(nn.Linear):
-    """Its rule knows of dense tensors."""
+    """A layer whose rule supports dense tensors only."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(2 * x, self.weight, self.bias)
@@ -55,7 +55,7 @@ class Hidden(torch.autograd.Function):
 
 
 class Bent(Multiplied):
-    """No rule describes it."""
+    """A layer without a rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Hidden.apply(x, self.weight)
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def trained(
     model: nn.Module, x: Tensor, **options: Any
 ) -> tuple[StepReport | None, list[Tensor], list[Tensor]]:
-    """The last report, if there is a monitor; losses and weights of two steps."""
+    """Train two steps; return the last report, if monitored, the losses and the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     monitor = Monitor(model, optimizer, every_n_steps=1, **options) if options else None
     if monitor is not None:

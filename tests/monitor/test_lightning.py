@@ -1,4 +1,4 @@
-"""The callback against the same monitor in a plain loop, in every setting a Trainer has."""
+"""The callback agrees with a monitor in a plain loop, in every setting of Lightning's Trainer."""
 
 import importlib.util
 import json
@@ -29,10 +29,10 @@ from adiv_monitor.sinks import JsonlSink, MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars
 
 pytestmark = [
-    # Lightning's own advice, about loaders without workers and intervals longer than an epoch
+    # Lightning's own advice on loaders without workers and on intervals longer than an epoch.
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
-    # Lightning 2.6 with torch 2.15: calls that torch has deprecated
+    # Lightning 2.6 with torch 2.15 calls deprecated functions of torch.
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
 ]
 
@@ -49,7 +49,7 @@ def net() -> nn.Sequential:
 
 
 def module(package: ModuleType) -> Any:
-    """A classifier, as a LightningModule of this package."""
+    """Return a classifier as a LightningModule of this package."""
 
     class Classifier(package.LightningModule):
         def __init__(self) -> None:
@@ -58,7 +58,7 @@ def module(package: ModuleType) -> Any:
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             if batch_idx == 0:
-                torch.manual_seed(2)  # here, because the loader draws from the same stream
+                torch.manual_seed(2)  # here, as the loader draws from the same stream
             x, y = batch
             loss = nn.functional.cross_entropy(self.net(x), y)
             self.log("loss", loss)
@@ -92,7 +92,7 @@ def fit(package: ModuleType = pl, model: Any = None, **options: Any) -> list[Ste
 def plain_fit(
     accumulate: int = 1, prepare: Callable[[nn.Module], object] = lambda model: None
 ) -> list[StepReport]:
-    """The same training as a loop of one's own."""
+    """Run the same training as a plain loop."""
     model = nn.ModuleDict({"net": net()})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(2)
@@ -137,7 +137,7 @@ def test_alarms_reach_those_who_look_at_the_trainers_metrics(package: ModuleType
 def test_an_alarm_may_stop_the_fit(
     package: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When loggers have the report: that of step 2 is complete in the fourth batch."""
+    """The report of step 2 is complete, and with the loggers, in the fourth batch."""
     logger = package.loggers.CSVLogger(tmp_path)
     memory, model = MemorySink(), module(package)
     rules = [lambda path, reading: path == "net.3" and len(memory.reports) == 1]
@@ -165,7 +165,7 @@ def test_an_alarm_of_the_last_report_only_warns() -> None:
     assert len(memory.reports[-1].alarms) == 2
 
 
-# The same readings as in a plain loop
+# Agreement with a plain loop
 
 
 @pytest.mark.parametrize("package", [pl, lpl])
@@ -193,7 +193,7 @@ def test_clipped_gradients(algorithm: str, clip: Callable[..., object]) -> None:
     assert 0 < reports[0].layers["net.0"].gradient_factor < 0.9
 
 
-# Dynamo itself looks at `.grad` of what it traces
+# Dynamo itself reads `.grad` of tensors that it traces.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module() -> None:
     """Lightning compiles the step; a measured step runs eagerly, so that hooks fire."""
@@ -209,7 +209,7 @@ def test_bfloat16() -> None:
 
 @pytest.mark.parametrize(("scale", "taken"), [(2.0**10, 8), (2.0**127, 0)])
 def test_float16_with_a_loss_scale(scale: float, taken: int) -> None:
-    """A scale that overflows makes the scaler skip steps: there is nothing to report then."""
+    """An overflow makes the scaler skip a step, and a skipped step has no report."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=0.99)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
     reports = fit(plugins=plugin)
@@ -227,7 +227,7 @@ def test_float16_with_a_loss_scale(scale: float, taken: int) -> None:
 
 
 def collecting(package: ModuleType, **given: Any) -> Any:
-    """A classifier that collects its losses; keywords replace methods of the module's."""
+    """Return a classifier that collects its losses; keywords replace the module's methods."""
     base = module(package)
 
     class Collects(type(base)):  # type: ignore[misc]
@@ -253,7 +253,7 @@ def losses_of(reports: list[StepReport]) -> dict[int, float]:
 @pytest.mark.parametrize("package", [pl, lpl])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_losses_are_those_that_the_module_collected(package: ModuleType, accumulate: int) -> None:
-    """Of eight batches by three, the last step has two: Lightning divides their losses by three."""
+    """The last step has two of three batches: Lightning divides their losses by three."""
     model = collecting(package)
     reports = fit(package, model, accumulate_grad_batches=accumulate)
     parts = [model.collected[i : i + accumulate] for i in range(0, 8, accumulate)]
@@ -279,7 +279,7 @@ def test_a_training_step_may_give_a_dictionary_or_nothing(training_step: Any) ->
     found = losses_of(fit(model=model))
     assert len(found) > 2
     whole = training_step is as_a_dictionary
-    # Lightning steps the optimizer where there is no loss, too: that step has none.
+    # Lightning steps the optimizer even without a loss; such a step has none in its report.
     expected = model.collected if whole else [x for y in model.collected for x in (None, y)]
     assert found == pytest.approx({i: x for i, x in enumerate(expected[:7]) if x is not None})
 
@@ -328,7 +328,7 @@ def test_by_hand_the_loss_is_known_where_one_step_was_taken(
 
 @pytest.mark.filterwarnings("ignore:.*was not measured. the optimizer evaluated")
 def test_of_several_evaluations_of_a_batch_no_loss_is_known() -> None:
-    """Lightning keeps the last one: its weights are not those before the step."""
+    """Lightning keeps the last evaluation's loss, whose weights are not those before the step."""
     model = collecting(
         pl, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)
     )
@@ -353,7 +353,7 @@ def test_the_fit_is_bit_identical(package: ModuleType) -> None:
 
 
 class Pair(pl.LightningModule):
-    """Two nets trained in turn by two optimizers, the second one twice per batch."""
+    """Two networks trained in turn by two optimizers, the second one twice per batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ def test_a_pattern_that_matches_nowhere_is_an_error(make: Callable[[], Any]) -> 
         trainer(callbacks=callback).fit(make(), loader())
 
 
-# Where the reports go
+# Outputs of the reports
 
 
 def test_every_logger_gets_the_same_tags(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_every_logger_gets_the_same_tags(tmp_path: Path) -> None:
 
 
 class Pictures(CSVLogger):
-    """Takes pictures and texts, as the loggers of W&B do, besides scalars."""
+    """A logger that accepts pictures and texts, like that of W&B, besides scalars."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -458,7 +458,7 @@ class Pictures(CSVLogger):
 
 
 class Client:
-    """Takes them as MLflow's client does."""
+    """A client that accepts them like MLflow's."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -473,7 +473,7 @@ class Client:
 
 
 class Files(CSVLogger):
-    """Scalars to a file, pictures to a client."""
+    """A logger that writes scalars to a file and sends pictures to a client."""
 
     run_id = "run"
 
@@ -486,13 +486,13 @@ class Files(CSVLogger):
         return self.client
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Elsewhere."""
+        """Ignore the metrics."""
 
     def save(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def finalize(self, status: str) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 def test_a_logger_that_takes_pictures_gets_them(tmp_path: Path) -> None:
@@ -584,7 +584,7 @@ WATCHED = "adiv.summary/update_cosine_min"
 
 
 def watchers(package: ModuleType, folder: Path, **options: Any) -> tuple[Any, Any]:
-    """A checkpoint and an early stopping that look at the summary, with their usual settings."""
+    """Return a checkpoint and an early stopping on the summary, with their usual settings."""
     checkpoint = package.callbacks.ModelCheckpoint(folder, monitor=WATCHED, mode="max", **options)
     return checkpoint, package.callbacks.EarlyStopping(WATCHED, mode="max", patience=100)
 
@@ -617,7 +617,7 @@ def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
     reported = [r.summary()["update_cosine"].min for r in callback.monitors[""].reports]
     assert len(reported) == 3
     assert found[1] == pytest.approx(reported[0])
-    # Only the first is hastened: what the end of an epoch does to the weights belongs to a report.
+    # Only the first report is early: changes of the weights at an epoch's end belong to a report.
     assert found[2] == pytest.approx(reported[1 if validate else 0])
     assert checkpoint.best_model_score in [pytest.approx(value) for value in reported]
 
@@ -643,7 +643,7 @@ def test_a_checkpoint_may_be_named_by_the_summary(
     found: str,
     tmp_path: Path,
 ) -> None:
-    """One file, and no folder."""
+    """The metric's name in a checkpoint's name makes one file and no folder."""
     name = WATCHED.replace("/", separator)
     checkpoint = package.callbacks.ModelCheckpoint(
         tmp_path,
@@ -713,7 +713,7 @@ def test_before_the_first_report_nothing_is_saved_and_nothing_stops(
 
 @pytest.mark.parametrize("package", [pl, lpl])
 def test_a_measure_without_direction_is_no_value(package: ModuleType, tmp_path: Path) -> None:
-    """A warm-up from rate 0 and one report per epoch: no update has a direction in the first."""
+    """In a warm-up from learning rate 0 with one report per epoch, the first has no direction."""
     model = module(package)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1 * epoch)
@@ -735,7 +735,7 @@ def test_a_measure_without_direction_is_no_value(package: ModuleType, tmp_path: 
 
 @pytest.mark.parametrize("attainable", [False, True])
 def test_only_what_will_be_measured_is_announced(attainable: bool) -> None:
-    """A wrong name must go on to be an error."""
+    """A wrong metric name remains an error."""
     announced: list[set[str]] = []
 
     class Look(pl.Callback):
@@ -808,7 +808,7 @@ def test_callbacks_and_progress_bar_see_the_last_summary() -> None:
     assert run.progress_bar_metrics == {"update_cosine_min": report.summary()["update_cosine"].min}
 
 
-# Beginnings and ends
+# Starts and ends
 
 
 def test_a_resumed_fit_counts_on(tmp_path: Path) -> None:
@@ -903,7 +903,7 @@ def test_two_callbacks_share_a_trainer() -> None:
     assert [list(sink.reports[-1].layers) for sink in sinks] == [["net.0"], ["net.3"]]
 
 
-# Which Lightning is there
+# Versions of Lightning
 
 
 @pytest.mark.slow
@@ -965,7 +965,7 @@ def test_the_bound_on_the_monitors_share_reaches_the_monitor() -> None:
 
 
 def test_what_a_step_really_did_is_logged() -> None:
-    """With the loss, which the module computes by a module of its own, and with validation."""
+    """The module's loss submodule and a validation do not disturb the realised measures."""
 
     class Judged(type(module(pl))):  # type: ignore[misc]
         def __init__(self) -> None:

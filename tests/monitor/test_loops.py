@@ -1,4 +1,4 @@
-"""Loops with Accelerate and Fabric: the readings of a plain loop, under the same names."""
+"""Loops with Accelerate and Fabric give a plain loop's readings, under the same names."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -64,21 +64,21 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
 
 
 def assert_close(one: StepReport, other: StepReport) -> None:
-    """As close as bfloat16 is."""
+    """Assert equality up to bfloat16's precision."""
     for path, reading in one.layers.items():
         expected = other.layers[path].measures()
         assert reading.measures() == pytest.approx(expected, rel=0.1, abs=0.05)
 
 
 class Loop(NamedTuple):
-    """A loop of some library around a pair."""
+    """A library's loop around a model and an optimizer."""
 
     wrapped: Pair
     original: Pair
     train: Callable[[], None]
 
     def watched(self, given: str = "ww") -> list[StepReport]:
-        """Monitored by model and optimizer, each [w]rapped or as it [o]riginally was."""
+        """Return the model and the optimizer to monitor, each [w]rapped or [o]riginal."""
         model, optimizer = (self.wrapped if kind == "w" else self.original for kind in given)
         return watched((model[0], optimizer[1]), self.train)
 
@@ -91,7 +91,7 @@ GIVEN = ["ww", "oo", "wo", "ow"]
 
 @pytest.fixture
 def _fresh_accelerate() -> Iterator[None]:
-    """Its settings are the process's."""
+    """Reset Accelerate's settings, which belong to the process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -121,7 +121,7 @@ def test_accelerate(given: str) -> None:
 
 @pytest.mark.usefixtures("_fresh_accelerate")
 def test_accelerate_with_accumulation() -> None:
-    """Its optimizer is told to step after every batch, and does after every second."""
+    """Accelerate's optimizer is called after every batch, and steps after every second."""
     reports = accelerate(gradient_accumulation_steps=2).watched()
     assert [report.step for report in reports] == [0, 2]
     assert reports[0].layers["0"].rows_total == 12
@@ -137,7 +137,7 @@ def test_accelerate_in_bfloat16() -> None:
 
 @pytest.mark.usefixtures("_fresh_accelerate")
 def test_steps_that_accelerate_skips_are_no_steps() -> None:
-    """The first batch has no finite gradient: it is as if it had not been there."""
+    """A first batch without a finite gradient is as if it had not existed."""
     Accelerator(cpu=True)
     model, inner = pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
@@ -197,7 +197,7 @@ def test_fabric(given: str) -> None:
     assert_same(reports, plain())
 
 
-# Dynamo itself looks at `.grad` of what it traces
+# Dynamo itself reads `.grad` of tensors that it traces.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_fabric_with_a_compiled_model() -> None:
     assert_same(fabric(compiled=True).watched(), plain())
@@ -218,7 +218,7 @@ def test_patterns_name_layers_as_if_fabric_were_not_there() -> None:
 
 
 def test_fabric_around_data_parallel_copies() -> None:
-    """Wrappers in wrappers, as with its strategy of many devices."""
+    """Nested wrappers, as with Fabric's strategy for several devices."""
     from lightning.fabric.wrappers import _FabricModule
 
     from adiv_monitor.capture.selection import named_modules
@@ -229,7 +229,7 @@ def test_fabric_around_data_parallel_copies() -> None:
     assert {path for path, _ in named_modules(wrapped)} == {"", "0", "1", "2", "3"}
 
 
-# Both
+# Both libraries
 
 
 @pytest.mark.usefixtures("_fresh_accelerate")

@@ -1,4 +1,4 @@
-"""Losses in reports are those that the loop has collected, and to see them changes nothing."""
+"""Reports contain the losses that the loop collected, and collecting them changes nothing."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ def batch(number: int) -> Tensor:
 
 
 class WithLoss(nn.Module):
-    """A model whose forward gives the loss; the module that computes it is a part of it."""
+    """A model whose forward returns the loss, computed by a submodule."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
@@ -63,9 +63,9 @@ SOURCES: dict[str, Source] = {
 
 
 def train(source: str | None, steps: Sequence[int] = range(STEPS), **options: Any) -> Any:
-    """The losses that a loop has collected, its reports, and the weights after it.
+    """Train; return the losses that the loop collected, the reports and the final weights.
 
-    Every step evaluates too, without gradients.
+    Every step also evaluates, without gradients.
     """
     model = WithLoss()
     optimizer = optimizer_of(model)
@@ -102,7 +102,7 @@ def test_losses_are_those_that_the_loop_collected(source: str) -> None:
     collected, reports, weights = train(source)
     assert [report.step for report in reports] == [0, 4, 8]
     assert [report.loss for report in reports] == pytest.approx([collected[i] for i in (0, 4, 8)])
-    if "function" in source:  # the model is looked at in measured steps only
+    if "function" in source:  # the model is watched in measured steps only
         steps = [[0], [4], [8]]
     else:
         steps = [[0], [1, 2, 3, 4], [5, 6, 7, 8]]
@@ -163,7 +163,7 @@ def test_what_the_loop_says_goes_before_what_is_seen() -> None:
 
 
 def test_a_step_may_be_named() -> None:
-    """For who knows the loss only when the step is taken."""
+    """A loop that knows the loss only after the step can name the step."""
     model = WithLoss()
     optimizer = optimizer_of(model)
     with Monitor(model, optimizer, every_n_steps=1) as monitor:
@@ -217,7 +217,7 @@ def test_a_resumed_run_counts_on() -> None:
 @pytest.mark.parametrize("source", ["said as a tensor", "module inside", "function"])
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
 def test_of_a_closures_evaluations_the_first_counts(kind: Any, source: str) -> None:
-    """The weights have moved before the next one. Values from before the step count as well."""
+    """The weights have moved before the later ones. Losses logged before the step count as well."""
     model = WithLoss().eval()
     optimizer = kind(model.parameters(), lr=0.1)
     options = SOURCES[source](model)
@@ -255,7 +255,7 @@ def test_what_comes_after_the_step_counts_for_the_next() -> None:
     assert [report.losses for report in monitor.reports] == [{}, {1: 2.0}, {2: 3.0}]
 
 
-# What is kept
+# Kept values
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -274,7 +274,7 @@ def test_the_last_values_are_kept(on_device: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("chunk", [2, 3, 100])
 def test_tensors_are_kept_where_they_are(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are on another device: in pieces, between numbers, of several types."""
+    """Pieces of logged tensors, mixed with numbers, of several dtypes, as on another device."""
     monkeypatch.setattr(loss_log, "_CHUNK", chunk)
     log = LossLog()
     for step in range(8):
@@ -287,7 +287,7 @@ def test_tensors_are_kept_where_they_are(chunk: int, monkeypatch: pytest.MonkeyP
 
 
 def test_a_loss_is_kept_as_it_was() -> None:
-    """The loop may write to it, and to what it was computed from."""
+    """The loop may overwrite the loss and the tensors it was computed from."""
     model = WithLoss()
     optimizer = optimizer_of(model)
     with Monitor(model, optimizer, every_n_steps=1) as monitor:
@@ -403,7 +403,7 @@ def test_steps_without_an_optimizer_have_one() -> None:
 
 @pytest.mark.parametrize("say", [False, True])
 def test_compiled_code_is_compiled_as_before(say: bool) -> None:
-    """Once, in one piece; what is inside of it is seen in measured steps, which run eagerly."""
+    """It is compiled once, in one piece; measured steps, which run eagerly, see inside."""
 
     def run(monitored: bool) -> tuple[int, list[float], list[StepReport]]:
         torch._dynamo.reset()
@@ -469,7 +469,7 @@ def test_a_learning_rate_may_be_a_tensor_that_a_schedule_writes_to() -> None:
 
 
 class WithoutRate(torch.optim.Optimizer):
-    """It finds its step length itself."""
+    """An optimizer that determines its step length itself."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model.parameters(), options)

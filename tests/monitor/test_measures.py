@@ -44,7 +44,7 @@ from adiv_monitor.step.transfer import Flags, StepSums, fetch
 
 
 def population(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Heavy-tailed rows: a numerator of either sign, and two positive sums that hang together."""
+    """Return heavy-tailed rows: a numerator of either sign, and two correlated positive sums."""
     random = np.random.default_rng(seed)
     size = np.exp(random.normal(scale=0.7, size=rows))
     return {
@@ -65,7 +65,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_sums_are_unbiased_and_know_their_error(form: str) -> None:
-    """Against all rows, 4,000 draws of 60 of 400: mean, spread, and 3 errors."""
+    """Mean, spread and 3 errors of 4,000 draws of 60 out of 400 rows agree with all rows."""
     sampled, factors = FORMS[form]
     rows, seen, draws = 400, 60, 4000
     whole = population(rows)
@@ -88,7 +88,7 @@ def test_products_of_sums_are_unbiased_and_know_their_error(form: str) -> None:
 
 
 def test_few_rows_overrate_a_ratio_unless_their_bias_is_taken_off() -> None:
-    """√ of a heavy-tailed mean is too small on average; the correction fixes most of it."""
+    """√ of a heavy-tailed mean is too small on average; the correction removes most of the bias."""
     whole = population(400)["a"] ** 2
     random = np.random.default_rng(1)
     rows = np.stack([random.choice(whole, 30, replace=False) for _ in range(4000)])
@@ -163,7 +163,7 @@ def test_a_vector_of_zeros_has_no_direction() -> None:
 
 
 def test_sums_of_many_alike_entries_do_not_drift() -> None:
-    """A constant float32 matrix or output, of wide rows too: as in float64."""
+    """Float32 sums over a constant matrix or output, also of wide rows, agree with float64."""
     value = torch.tensor(0.1).item()
     for shape in [(100,), (2000, 2500), (512, 512, 3, 3)]:
         constant = torch.full(shape, 0.1)
@@ -182,7 +182,7 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
 def random_layer(
     random: np.random.Generator, rows: int, groups: int = 1, known: str = "nothing"
 ) -> Judged:
-    """A step whose every matrix is random, and what is known of all rows besides."""
+    """Return a step with random matrices, and `known` statistics of all its rows."""
     names = [Vector.G, Vector.E, Vector.Z, Vector.OWN, Vector.REST, Vector.D]
     if groups == 1:
         names.remove(Vector.OWN)
@@ -219,7 +219,7 @@ def random_layer(
         blocks=None if groups == 1 else blocks,
         totals=totals,
     )
-    vectors[random.random(rows) < 0.3, 0] = 0  # idle
+    vectors[random.random(rows) < 0.3, 0] = 0  # zero-gradient rows
     moved = random.normal(size=(rows, len(Moved), 6))
     layer = replace(
         layer,
@@ -231,7 +231,7 @@ def random_layer(
     return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
 
 
-# What is known for certain where all rows were seen, beside layers of which some were.
+# Changes with certain results if all rows are seen, measured beside layers with sampled rows.
 WHOLE: dict[str, Callable[[LayerSums[Array]], Array]] = {
     "nothing moves": lambda layer: layer.products * _without(layer, Vector.D),
     "no active row": lambda layer: layer.products * _without(layer, Vector.G),
@@ -240,7 +240,7 @@ WHOLE: dict[str, Callable[[LayerSums[Array]], Array]] = {
 
 
 def _without(layer: LayerSums[Array], vector: Vector) -> Array:
-    """0 in what is a product of this vector, else 1."""
+    """Return a mask of products: 0 for those with this vector, else 1."""
     of = np.array([float(other != vector) for other in layer.vectors])
     return np.outer(of, of)
 
@@ -273,7 +273,7 @@ def test_layers_measured_together_are_as_measured_alone(
         layers[name] = seen_whole(random_layer(random, 6, groups, known), change)
     together = measure(layers)
     assert list(together) == list(layers)
-    assert tried == [10, 1]  # where that fails, they are looked at one by one
+    assert tried == [10, 1]  # after a failure, layers are measured one by one
     for path, numbers in layers.items():
         alone = measure({path: numbers})[path]
         assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)
@@ -343,14 +343,14 @@ def test_quantiles_of_numbers_leave_out_what_is_none() -> None:
 
 
 def test_quantiles_know_their_error() -> None:
-    """Half of 5,000 normal numbers, then 100 of them: as far off as they say."""
+    """Errors of the quantiles of 100 out of 5,000 normal numbers agree with their spread."""
     random = np.random.default_rng(0)
     whole = random.normal(size=5000)
     rows = np.stack([random.choice(whole, 100, replace=False) for _ in range(2000)])
     sample = Sample(np.full(2000, 5000.0), np.ones(rows.shape, dtype=bool))
     found, errors = quantiles(rows, (0.05, 0.5, 0.95), sample.variance_share)
     spread = found.std(axis=0)
-    # More than the spread near the ends, where the errors themselves are told by few entries.
+    # Near the ends the errors exceed the spread, as few entries determine them.
     assert (errors.mean(axis=0) > 0.9 * spread).all()
     assert (errors.mean(axis=0) < 1.35 * spread).all()
     beyond = np.abs(found - np.quantile(whole, (0.05, 0.5, 0.95))) / errors

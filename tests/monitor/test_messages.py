@@ -1,4 +1,4 @@
-"""What processes send each other: data alone, of which the store keeps little and at last none."""
+"""Messages between ranks contain only data; the store keeps few of them, and in the end none."""
 
 import ast
 import json
@@ -48,7 +48,7 @@ STEP = Path(assembly.__file__).parent
 
 @pytest.fixture(scope="module")
 def known() -> tuple[RankContribution, StepReport]:
-    """Of a step with some of everything: a part as it travels, and the report."""
+    """Return a step's contribution as it is sent, and its report, with many kinds of entries."""
     model, tokens, targets = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     asked: dict[str, Any] = {"attention": True, "attainable": True, "realised": True}
@@ -68,7 +68,7 @@ def known() -> tuple[RankContribution, StepReport]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal to the last bit, of the same types all the way down."""
+    """Assert equality to the last bit, with equal types at every level."""
     if isinstance(a, np.ndarray):
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if is_dataclass(a):
@@ -99,7 +99,7 @@ def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport])
 
 @dataclass
 class Everything:
-    """Of all that a message can hold."""
+    """A message with every supported type."""
 
     flag: bool
     number: float
@@ -132,11 +132,11 @@ def test_what_no_message_can_hold_is_the_senders_error() -> None:
             encode(Everything(**{"flag": True, "number": 1.0, "maybe": None, **change}))
 
 
-# --- what is no message --------------------------------------------------------------------------
+# --- invalid messages ----------------------------------------------------------------------------
 
 
 class Exploit:
-    """Makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -174,7 +174,7 @@ def test_nothing_that_travels_is_pickled() -> None:
 
 
 def signed(text: str | bytes, numbers: bytes = b"", length: int | None = None) -> bytes:
-    """A message with this text, as somebody makes it who knows the layout."""
+    """Return a validly signed message with this text."""
     text = text.encode() if isinstance(text, str) else text
     size = len(text) if length is None else length
     body = size.to_bytes(8, "little") + text + numbers
@@ -239,7 +239,7 @@ def test_no_text_takes_more_memory_than_it_has_bytes(message: bytes) -> None:
 def test_a_part_is_refused_or_one_that_memory_holds(
     known: tuple[RankContribution, StepReport],
 ) -> None:
-    """Whatever is changed by somebody who signs it anew."""
+    """A contribution changed at random and signed again is rejected, or fits into memory."""
     text, numbers = text_of(encode(known[0]))
     text = json.dumps(text).encode()
     chance, taken = np.random.default_rng(0), 0
@@ -257,7 +257,7 @@ def test_a_part_is_refused_or_one_that_memory_holds(
 
 
 def layer(**changes: Any) -> RankContribution:
-    """A part with one layer of four rows."""
+    """Return a contribution with one layer of four rows."""
     found: LayerSums[Array] = LayerSums(
         About("gain"),
         Sampled(4, 8, np.zeros(4)),
@@ -326,7 +326,7 @@ def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
 def test_numbers_of_another_shape_are_not_put_together(
     known: tuple[RankContribution, StepReport],
 ) -> None:
-    """They are sound by themselves: that process has looked at something else."""
+    """Each is valid, but that rank has sampled something else."""
     own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     for of, ways in ((own, (1, 3)), (other, (3, 2))):
         of.layers["head"] = replace(of.layers["head"], made=Made(np.ones(ways), 1))
@@ -336,14 +336,14 @@ def test_numbers_of_another_shape_are_not_put_together(
     assert "embed" not in part.rows_lost
 
 
-# --- what the store keeps ------------------------------------------------------------------------
+# --- contents of the store -----------------------------------------------------------------------
 
 STEPS = 1_000
 KEPT = ranks._KEPT
 
 
 class World:
-    """Several processes in one, which take turns."""
+    """Several ranks in one process, which run in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
         self.store, self.rank = dist.HashStore(), 0
@@ -354,7 +354,7 @@ class World:
 
     def join(self, rank: int) -> Exchange:
         self.rank = rank
-        Exchange._attached.clear()  # each process has its own
+        Exchange._attached.clear()  # each rank has its own
         return Exchange("anything")
 
     @property
@@ -366,14 +366,14 @@ class World:
 def test_a_sound_part_that_fits_no_other_costs_no_report(
     name: str, known: tuple[RankContribution, StepReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first process's rows are then reported alone, as if the other had not come."""
+    """The report then covers the first rank's rows alone, as if the other had not participated."""
     own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     path, fits_not = next((p, x) for p, x in other.layers.items() if x.blocks is not None)
     own.layers = {p: x for p, x in own.layers.items() if p != path}
-    if name == "vectors":  # of none at all
+    if name == "vectors":  # no vectors at all
         products = np.ones((fits_not.rows.seen, 0))
         fits_not = replace(fits_not, vectors=(), products=products, blocks=None)
-    else:  # a factor, what is no multiple, and a number more
+    else:  # evidence of another length
         evidence = replace(fits_not.evidence, since=np.ones((1, 3)))
         fits_not = replace(fits_not, evidence=evidence)
     other.layers[path] = fits_not
@@ -397,7 +397,7 @@ def test_a_sound_part_that_fits_no_other_costs_no_report(
         made.collect(0.0)
         return reports.pop()
 
-    found, alone = assembled(), assembled()  # it is taken away
+    found, alone = assembled(), assembled()  # it is removed
     (note,) = set(found.notes) - set(alone.notes)
     assert note.startswith("What ranks 1 sent can't be put together with the rest (")
     assert set(found.layers) == set(alone.layers) and found.layers
@@ -406,7 +406,7 @@ def test_a_sound_part_that_fits_no_other_costs_no_report(
 
 @pytest.fixture(params=[(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
 def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    """In which processes leave."""
+    """Return the ranks in the order in which they leave."""
     found: tuple[int, ...] = request.param
     return found
 
@@ -414,8 +414,8 @@ def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
 def test_a_thousand_reports_leave_no_more_keys_than_some(
     order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second hears of each; the third never listens, and nobody takes its parts at last."""
-    world = World(monkeypatch, 4)  # the fourth never comes
+    """Rank 1 reads each report; rank 2 never reads, and its contributions are left in the end."""
+    world = World(monkeypatch, 4)  # rank 3 never participates
     joined = [world.join(rank) for rank in range(3)]
     meeting, most = joined[0].meeting(), 0
     assert meeting is not None
@@ -431,7 +431,7 @@ def test_a_thousand_reports_leave_no_more_keys_than_some(
         joined[0].put(meeting, step, b"report %d" % step)
         assert joined[1].get(meeting, step, 0) == b"report %d" % step
         most = max(most, world.keys)
-    # Who is there, the lists of their messages, and those: reports, and parts that nobody took.
+    # Ranks present, their message lists, and the messages: reports, and unread contributions.
     assert most == 3 + 1 + 3 + 2 * KEPT
     assert joined[2].get(meeting, STEPS - KEPT, 0) == b"report %d" % (STEPS - KEPT)
     assert joined[2].get(meeting, STEPS - KEPT - 1, 0) is None
@@ -516,7 +516,7 @@ def test_large_messages_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_points_that_not_all_come_to_leave_no_more_keys_than_some(
     order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two come; the last one refuses, declines, or does not even do that."""
+    """Two ranks participate; the last refuses, declines or does nothing."""
     world, most = World(monkeypatch, 3), 0
     joined = [world.join(rank) for rank in range(3)]
     for step in range(STEPS):
@@ -553,7 +553,7 @@ def test_many_points_that_all_come_to_leave_no_more_keys_than_some(
 def test_nobody_is_told_yes_when_another_was_told_no_and_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the last to come stands still, between having come and saying so."""
+    """This holds while the last rank pauses between its arrival and its answer."""
     world = World(monkeypatch, 2)
     first, second = world.join(0), world.join(1)
     store, told = world.store, []

@@ -1,4 +1,4 @@
-"""Several backward passes to one step: what each leaves in `.grad` is told from what was there."""
+"""Several backward passes per step: each pass's share of `.grad` is told from the earlier ones'."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ FIRST, SECOND = slice(0, 3), slice(3, 6)
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
-    """Its gradient is zero, and zero over zero is no factor; its rows are idle."""
+    """A zero gradient has no defined factor; its rows are zero-gradient rows."""
     model, batch = mlp()
 
     def in_turn(model: nn.Module) -> None:
@@ -41,14 +41,14 @@ def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
 
 
 class TwoHeads(nn.Module):
-    """A head that the loss leaves out for now, and one that it doesn't."""
+    """A model with one head that the loss ignores for now, and one that it uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used, self.left_out = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
 
     def forward(self, x: Tensor, weight: float) -> Tensor:
-        # The backward pass comes to the head that was called last first.
+        # The backward pass reaches the head that was called last first.
         used = self.used(x).square().sum()
         return used + weight * self.left_out(x).square().sum()
 
@@ -73,7 +73,7 @@ def test_a_layer_without_gradient_does_not_tell_whether_it_was_zeroed() -> None:
 
 @pytest.mark.parametrize("changed", ["after a pass", "within a pass"])
 def test_the_ceiling_follows_the_gradient(changed: str) -> None:
-    """Rows that count less for the gradient count less for what could be attained."""
+    """Rows with less weight in the gradient have less weight in the ceiling."""
     model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=24)[0]
     halves = slice(0, 12), slice(12, 24)
 
@@ -127,7 +127,7 @@ def test_every_pass_counts_as_what_it_was_multiplied_by_since(again: bool) -> No
 
 
 def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
-    """Few rows would tell ΦΦᵀG, which an edit makes another thing: from the second step on Φγᵀ."""
+    """With few rows e = ΦΦᵀG, wrong for an edited gradient: from the second step on, Φγᵀ."""
     model, batch = mlp()
     batch = batch[0][:2], batch[1][:2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -145,7 +145,7 @@ def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
 
 
 def test_gradients_zeroed_after_others_were_clipped() -> None:
-    """Whether it was zeroed is asked in every pass anew."""
+    """Each pass checks anew whether the gradient was zeroed."""
     model, batch = mlp()
     parts = slice(0, 2), slice(2, 4), SECOND
 
@@ -161,7 +161,7 @@ def test_gradients_zeroed_after_others_were_clipped() -> None:
 
 
 def test_a_gradient_replaced_by_zeros() -> None:
-    """Another tensor that nobody has written to since is not the one that the last pass left."""
+    """Another tensor with version 0 is not mistaken for the gradient of the last pass."""
     model, batch = mlp()
 
     def in_turn(model: nn.Module) -> None:
@@ -177,7 +177,7 @@ def test_a_gradient_replaced_by_zeros() -> None:
 
 
 def test_a_layer_without_gradient_does_not_say_that_others_were_zeroed() -> None:
-    """Clipped in between: the first micro-batch is part of the step."""
+    """The other gradients were clipped in between: the first micro-batch is part of the step."""
     _, (x, _) = mlp()
     torch.manual_seed(0)
     model = TwoHeads()
@@ -214,7 +214,7 @@ def test_gradients_set_by_hand_and_then_changed_are_in_no_known_units() -> None:
 
 def test_a_gradient_that_was_there_is_forgotten_once_it_is_zeroed() -> None:
     model, batch = mlp()
-    loss_of_part(model, batch, FIRST).backward()  # before the monitor looks
+    loss_of_part(model, batch, FIRST).backward()  # before the monitor is attached
 
     def in_turn(model: nn.Module) -> None:
         loss_of_part(model, batch, FIRST).backward()
@@ -226,7 +226,7 @@ def test_a_gradient_that_was_there_is_forgotten_once_it_is_zeroed() -> None:
 
 
 def test_an_edit_of_a_large_gradient_is_told() -> None:
-    """What calls handed on is kept apart from what `.grad` is now."""
+    """Contributions of calls are kept separately from the present `.grad`."""
     torch.manual_seed(0)
     model, x = nn.Linear(128, 128).double(), torch.randn(300, 128, dtype=torch.float64)
 
@@ -240,7 +240,7 @@ def test_an_edit_of_a_large_gradient_is_told() -> None:
 
 
 def test_a_ceiling_that_is_not_of_all_rows_is_left_out() -> None:
-    """A second pass through one graph adds to the gradient, but no longer knows all rows."""
+    """A second pass through one graph adds to the gradient without its rows."""
     model, batch = mlp()
 
     def twice(model: nn.Module) -> None:
@@ -254,7 +254,7 @@ def test_a_ceiling_that_is_not_of_all_rows_is_left_out() -> None:
 
 @pytest.mark.parametrize("case", ["mlp", "cnn"])
 def test_size_follows_the_factor(case: str) -> None:
-    """‖G‖² of all rows, however it was taken, is of what the optimizer sees."""
+    """‖G‖² of all rows, however computed, is scaled as the optimizer's gradient."""
     model = CASES[case].model()
     batch = CASES[case].batches(1, size=6)[0]
 
@@ -308,7 +308,7 @@ def test_the_ceiling_forgets_what_was_zeroed() -> None:
 
 
 def test_what_tied_weights_do_is_told_by_all_their_uses() -> None:
-    """Few rows, whose ΦΦᵀG leaves out what the other layer's rows ask of the same weights."""
+    """Few rows' ΦΦᵀG would miss the effect of the other layer's rows on the shared weights."""
     torch.manual_seed(0)
     first, second = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
     second.weight = first.weight

@@ -1,6 +1,6 @@
-"""Models that other monitors get wrong: re-used and tied layers, checkpointing, compilation, …
+"""Models that are hard to monitor: reused and tied layers, checkpointing, compilation, and others.
 
-Every test compares with a plain run of the same step, or with the truth computed by hand.
+Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
 import copy
@@ -20,7 +20,7 @@ from adiv_monitor import Monitor, StepReport
 
 
 class TwiceUsed(nn.Module):
-    """One layer called three times, and a weight that two layers share."""
+    """A layer that is called three times, and a weight shared by two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class TwiceUsed(nn.Module):
 
 
 def test_reused_and_tied_layers() -> None:
-    """All calls' rows count, and e is what the one shared gradient does to each layer's rows."""
+    """All calls' rows count, and e is the effect of the one shared gradient on each layer."""
     model = TwiceUsed().double()
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(4, (5,))
     inputs: dict[str, list[Tensor]] = {"again": [], "tied": []}
@@ -114,7 +114,7 @@ def test_compiled_models_are_measured_and_not_recompiled(in_place: bool) -> None
         return list(monitor.reports)
 
     train(monitored=False)
-    unmonitored = len(graphs)  # 1, but for m.compile() under torch 2.6: 0
+    unmonitored = len(graphs)  # 1; with m.compile() under torch 2.6: 0
     reports = train(monitored=True)
     assert len(graphs) == unmonitored
     assert [report.step for report in reports] == [0, 2, 4]
@@ -135,7 +135,7 @@ def block_by_block(model: nn.Module, batch: object, backend: Callable[..., objec
 
 
 def under_checkpointing(model: nn.Module, batch: object, backend: Callable[..., object]) -> object:
-    """Not compiled at all, but checkpoint() is a function of which torch.compile keeps off."""
+    """The model is not compiled, but torch.compile avoids tracing checkpoint()."""
     x, y = batch
     return lambda: functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
 
@@ -152,9 +152,9 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("way", COMPILED)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, of inner blocks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's
 def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: str) -> None:
-    """The monitor holds the raw model."""
+    """The monitor is given the raw model."""
     graphs = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -178,7 +178,7 @@ def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: 
         for step in range(10):
             if step in (0, 4) and way != "blocks":
                 with torch.no_grad():
-                    model(batch[0])  # evaluated as it is
+                    model(batch[0])  # evaluated uncompiled
             optimizer.zero_grad()
             loss().backward()
             waits.append(len(monitor.reports))
@@ -191,13 +191,13 @@ def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: 
     monitored, reports = train(monitored=True)
     assert monitored == plain
     assert bool(plain) == (way != "none")
-    # Complete when the next forward pass begins, or where it is compiled, at the next step.
+    # Complete when the next forward pass begins, or, if it is compiled, at the next step.
     late = way != "none"
     assert reports == ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2] if late else [0, 1, 1, 1, 1, 2, 2, 2, 2, 3])
 
 
 def test_a_raw_model_trained_through_a_compiled_one() -> None:
-    """The monitor holds the raw model: its hooks must not break the compiled graph."""
+    """The monitor is given the raw model, and its hooks do not break the compiled graph."""
     model, batch = mlp()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -211,7 +211,7 @@ def test_a_raw_model_trained_through_a_compiled_one() -> None:
 
 
 def test_two_monitors_that_overlap_leave_compilation_as_it_was() -> None:
-    """Armed in one order and released in the same: neither may restore what the other had set."""
+    """Monitors armed and released in the same order each leave the other's setting intact."""
     graphs = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -280,7 +280,7 @@ def test_names_of_wrappers_are_dropped_but_not_the_users_own() -> None:
 
 
 def test_inputs_far_from_zero_do_not_upset_the_normalisers() -> None:
-    """A mean thousands of deviations away: x̂ is still right in float32."""
+    """With a mean of thousands of deviations, x̂ is still correct in float32."""
     x = 2000 + 0.3 * torch.randn(16, 4, 5, 5)
     for norm in (nn.BatchNorm2d(4), nn.GroupNorm(2, 4)):
         report = one_step(norm, lambda m: (m(x) * torch.randn(16, 4, 5, 5)).sum().backward())

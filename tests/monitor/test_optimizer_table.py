@@ -1,4 +1,4 @@
-"""What is exact for which optimizer: every row of docs/optimizers.md, against the truth by hand."""
+"""Every row of docs/optimizers.md, on what is exact for which optimizer, holds, as by hand."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def data() -> tuple[nn.Sequential, Tensor, Tensor]:
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum (Chen et al. 2023)."""
+    """Lion: the sign of an interpolated momentum (Chen et al. 2023)."""
 
     def __init__(self, parameters: Parameters, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -42,7 +42,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Shampoo(torch.optim.Optimizer):
-    """L^(-1/4) γ R^(-1/4) with sums of γγᵀ and γᵀγ (Gupta et al. 2018)."""
+    """Shampoo: L^(-1/4) γ R^(-1/4) with sums of γγᵀ and γᵀγ (Gupta et al. 2018)."""
 
     def __init__(self, parameters: Parameters, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -60,7 +60,7 @@ class Shampoo(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """θ lies between an iterate z and the average x of all (Defazio et al. 2024)."""
+    """Schedule-free SGD: θ lies between an iterate z and the average x (Defazio et al. 2024)."""
 
     def __init__(self, parameters: Parameters, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -85,9 +85,9 @@ class Row:
     """A row of the table.
 
     Attributes:
-        optimizer: makes it.
-        between: what is done to the gradients before the step.
-        after: what is done to the weights after it.
+        optimizer: makes the optimizer.
+        between: changes the gradients before the step.
+        after: changes the weights after the step.
     """
 
     optimizer: Callable[[Parameters], torch.optim.Optimizer]
@@ -141,7 +141,7 @@ TABLE: dict[str, Row] = {
 
 @dataclass
 class Truth:
-    """What a step was, by hand."""
+    """The truth of a step, computed by hand."""
 
     phi: dict[str, Tensor]
     G: dict[str, Tensor]
@@ -151,9 +151,9 @@ class Truth:
     applied: dict[str, Tensor]
 
     def of(self, path: str) -> dict[str, float]:
-        """The measures of a layer, by their definitions."""
+        """Return the measures of a layer from their definitions."""
         phi, gamma = self.phi[path], self.gamma[path]
-        # The rows in the units of the gradient that the optimizer saw: as long as that.
+        # The rows' gradients, scaled to the norm of the gradient that the optimizer used.
         raw = self.G[path].T @ phi
         G = self.G[path] * (gamma.norm() / raw.norm())
         u, a = self.after[path] - self.before[path], self.applied[path] - self.before[path]
@@ -171,7 +171,7 @@ class Truth:
 
 
 def truths(row: Row) -> list[Truth]:
-    """The same run without a monitor, written down."""
+    """Run the same training without a monitor, and return the truth of its steps."""
     model, x, y = data()
     optimizer = row.optimizer(list(model.parameters()))
     return [take(model, optimizer, x, y, row) for _ in range(STEPS)]
@@ -230,7 +230,7 @@ def test_every_measure_is_what_the_step_really_did(name: str) -> None:
         assert estimated == (name == "clipping by value")
         for path, reading in report.layers.items():
             expected = truth.of(path)
-            if estimated:  # what the loss is pending by the gradient that the optimizer saw
+            if estimated:  # the loss's first-order change with the gradient that the optimizer used
                 u = truth.after[path] - truth.before[path]
                 expected["descent"] = -float((truth.gamma[path] * u).sum())
             compare(reading, expected)
@@ -244,7 +244,7 @@ def test_the_table_in_the_docs_has_all_of_them() -> None:
 
 
 def sam(model: nn.Module, base: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
-    """Sharpness-aware minimization as it is mostly written: two passes, one step of another."""
+    """Take a step of sharpness-aware minimization as usually written: two passes, one step."""
     base.zero_grad()
     loss().backward()
     with torch.no_grad():
@@ -263,7 +263,7 @@ def sam(model: nn.Module, base: torch.optim.Optimizer, loss: Callable[[], Tensor
 
 
 def test_the_two_passes_of_sam_by_the_optimizer_inside() -> None:
-    """Its gradient is that of the second pass, whose rows the step is then read on."""
+    """The inner optimizer's gradient is that of the second pass, whose rows are measured."""
     model, x, y = data()
     base = sgd(model.parameters())
     seen: list[tuple[Tensor, Tensor]] = []
@@ -302,7 +302,7 @@ def test_several_optimizers_each_with_a_monitor() -> None:
 
 
 def test_an_optimizer_in_the_backward_pass() -> None:
-    """Each parameter is stepped as soon as its gradient is there, by an optimizer of its own."""
+    """Each parameter has its own optimizer, which steps as soon as the gradient is accumulated."""
     model, x, y = data()
     optimizers = {path: sgd(model.get_submodule(path).parameters()) for path in LAYERS}
     monitors = {
@@ -337,7 +337,7 @@ def test_averages_kept_aside_change_nothing() -> None:
 
 
 def test_a_step_that_a_scaler_skips_is_not_measured() -> None:
-    """The next one is; its gradients are unscaled, and the rows with them."""
+    """The next step is measured; its gradients and rows are unscaled."""
     model, x, y = data()
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

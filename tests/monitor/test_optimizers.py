@@ -1,6 +1,6 @@
-"""Optimizers with closures, with steps of their own, and what is done to the weights after them.
+"""Optimizers with closures or unusual steps, and changes of the weights after the step.
 
-Every test compares with a plain run of the same step, or with the truth computed by hand.
+Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
 import copy
@@ -43,7 +43,7 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
     assert monitor.latest is not None
     assert not monitor.latest.layers
     assert "no single gradient belongs to its update" in monitor.latest.notes[0]
-    assert len(monitor.latest.notes) == 1  # and not that it moved the weights first
+    assert len(monitor.latest.notes) == 1  # and none about weights moved before
 
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, max_eval=1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
@@ -81,7 +81,7 @@ PROJECTIONS: dict[str, Projection] = {
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_projections_after_the_step(projection: str, through_data: bool) -> None:
-    """cos(a, u) and cos(a, −γ), where code rescales or clips the weights after each step."""
+    """cos(a, u) and cos(a, −γ) if code rescales or clips the weights after each step."""
     model = nn.Linear(6, 4, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
@@ -110,7 +110,7 @@ def test_projections_after_the_step(projection: str, through_data: bool) -> None
 
 @pytest.mark.parametrize("width", [6, 3000], ids=["small", "large"])
 def test_a_projection_now_and_then_by_code_that_zeroes_at_once(width: int) -> None:
-    """Once seen it is expected ever after; the gradient is gone before the next forward pass."""
+    """After the first projection, later ones are expected; gradients are zeroed at once."""
     model = nn.Linear(width, 4, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(8, width, dtype=torch.float64)
@@ -141,7 +141,7 @@ CHANGES: dict[str, Projection] = {
 @pytest.mark.parametrize("width", [6, 3000], ids=["small", "large"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_projection_that_begins_later_is_noticed(change: str, width: int) -> None:
-    """Its first report says what is missing; the next one has it."""
+    """The first report after it names the missing measure; the next one has it."""
     model = nn.Linear(width, 4).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, width, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_a_projection_that_begins_later_is_noticed(change: str, width: int) -> N
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_an_embedding_that_keeps_its_rows_short(max_norm: float | None) -> None:
-    """It changes them when it looks them up: what was applied is known only then."""
+    """An embedding with max_norm renormalises rows at their look-up, which completes the step."""
     model = nn.Sequential(nn.Embedding(7, 3, max_norm=max_norm), nn.Linear(3, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     tokens = torch.arange(7)
@@ -196,7 +196,7 @@ class Inner(torch.optim.Optimizer):
 
 
 class Outer(Inner):
-    """Steps through its base class."""
+    """An optimizer that steps through its base class."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step()
@@ -205,7 +205,7 @@ class Outer(Inner):
 def test_a_step_within_a_step_counts_once() -> None:
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    Inner(model.parameters())  # torch puts hooks on a class's step when it is first used
+    Inner(model.parameters())  # torch hooks a class's step at its first use
     optimizer = Outer(model.parameters())
     with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
         for _ in range(3):
@@ -231,7 +231,7 @@ def test_a_compiled_step_within_a_step_counts_once() -> None:
 
 
 class Holding(torch.optim.Optimizer):
-    """Steps through another optimizer, as Lookahead does."""
+    """A wrapper that steps through another optimizer, as Lookahead does."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -258,7 +258,7 @@ def test_an_optimizer_within_another_is_followed_if_asked_for(followed: str) -> 
 
 
 class Accelerated(torch.optim.Optimizer):
-    """Of the shape of Accelerate's: an optimizer by type that never became one."""
+    """A wrapper like Accelerate's: an optimizer by type, but never initialised as one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -288,7 +288,7 @@ def test_a_wrapper_that_runs_no_hooks_is_seen_through() -> None:
 
 
 class Unhooked(torch.optim.Optimizer):
-    """A base class that is never used itself, so that torch puts no hooks on its step."""
+    """A base class that is never used itself, so that torch does not hook its step."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -297,7 +297,7 @@ class Unhooked(torch.optim.Optimizer):
 
 
 def failing(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Of this optimizer, one whose first and third step raise when all is done but the update."""
+    """Return a variant whose first and third step raise after everything but the update."""
 
     class Failing(base):  # type: ignore[valid-type, misc]
         count = 0
@@ -344,7 +344,7 @@ def test_a_step_that_raises_is_measured_when_it_is_taken(
 
 
 class Replacing(torch.optim.SGD):
-    """Throws `.grad` away when it has stepped."""
+    """An optimizer that discards `.grad` after its step."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = super().step(closure)
@@ -353,7 +353,7 @@ class Replacing(torch.optim.SGD):
 
 
 class Scaling(torch.optim.SGD):
-    """From its 3rd step on changes `.grad` without a trace in its version counter."""
+    """An optimizer that from step 3 on changes `.grad` without raising its version counter."""
 
     count = 0
 
@@ -384,7 +384,7 @@ def test_what_the_optimizer_does_to_grad(optimizer: type[torch.optim.SGD]) -> No
 
 
 class MovesFirst(torch.optim.Optimizer):
-    """Asks for the gradient somewhere else than where the step begins, as SAM does."""
+    """An optimizer that evaluates the gradient away from the step's start, as SAM does."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -401,7 +401,7 @@ class MovesFirst(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("widths", [(100, 100), (3, 9000)])
 def test_an_optimizer_that_begins_to_change_large_gradients(widths: tuple[int, int]) -> None:
-    """The gradient that it saw is lost once; the step is then read from the rows."""
+    """The optimizer's gradient is lost once; that step is measured from the rows."""
     torch.manual_seed(0)
     model, x = nn.Linear(*widths).double(), torch.randn(30, widths[0], dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Pictures as figures: not shown, saved and looked at anywhere, the same as dashboards draw."""
+"""Figures of reports: returned but not shown, saved anywhere, and the same as dashboards draw."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""What a measured step takes grows with what it measures, and no faster: counted, not timed."""
+"""The cost of a measured step is linear in what it measures: counted, not timed."""
 
 import copy
 import sys
@@ -14,7 +14,7 @@ from adiv_monitor import Monitor
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations on tensors."""
+    """A mode that counts the operations on tensors."""
 
     count = 0
 
@@ -26,7 +26,7 @@ class _Operations(TorchDispatchMode):
 
 
 def counted(function: Callable[[], object]) -> tuple[int, int]:
-    """How many functions it calls, Python's and C's, and how many operations on tensors."""
+    """Return the number of function calls, of Python and C, and of operations on tensors."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -55,7 +55,7 @@ class Recurrent(nn.Module):
 
 
 class Whole(nn.Module):
-    """Measured through its output, by functions of which there is no rule."""
+    """A module without a rule, measured through its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Whole(nn.Module):
 
 
 class Repeated(nn.Module):
-    """A weight that is shown to every sample."""
+    """A weight that is expanded for every sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 )
 def test_micro_batches_cost_their_number(kind: str, options: dict[str, Any]) -> None:
     model = MODELS[kind]()
-    # Of attention eight samples are looked at, in as many calls as have any of them.
+    # Attention samples eight samples, in as many calls as contain any of them.
     x = torch.randn(1 if kind == "attention" else 4, 5, 4)
 
     def step(micro_batches: int) -> tuple[int, int]:
@@ -116,7 +116,7 @@ def test_micro_batches_cost_their_number(kind: str, options: dict[str, Any]) -> 
 
         settings: dict[str, Any] = {"every_n_steps": 1, "max_rows": None, "on_error": "raise"}
         with Monitor(trained, optimizer, **settings, **options):
-            run()  # the first measured step keeps everything
+            run()  # the first measured step saves everything
             return counted(run)
 
     few, more, most = (step(count) for count in (8, 16, 32))
@@ -125,7 +125,7 @@ def test_micro_batches_cost_their_number(kind: str, options: dict[str, Any]) -> 
 
 
 class Scaled(nn.Module):
-    """One module with many parameters of one element."""
+    """A module with many parameters of one element."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Scaled(nn.Module):
 
 
 class Bent(nn.Module):
-    """A layer, and a parameter that no rule describes."""
+    """A layer and a parameter without a rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def tied(count: int) -> nn.Module:
 
 
 def tree(count: int) -> nn.Module:
-    """Layers in modules of ten."""
+    """Return a model of layers in modules of ten."""
     tens = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))) for _ in range(count // 10))
     return nn.Sequential(*tens)
 
@@ -176,7 +176,7 @@ def test_layers_cost_their_number(kind: str, whole: bool) -> None:
     x = torch.randn(4, 4)
 
     def life(count: int) -> tuple[int, int]:
-        """A monitor that measures two steps, from beginning to end."""
+        """Run a monitor's whole life with two measured steps."""
         model = SIZED[kind](count)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
@@ -189,7 +189,7 @@ def test_layers_cost_their_number(kind: str, whole: bool) -> None:
 
         return counted(run)
 
-    life(10)  # what is made once in a process
+    life(10)  # creates what is made once per process
     some = 60 if whole else 20
     few, many = life(some), life(2 * some)
     for of_few, of_many in zip(few, many, strict=True):

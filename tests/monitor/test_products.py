@@ -1,4 +1,4 @@
-"""W&B and MLflow as real clients, offline: what was written is read back from their own files."""
+"""W&B and MLflow as real clients, offline: their own files contain what was written."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from adiv_monitor.sinks.scalars import board_scalars
 pytest.importorskip("matplotlib")
 STEPS, EVERY = 8, 2
 TAGS = {"adiv/overview", "adiv/per_layer/update_ratio"}
-# Warnings of the products and of their own dependencies, which no user of ours can fix.
+# Warnings of the products and of their dependencies, which no user of the monitor can fix.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -31,12 +31,12 @@ pytestmark = [
 
 
 class Written(NamedTuple):
-    """What a product has of a run.
+    """The data of a run that a product stored.
 
     Attributes:
         scalars: tag → step → value.
         texts: tag → the last text.
-        pictures: tag → files, of PNG.
+        pictures: tag → PNG files.
     """
 
     scalars: Mapping[str, Mapping[int, float]]
@@ -50,7 +50,7 @@ def net() -> nn.Module:
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs of an unsuitable scale."""
+    """Return batches with inputs of an unsuitable scale."""
     generator = torch.Generator().manual_seed(1)
     return [
         (
@@ -91,7 +91,7 @@ def by_lightning(folder: Path, logger: Any) -> MemorySink:
 
 
 class Labelled(nn.Module):
-    """As a Trainer wants it."""
+    """A model in the form that a Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,14 +123,14 @@ def by_trainer(folder: Path, product: str) -> MemorySink:
     return memory
 
 
-# --- what they wrote -----------------------------------------------------------------------------
+# --- reading the products' files -----------------------------------------------------------------
 
 
 def _records(file: Path) -> Iterator[Any]:
-    """Of W&B's transaction log: blocks of 32 KiB, in them records, or parts, each with a header.
+    """Yield the records of W&B's transaction log, made of blocks of 32 KiB with records or parts.
 
-    That is checksum (4 bytes), length (2), and whether it is whole (1), the first part (2), one in
-    the middle (3) or the last (4); the file begins with seven bytes of its own.
+    Each has a header: checksum (4 bytes), length (2), and kind (1): whole (1), first part (2),
+    middle part (3) or last part (4). The file begins with seven bytes of its own.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -148,7 +148,7 @@ def _records(file: Path) -> Iterator[Any]:
 
 
 def _finished(file: Path) -> list[Any]:
-    """All records: W&B's own process writes the last ones a little later than `finish` returns."""
+    """Return all records; W&B's own process writes the last ones shortly after `finish` returns."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = list(_records(file))
@@ -186,10 +186,10 @@ def wandb_wrote(folder: Path, axis: str) -> Written:
 
 
 def _histories(client: Any, number: str) -> dict[str, dict[int, float]]:
-    """Tag → step → value, once all are there: a Trainer has them written by other threads."""
+    """Return tag → step → value when complete: a Trainer writes them in other threads."""
     deadline, found = time.monotonic() + 60, {}
     while time.monotonic() < deadline:
-        with suppress(ValueError):  # a file that has only been opened
+        with suppress(ValueError):  # the file is still empty
             keys = [k for k in client.get_run(number).data.metrics if k.startswith("adiv.")]
             found = {
                 k: {m.step: m.value for m in client.get_metric_history(number, k)} for k in keys
@@ -220,7 +220,7 @@ def _files(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file()]
 
 
-# --- the ways ------------------------------------------------------------------------------------
+# --- ways to write -------------------------------------------------------------------------------
 
 
 def wandb_by_lightning(folder: Path) -> tuple[MemorySink, Written]:
@@ -249,7 +249,7 @@ def wandb_by_trainer(folder: Path) -> tuple[MemorySink, Written]:
 
 
 def mlflow_by_trainer(folder: Path) -> tuple[MemorySink, Written]:
-    """Figures are written by a thread, and not all at once."""
+    """Train with a Trainer and MLflow; a thread writes the figures, one after the other."""
     import mlflow
     from mlflow.store.tracking.file_store import FileStore
 
@@ -282,13 +282,13 @@ def test_a_product_has_figures_findings_and_pictures(
 ) -> None:
     package, train = WAYS[way]
     pytest.importorskip(package, reason='pip install "adiv-monitor[products]"')
-    monkeypatch.chdir(tmp_path)  # where a client leaves what it is not asked for
+    monkeypatch.chdir(tmp_path)  # where clients write other files
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'runs'}")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     memory, written = train(tmp_path)
-    offset = 1 if "Hugging" in way else 0  # whose history counts steps that are done
+    offset = 1 if "Hugging" in way else 0  # whose history counts completed steps
     assert len(memory.reports) == STEPS // EVERY
     for report in memory.reports:
         for tag, value in board_scalars(report, None, "few").items():

@@ -1,4 +1,4 @@
-"""What a step really did, against forward passes that are run again by hand; float64."""
+"""The realised effect of a step agrees with forward passes rerun by hand; float64."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import REALISED_MEASURES
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
-Run = Callable[[nn.Module], Tensor]  # a forward pass, and its loss
+Run = Callable[[nn.Module], Tensor]  # a forward pass that returns its loss
 
 
 class Residual(nn.Module):
@@ -96,7 +96,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def made(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    """A model, and three batches."""
+    """Return a model and three batches."""
     torch.manual_seed(4)
     build, shape = MODELS[name]
     model = build().double()
@@ -105,7 +105,7 @@ def made(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
 
 
 def seeded(batches: Iterable[tuple[Tensor, Tensor]], count: int = 1) -> Run:
-    """Forward passes whose random numbers can be drawn again."""
+    """Return a function of forward passes with reproducible random numbers."""
 
     def run(model: nn.Module) -> Tensor:
         torch.manual_seed(11)
@@ -122,7 +122,7 @@ def rows_of(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 class Seen:
-    """Inputs, outputs and gradients of all layers that are called as modules, in one run."""
+    """Records of inputs, outputs and gradients of all called layers in one run."""
 
     def __init__(self, model: nn.Module, run: Run) -> None:
         self.inputs: dict[str, list[Tensor]] = defaultdict(list)
@@ -152,7 +152,7 @@ class Seen:
 
 
 def truth(old: nn.Module, new: nn.Module, run: Run) -> dict[str, dict[str, float]]:
-    """The measures by their definitions: the same run of old, new, and half-way weights."""
+    """Compute the measures from the definitions: the same run with old, new and mid-way weights."""
     half = copy.deepcopy(old)
     for parameter, end in zip(half.parameters(), new.parameters(), strict=True):
         parameter.data += (end.detach() - parameter.data) / 2
@@ -194,7 +194,7 @@ def check(report: StepReport, expected: dict[str, dict[str, float]]) -> None:
     for path, values in expected.items():
         for name, value in values.items():
             assert getattr(report.layers[path], name) == pytest.approx(value, **EXACT), (name, path)
-    for reading in report.layers.values():  # also those inside an attention
+    for reading in report.layers.values():  # also of layers inside an attention
         assert set(REALISED_MEASURES) <= reading.measures().keys()
 
 
@@ -218,7 +218,7 @@ def test_micro_batches(name: str) -> None:
 
 
 def test_rows_inside_a_recurrent_layer_and_of_a_module_as_a_whole() -> None:
-    """Of W h + b, h the state that came before, and of a module's own output."""
+    """Rows of W h + b with the previous state h, and of a module's own output, are measured."""
     torch.manual_seed(2)
     old = nn.ModuleDict({"rnn": nn.RNN(4, 6, batch_first=True), "bent": Bent()}).double()
     x = torch.randn(5, 3, 4, dtype=torch.float64)
@@ -261,7 +261,7 @@ def test_rows_inside_a_recurrent_layer_and_of_a_module_as_a_whole() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Linear, AffineLikeLinear])
 def test_a_single_layer_does_what_its_step_does(kind: type[nn.Module]) -> None:
-    """Nothing comes before it: realised = effective exactly, and linear in the step."""
+    """Nothing precedes it, so realised = effective exactly, and both are linear in the step."""
     torch.manual_seed(0)
     model = kind(5, 3).double()
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
@@ -274,7 +274,7 @@ def test_a_single_layer_does_what_its_step_does(kind: type[nn.Module]) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in forward-mode autograd
 def test_first_order_error_is_that_of_the_jacobian() -> None:
-    """‖Δz − J Δθ‖ / ‖Δz‖ by a forward-mode derivative: equal up to the next order in the step."""
+    """‖Δz − J Δθ‖ / ‖Δz‖ agrees with a forward-mode derivative up to the next order of the step."""
     gaps = []
     for lr in (0.02, 0.01, 0.005):
         model, batches = made("residual")
@@ -299,7 +299,7 @@ def test_first_order_error_is_that_of_the_jacobian() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_changes_as_in_a_second_run(name: str) -> None:
-    """Of all samples and of each; over micro-batches the mean of their changes."""
+    """The change agrees for the batch and per sample; over micro-batches it is the mean."""
     model, batches = made(name)
     criterion = nn.CrossEntropyLoss()
     old = copy.deepcopy(model)
@@ -333,11 +333,11 @@ def test_the_loss_falls_by_the_descents_to_first_order(name: str) -> None:
         report = trained(model, sgd, lambda m: criterion(m(x), y), realised=criterion)  # noqa: B023
         assert report.descent is not None and report.realised_loss_change is not None
         errors.append(abs(report.realised_loss_change + report.descent))
-    assert errors[1] < errors[0] / 50  # a hundred times smaller for a tenth of the rate
+    assert errors[1] < errors[0] / 50  # a hundred times smaller at a tenth of the learning rate
 
 
 class WithLoss(nn.Module):
-    """Gives its loss along with the output, as models of Hugging Face do."""
+    """A model that returns its loss with the output, as Hugging Face's do."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def test_a_loss_that_the_model_gives() -> None:
 
 
 def test_a_loss_inside_the_model() -> None:
-    """Of several that it computes, the one that is trained counts."""
+    """If the model computes several losses, the trained one counts."""
 
     class Judged(nn.Module):
         def __init__(self, model: nn.Module) -> None:
@@ -389,7 +389,7 @@ def test_a_loss_inside_the_model() -> None:
 
 
 def test_a_model_that_is_called_in_parts() -> None:
-    """What one part gave and the next one got is made again; views of it too."""
+    """Outputs that one part passes to the next, also as views, are recomputed."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"encoder": nn.Linear(5, 8), "decoder": nn.Linear(4, 3)}).double()
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (12,))
@@ -448,7 +448,7 @@ def test_an_input_that_was_overwritten_is_said() -> None:
 
 
 def test_projected_weights_are_what_the_next_step_sees() -> None:
-    """Realised is with the weights in the end; the single layer's part is the optimizer's."""
+    """Realised changes use the projected weights; a single layer's part uses the optimizer's."""
     model, batches = made("residual")
     run = seeded(batches[:1])
     old = copy.deepcopy(model)
@@ -473,7 +473,7 @@ def test_projected_weights_are_what_the_next_step_sees() -> None:
 
 
 class Restless(nn.Module):
-    """Changes in its forward pass all that a module can: buffers, attributes, random numbers."""
+    """A module whose forward pass changes buffers, attributes and random number generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,7 +506,7 @@ def noisy(module: nn.Module, args: object) -> None:
 
 
 def states(model: Restless) -> list[Any]:
-    """Of all that draws random numbers."""
+    """Return the states of all random number generators."""
     numpy_state = np.random.get_state()
     return [
         *(torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()),
@@ -525,7 +525,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("around", AROUND)
 def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
-    """Weights, losses, buffers, attributes and random streams; two optimizers, both monitored."""
+    """Weights, losses, buffers, attributes and random streams, with two monitored optimizers."""
 
     def run(monitored: bool) -> tuple[list[float], Restless, list[Any]]:
         random.seed(3), np.random.seed(3), torch.manual_seed(3)
@@ -582,7 +582,7 @@ def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
 
 
 def test_a_step_that_moves_nothing_has_moved_nothing() -> None:
-    """The same forward pass gives the same to the last bit, whatever it draws and changes."""
+    """The rerun forward pass is equal to the last bit, whatever it draws and changes."""
     torch.manual_seed(3)
     model, criterion = Restless(), nn.CrossEntropyLoss()
     model.head._forward_pre_hooks.clear()
@@ -598,13 +598,13 @@ def test_a_step_that_moves_nothing_has_moved_nothing() -> None:
     assert report is not None and model.calls == 3 and not model.head.training
     assert report.realised_loss_change == 0
     assert set(report.realised_loss_changes) == {0.0}
-    assert not any("rounding" in note for note in report.notes)  # there is nothing to round
+    assert not any("rounding" in note for note in report.notes)  # exact equality leaves no rounding
     for reading in report.layers.values():
         assert math.isnan(reading.realised_cosine) and math.isnan(reading.first_order_error)
 
 
 def test_everything_else_reads_the_same() -> None:
-    """No row of a repetition is taken for one of a step, be it by another monitor."""
+    """Rows of the rerun do not count as rows of a step, also for another monitor."""
 
     def run(realised: bool) -> list[StepReport]:
         model, batches = made("residual")
@@ -630,7 +630,7 @@ def test_everything_else_reads_the_same() -> None:
 
 
 def test_failures_of_the_repetition_leave_training_alone() -> None:
-    """It warns once and goes on; nothing of the attempt is left."""
+    """A failing rerun warns once and leaves no trace."""
 
     class Once(nn.Linear):
         fails = False
@@ -704,7 +704,7 @@ def test_checkpointing(reentrant: bool) -> None:
             for name in REALISED_MEASURES:
                 value = getattr(reports[1].layers[path], name)
                 assert value == pytest.approx(getattr(reading, name), **EXACT), (path, name)
-    if reentrant:  # of which forward pass is what is recomputed?
+    if reentrant:  # it is unknown which forward pass is recomputed
         report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulated)
         assert any("inner.0" in n and "its rows were is not known" in n for n in report.notes)
         assert report.layers["inner.0"].realised_cosine is None
@@ -737,7 +737,7 @@ def test_recomputations_that_are_not_told_apart_are_said() -> None:
 
 
 def test_a_compiled_model() -> None:
-    """The forward passes run eagerly, and nothing is compiled for the hooks."""
+    """The forward passes run eagerly, and nothing is compiled because of the hooks."""
     model, batches = made("residual")
     model.eval()
     twin = copy.deepcopy(model)
@@ -756,7 +756,7 @@ def test_a_compiled_model() -> None:
 
 
 def test_autocast_is_on_again() -> None:
-    """Also where the next forward pass, or the end, is outside of it."""
+    """Autocast is restored, also if the next forward pass, or the end, is outside of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     x = torch.randn(6, 5)
@@ -772,7 +772,7 @@ def test_autocast_is_on_again() -> None:
 
 
 def test_of_several_losses_those_count_that_made_the_gradient() -> None:
-    """One that is only looked at, one of another model, and one of an evaluation don't."""
+    """A loss that is only read, one of another model and one of an evaluation do not count."""
     model, batches = made("residual")
     model.eval()
     criterion, old = nn.CrossEntropyLoss(), copy.deepcopy(model)
@@ -812,7 +812,7 @@ def test_a_loss_of_something_computed_outside_is_said() -> None:
 
 
 def test_sampled_readings_keep_to_their_errors() -> None:
-    """Within three standard errors of the reading from all rows, but for a heavy tail."""
+    """Sampled readings lie within three standard errors of the exact ones, up to a heavy tail."""
     model, _ = made("residual")
     model.eval()
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Recurrent layers measured: every reading is that of linear layers which do the same by hand."""
+"""Every reading of a recurrent layer equals that of linear layers computing the same by hand."""
 
 import copy
 import gc
@@ -35,7 +35,7 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
 }
-# What is estimated of the rows that are looked at; all else is of all rows.
+# Measures estimated from the sampled rows; all others use all rows.
 SAMPLED = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
@@ -43,15 +43,15 @@ SAMPLED = {
 }
 
 
-# Said once by torch, of float32 on a CPU.
+# A warning of torch's, issued once, about float32 on a CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
-# The same networks of plain linear layers, named as the monitor names the maps of the fused ones.
+# The same networks of plain linear layers, named like the monitor's maps of the fused ones.
 
 
 def cell_by_hand(kind: str, a: Tensor, b: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A cell's equations, as torch's documentation writes them, from its two maps' outputs."""
+    """Compute a cell from its two maps' outputs, by the equations in torch's documentation."""
     if kind == "tanh":
         return ((a + b).tanh(),)
     if kind == "relu":
@@ -76,7 +76,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class ByHand(nn.Module):
-    """A recurrent network of linear layers, called once for each time.
+    """A recurrent network of linear layers, called once per time step.
 
     Takes padded input (T, B, K), or packed input.
     """
@@ -138,13 +138,13 @@ class ByHand(nn.Module):
 
 
 class Net(nn.Module):
-    """A recurrent network and a read-out; everything that it returns is in the loss."""
+    """A recurrent network and a read-out; the loss depends on every output."""
 
     def __init__(self, rnn: nn.Module, width: int) -> None:
         super().__init__()
         self.rnn = rnn
         self.head = nn.Linear(width, 2, dtype=F64)
-        self.checkpointed: bool | None = None  # whether re-entrant
+        self.checkpointed: bool | None = None  # None, or whether checkpointing is re-entrant
         self.in_place = False
 
     def forward(self, x: Any) -> Tensor:
@@ -170,7 +170,7 @@ def weights_like(tensor: Tensor, largest: float) -> Tensor:
 
 
 def nets(kind: str, **options: Any) -> tuple[Net, Net]:
-    """The fused network and the one by hand, with the same numbers."""
+    """Return the fused network and the one by hand, with equal parameters."""
     torch.manual_seed(3)
     rnn = KINDS[kind](dtype=F64, **options)
     width = (rnn.proj_size or H) * (2 if rnn.bidirectional else 1)
@@ -194,7 +194,7 @@ LAYOUTS: dict[str, Callable[[int], Any]] = {"padded": padded, "packed": packed}
 def trained(
     net: nn.Module, optimizer: str, given: Callable[[int], Any], **options: Any
 ) -> StepReport:
-    """The report of the second of two steps; the same random numbers for every network."""
+    """Train two steps with equal random numbers for all networks; return the second's report."""
     torch.manual_seed(11)
     own = OPTIMIZERS[optimizer](net.parameters())
     with Monitor(net, own, every_n_steps=1, on_error="raise", **options) as monitor:
@@ -250,15 +250,15 @@ def test_some_rows(kind: str, layout: str) -> None:
             if name not in SAMPLED:
                 assert value == pytest.approx(expected[name], rel=1e-9, nan_ok=True), (name, path)
         for name in ("update_cosine", "gradient_cosine"):
-            error = reading.standard_error[name]  # of which six rows know little
+            error = reading.standard_error[name]  # six rows estimate it poorly
             assert getattr(reading, name) == pytest.approx(expected[name], abs=12 * error)
 
 
-# Cells in a loop of the user's.
+# Cells in a user's loop
 
 
 class Loop(nn.Module):
-    """One cell for all times; torch's own, or its two maps by hand."""
+    """One cell for all time steps: torch's own, or its two maps by hand."""
 
     def __init__(self, kind: str, cell: nn.Module) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def loops(kind: str, *, bias: bool = True) -> tuple[Loop, Loop]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", CELLS)
 def test_a_cell_in_a_loop(kind: str, bias: bool, optimizer: str) -> None:
-    """As many calls as there are times, of which each has its rows."""
+    """Each time step is one call, with its own rows."""
     fused, by_hand = loops(kind, bias=bias)
     options = {"max_rows": None, "attainable": True}
     found = trained(fused, optimizer, padded, **options)
@@ -314,7 +314,7 @@ def test_a_cell_in_a_loop(kind: str, bias: bool, optimizer: str) -> None:
 
 
 def test_some_rows_of_a_cell_in_a_loop() -> None:
-    """Rows are chosen among all times."""
+    """Rows are sampled among all time steps."""
     fused, _ = loops("gru")
     whole = trained(copy.deepcopy(fused), "sgd", padded, max_rows=None)
     found = trained(fused, "sgd", padded, max_rows=7)
@@ -325,7 +325,7 @@ def test_some_rows_of_a_cell_in_a_loop() -> None:
 
 
 class DerivedCell(nn.Module):
-    """An LSTM's cell whose weights are made of others in each pass: fused, or by hand."""
+    """An LSTM cell whose weights are computed in each pass; fused, or by hand."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ def test_weights_that_are_made_of_others() -> None:
     same(replace(found, layers=renamed), expected)
 
 
-# Loops that reach `.grad` by other ways. What is true of linear layers must be true here.
+# Loops that reach `.grad` in other ways: recurrent layers must agree with linear layers.
 
 
 def parts() -> tuple[Tensor, Tensor]:
@@ -385,7 +385,7 @@ def zeroed_between(net: nn.Module) -> None:
 
 
 def attacked_first(net: nn.Module) -> None:
-    """A pass that reaches no parameter, as for the gradient of the input."""
+    """Compute the gradient of the input first, in a pass that reaches no parameter."""
     x = padded().requires_grad_()
     loss = net(x)
     torch.autograd.grad(loss, x, retain_graph=True)
@@ -393,7 +393,7 @@ def attacked_first(net: nn.Module) -> None:
 
 
 def trained_on_an_attack(net: nn.Module) -> None:
-    """The attack's graph lives on, but is no part of the parameters' gradient."""
+    """Train on an attack whose graph stays alive without a backward to the parameters."""
     x = padded().requires_grad_()
     attacked = net(x)
     (gradient,) = torch.autograd.grad(attacked, x, retain_graph=True)
@@ -402,7 +402,7 @@ def trained_on_an_attack(net: nn.Module) -> None:
 
 
 def evaluated_between(net: nn.Module) -> None:
-    net(padded(5))  # with a graph that nobody runs back through
+    net(padded(5))  # its graph gets no backward pass
     loss = net(padded())
     net.eval()
     with torch.no_grad():
@@ -431,7 +431,7 @@ def set_by_hand(net: nn.Module) -> None:
 
 
 def in_one_loss(net: nn.Module) -> None:
-    """Two calls in one graph."""
+    """Call the network twice in one graph."""
     first, second = parts()
     (net(first) * net(second)).backward()
 
@@ -457,7 +457,7 @@ def test_other_courses(
     if max_rows is None:
         same(found, whole, loosely=course is clipped)
         return
-    estimated = course in (one_graph_twice, zeroed_between)  # whose sums only the sample knows
+    estimated = course in (one_graph_twice, zeroed_between)  # only the sample has their sums
     for path, reading in found.layers.items():
         assert reading.rows_seen == max_rows
         assert reading.rows_total == whole.layers[path].rows_total
@@ -471,7 +471,7 @@ def test_other_courses(
 @pytest.mark.parametrize("used", range(3))
 @pytest.mark.parametrize("kind", ["lstm", "projected-lstm"])
 def test_a_loss_of_one_output(kind: str, used: int, dtype: torch.dtype) -> None:
-    """A kernel that gives several outputs tells the hooks on those left out of no gradient."""
+    """A kernel with several outputs passes no gradient to the hooks of unused outputs."""
     fused, by_hand = (net.to(dtype) for net in nets(kind, num_layers=2))
 
     def backward(net: Net) -> None:
@@ -480,9 +480,7 @@ def test_a_loss_of_one_output(kind: str, used: int, dtype: torch.dtype) -> None:
     found = one_step(fused.rnn, lambda _: backward(fused), max_rows=None)
     expected = one_step(by_hand.rnn, lambda _: backward(by_hand), max_rows=None)
     assert found.coverage == 1.0
-    if (
-        dtype == F64
-    ):  # by hand a last projection that nothing uses is no row, here it is an idle one
+    if dtype == F64:  # by hand an unused last projection makes no row, here a zero-gradient row
         same(found, expected, but=("idle_share", "common_share"))
         return
     for path, reading in found.layers.items():
@@ -520,7 +518,7 @@ def test_parts_that_are_not_trained(kind: str, frozen: str) -> None:
     same(found, one_step(by_hand, lambda net: net(padded()).backward(), max_rows=None))
 
 
-# That it is told when it can't be, and that the run is left alone.
+# Calls that cannot be measured are reported, and the run is unaffected.
 
 
 def test_a_language_model_with_a_tied_read_out() -> None:
@@ -589,7 +587,7 @@ def test_an_output_that_is_changed_in_place() -> None:
 
 
 def test_a_replay_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other masks of dropout than the call's."""
+    """A replay with dropout masks other than the call's is rejected."""
     with torch.random.fork_rng():
         torch.manual_seed(99)
         other = Randomness([torch.device("cpu")])
@@ -638,7 +636,7 @@ def test_a_replay_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_layer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others of its call are measured."""
+    """The other layers of the call are measured."""
 
     def fails_with_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         if weight.shape[1] == K:
@@ -660,7 +658,7 @@ def test_one_layer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def backward_in(net: nn.Module, *, low: bool) -> None:
-    """In float32, or with autocast."""
+    """Return a backward pass in float32, or with autocast."""
     torch.manual_seed(1)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
         output, _ = net(padded().float())
@@ -669,7 +667,7 @@ def backward_in(net: nn.Module, *, low: bool) -> None:
 
 @pytest.mark.parametrize("low", [False, True])
 def test_how_far_off_a_replay_may_be(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By 2 % in bfloat16, not in float32."""
+    """A replay may differ by 2 % in bfloat16, but not in float32."""
 
     def off(*args: Any) -> Any:
         return replace(unroll(*args), error=torch.tensor(0.02))
@@ -697,7 +695,7 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("ran_back", [False, True])
 @pytest.mark.parametrize("kind", ["lstm", "gru", "lstm-cell"])
 def test_nothing_is_kept_alive(kind: str, ran_back: bool) -> None:
-    """Neither by a graph that nobody runs back through, nor by a loss that is kept."""
+    """Neither a graph without a backward pass nor a stored loss keeps tensors alive."""
     fused = loops("lstm")[0] if kind == "lstm-cell" else nets(kind, num_layers=2)[0]
     seen: list[weakref.ref[Any]] = []
     enter = fused.cell if kind == "lstm-cell" else fused.rnn

@@ -1,4 +1,4 @@
-"""Recurrent layers replayed: rows and gradients add up to what torch's own backward leaves."""
+"""Replayed recurrent layers: rows and gradients add up to the gradients of torch's own backward."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from adiv_monitor.features.recurrent_call import CELLS, LAYERS, RecurrentCall, r
 from adiv_monitor.rerun.randomness import Randomness
 
 K, H, P, B, T = 3, 4, 2, 3, 5
-LENGTHS = torch.tensor([3, 5, 1])  # not sorted; one sample has a single time
+LENGTHS = torch.tensor([3, 5, 1])  # not sorted; one sample has a single time step
 KINDS: dict[str, Callable[..., nn.RNNBase]] = {
     "tanh": lambda **kw: nn.RNN(K, H, **kw),
     "relu": lambda **kw: nn.RNN(K, H, nonlinearity="relu", **kw),
@@ -30,13 +30,13 @@ LAYOUTS = ("time-first", "batch-first", "unbatched", "packed", "packed-unsorted"
 F64 = torch.float64
 ROUNDING = {F64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-2}
 
-# Said once by torch, of float32 on a CPU.
+# A warning of torch's, issued once, about float32 on a CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
 @dataclass
 class Seen:
-    """A call as it was made, what it returned, and its replay when its gradients had come."""
+    """A call, its outputs, and its replay once their gradients have arrived."""
 
     call: RecurrentCall
     returned: Returned
@@ -44,7 +44,7 @@ class Seen:
 
 
 class Replays(TorchFunctionMode):
-    """Notes every recurrent call in the forward, and replays it in the backward pass, in a hook."""
+    """A mode that records every recurrent call, and replays it in a hook of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Replays(TorchFunctionMode):
 
 
 def flat(result: Any) -> Iterator[Tensor]:
-    """All float tensors in what a recurrent module returned."""
+    """Yield all float tensors in the output of a recurrent module."""
     if isinstance(result, PackedSequence):
         yield result.data
     elif isinstance(result, Tensor):
@@ -81,7 +81,7 @@ def flat(result: Any) -> Iterator[Tensor]:
 
 
 def loss_of(result: Any, used: Sequence[int] | None = None) -> Tensor:
-    """Something that weighs every number of the outputs used otherwise."""
+    """Return a loss that weights every entry of the outputs differently."""
     parts = list(flat(result))
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(p.shape, generator=generator, dtype=F64).to(p.dtype) for p in parts]
@@ -111,7 +111,7 @@ def initial(rnn: nn.RNNBase, layout: str) -> Any:
 def replayed(module: nn.Module, *inputs: Any, used: Sequence[int] | None = None) -> Unrolled:
     with Replays() as replays:
         result = module(*inputs)
-    torch.rand(1)  # the run draws on before its backward pass
+    torch.rand(1)  # other draws between forward and backward
     loss_of(result, used).backward()
     (seen,) = replays.seen
     assert seen.replay is not None
@@ -119,7 +119,7 @@ def replayed(module: nn.Module, *inputs: Any, used: Sequence[int] | None = None)
 
 
 def assert_adds_up(module: nn.Module, found: Unrolled, tolerance: float = 1e-9) -> None:
-    """Every parameter's gradient is Gᵀ Φ of one map, each is there once, and by its name."""
+    """Assert that every parameter's gradient is Gᵀ Φ of one map, with each parameter in one map."""
     parameters = dict(module.named_parameters())
     part = {"input": "ih", "hidden": "hh", "projection": "hr"}
     for linear in found.maps:
@@ -183,10 +183,10 @@ def test_dropouts_masks_repeat(kind: str, layout: str, dtype: torch.dtype) -> No
     after = torch.get_rng_state()
     torch.set_rng_state(before)
     found = replayed(rnn, x)
-    assert torch.equal(torch.get_rng_state(), after)  # as if nothing had been replayed
+    assert torch.equal(torch.get_rng_state(), after)  # as without a replay
     assert not torch.equal(before, after)
     assert found.error < ROUNDING[dtype]
-    if dtype != torch.bfloat16:  # whose own gradients are off by more
+    if dtype != torch.bfloat16:  # bfloat16's own gradients are less precise
         assert_adds_up(rnn, found, 1e-9 if dtype == F64 else 1e-5)
 
 
@@ -230,11 +230,11 @@ def test_no_gradient_at_all_is_zero() -> None:
         assert not linear.gradient.any()
 
 
-# Each row by itself, in a reference that runs one sample after the other.
+# Single rows against a reference that runs one sample after the other.
 
 
 class Probed:
-    """torch's own cell, one sample and time after the other; every use has biases of its own.
+    """torch's own cell, for one sample and time step after the other, with separate biases per use.
 
     The gradient of such a bias is ∂L/∂z of this one use.
     """
@@ -254,7 +254,7 @@ class Probed:
         return probe
 
     def run(self, sample: int, x: Tensor, state: list[list[Tensor]]) -> tuple[Tensor, list[Any]]:
-        """Outputs (T, ·) of a sample (T, K), and the last states, from those of every cell."""
+        """Return the outputs (T, ·) of a sample (T, K), and the last states, given every cell's."""
         ends = []
         directions = 2 if self.rnn.bidirectional else 1
         for layer in range(self.rnn.num_layers):
@@ -283,7 +283,7 @@ class Probed:
             return [self.cell(x, state[0], w_ih, w_hh, *biases)]
         if not self.rnn.proj_size:
             return list(torch.lstm_cell(x, state, w_ih, w_hh, *biases))
-        # A cell without a projection wants an h as wide as c; what h adds is put into the bias.
+        # A cell without a projection needs an h as wide as c, so the bias contains the part from h.
         from_h = (state[0] @ w_hh.T)[0]
         no_h = torch.zeros_like(state[1])
         h, c = torch.lstm_cell(
@@ -295,7 +295,7 @@ class Probed:
 
 @pytest.mark.parametrize("kind", ["tanh", "lstm", "projected-lstm", "gru"])
 def test_every_row_is_what_a_single_sample_says(kind: str) -> None:
-    """Packed: rows are exactly those that exist, by time, then sample."""
+    """With packed input, rows are exactly the existing ones, by time step, then by sample."""
     rnn = KINDS[kind](num_layers=2, bidirectional=True, dtype=F64)
     lengths = LENGTHS.sort(descending=True).values
     x = torch.randn(B, T, K, dtype=F64)
@@ -325,7 +325,7 @@ def test_every_row_is_what_a_single_sample_says(kind: str) -> None:
         assert_near(linear.gradient, gradient, 1e-12)
 
 
-# Cells, precision, frozen parts, and that the run is left alone.
+# Cells, precision, frozen parameters, and the unaffected run.
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -351,7 +351,7 @@ def test_cells(cell: Callable[..., nn.Module], batch: tuple[int, ...], bias: boo
 
 
 class OneKernel(torch.autograd.Function):
-    """An LSTM's cell that returns h and c from one node of the graph, as on a GPU."""
+    """An LSTM cell that returns h and c from one node of the graph, as on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -367,7 +367,7 @@ class OneKernel(torch.autograd.Function):
 
 
 def test_an_lstm_cell_of_one_kernel() -> None:
-    """Where h does not pass through the c that was returned, c's gradient has no part of h's."""
+    """If h does not depend on the returned c, c's gradient contains no part from h."""
     cell = nn.LSTMCell(K, H, dtype=F64)
     x, h, c = (torch.randn(B, n, dtype=F64) for n in (K, H, H))
     weights = (cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
@@ -478,7 +478,7 @@ def test_keywords_are_read_as_positions_are() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_masks_drawn_by_cudnn_are_refused(dropout: float) -> None:
-    """A tensor that says it is on a GPU, where cuDNN would take the call."""
+    """A tensor that claims to be on a GPU, where cuDNN would run the call, is rejected."""
     with FakeTensorMode():
         x = torch.empty(T, B, K, device="cuda")
         h = torch.empty(2, B, H, device="cuda")

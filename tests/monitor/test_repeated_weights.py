@@ -1,4 +1,4 @@
-"""Weights that are repeated for every sample before a product are linear layers."""
+"""Weights that are repeated for every sample before a product are measured as linear layers."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ X = torch.linspace(-3, 4, 5 * 6 * 4, dtype=torch.float64).reshape(5, 6, 4).sin()
 
 
 class Repeats(nn.Module):
-    """Some function of its weight (inputs, outputs) and a batch (samples, tokens, inputs)."""
+    """A function of its weight (inputs, outputs) and a batch (samples, tokens, inputs)."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def shown(w: Tensor, x: Tensor) -> Tensor:
 
 
 def stepped(function: Function, *, recomputed: bool = False, **options: object) -> StepReport:
-    """Two micro-batches and a step; the descents of what is measured add up to −⟨∂L/∂w, Δw⟩."""
+    """Take a step of two micro-batches; assert that the descents sum to −⟨∂L/∂w, Δw⟩."""
     model = Repeats(function)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with Monitor(model, optimizer, on_error="raise", realised=True, **options) as monitor:
@@ -76,7 +76,7 @@ def test_it_is_the_linear_layer_that_it_is(name: str, max_rows: int | None) -> N
     measures, expected = found["w"].measures(), plain["w"].measures()
     assert measures.keys() == expected.keys()
     errors = found["w"].standard_error
-    for measure, value in expected.items():  # sampled rows of tokens in another order are others
+    for measure, value in expected.items():  # in another token order, sampled rows differ
         same = EXACT if max_rows is None or measure not in errors else {"rel": 2, "abs": 1}
         assert measures[measure] == pytest.approx(value, **same), measure
 
@@ -107,7 +107,7 @@ OTHERS: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_else_it_is_an_offset(name: str) -> None:
-    """A row is a repetition of a row of w, once, whoever takes it."""
+    """A row is one repetition of a row of w, counted once, whatever uses it."""
     report = stepped(OTHERS[name], max_rows=None)
     (reading,) = report.layers.values()
     assert (reading.kind, reading.rows_total) == ("offset", 7 * 4)

@@ -1,4 +1,4 @@
-"""What a report says of its layers together: extremes, worst layers, what was not measured."""
+"""A report's summary of its layers: extremes, worst layers, unmeasured parameters."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from adiv_monitor.sinks.scalars import summary_scalars
 
 
 def of(values: dict[str, float], errors: dict[str, float] | None = None) -> StepReport:
-    """A report of layers with these values of `update_cosine`."""
+    """Return a report of layers with these values of `update_cosine`."""
     layers = {
         layer: LayerReading(
             *("linear", 64, 6400, 0, 1.0),
@@ -33,7 +33,7 @@ def of(values: dict[str, float], errors: dict[str, float] | None = None) -> Step
     return report(layers=layers)
 
 
-# Which layer is at the end
+# The extreme layers
 
 
 def test_exact_values_are_told_apart() -> None:
@@ -53,7 +53,7 @@ def test_two_combined_errors_tell_two_layers_apart(gap: float, told: bool) -> No
 
 
 def test_a_third_layer_of_large_error_may_be_the_worst_too() -> None:
-    """The next value is far enough; the one behind it may still lie anywhere."""
+    """The next value is far enough away, but the one after it has a large error."""
     values, errors = {"a": -0.1, "b": 0.0, "c": 0.05}, {"a": 0.01, "b": 0.01, "c": 0.2}
     assert of(values, errors).summary()["update_cosine"].min_layers == ("a", "c")
 
@@ -80,7 +80,7 @@ def test_infinite_values_have_their_place() -> None:
     assert (both.min, both.max, both.max_layer) == (math.inf, math.inf, None)
 
 
-# The value at the end
+# The extreme values
 
 
 def test_layers_not_told_apart_share_the_value_that_fits_them_best() -> None:
@@ -107,7 +107,7 @@ def test_an_end_is_never_beyond_the_median() -> None:
 
 @pytest.mark.parametrize("count", [4, 20, 60])
 def test_noise_moves_no_extreme_and_names_no_layer(count: int) -> None:
-    """Equal layers, looked at with an error of 0.05: what stops a training must not follow it."""
+    """Extremes of equal layers with an error of 0.05, which may stop a training, ignore noise."""
     draw, true, error = random.Random(count), 0.3, 0.05
     raw, ours, named = [], [], 0
     for _ in range(200):
@@ -186,7 +186,7 @@ def test_a_reading_knows_its_fan_in(
     assert [r.features for r in monitor.latest.layers.values()] == [fan_in]
 
 
-# What was measured of what is trained
+# The measured share of the trained parameters
 
 
 def measured(
@@ -197,13 +197,13 @@ def measured(
         model(torch.ones(2, 3, dtype=parameter.dtype)).square().sum().backward()
         monitor.end_step() if optimizer is None else optimizer.step()
         for p in filter(lambda p: not is_lazy(p), model.parameters()):
-            p.requires_grad_(False)  # as Lightning's toggled optimizers do
+            p.requires_grad_(False)  # as Lightning's `toggle_optimizer` does
     assert monitor.latest is not None
     return monitor.latest
 
 
 class Spare(nn.Module):
-    """Holds a parameter that nothing uses."""
+    """A module with an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_a_lazy_layer_that_never_ran_has_no_elements() -> None:
 
 
 class Shifted(nn.Linear):
-    """Has a parameter that its rule doesn't know."""
+    """A layer with a parameter that its rule does not cover."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -294,7 +294,7 @@ def shifted(module: Shifted, rows: Rows, x: torch.Tensor) -> DenseFeatures:
 
 def test_reasons_name_the_class_in_full() -> None:
     model = nn.Sequential(nn.Linear(3, 2), Shifted(2, 2))
-    model[1].shift.data.zero_()  # so that the rule is right
+    model[1].shift.data.zero_()  # so that the rule is correct
     found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
     assert found.layers.keys() == {"0", "1"}
     assert found.unsupported.keys() == {"1.shift"}
@@ -358,7 +358,7 @@ def test_the_loss_of_the_step_is_one_of_the_losses() -> None:
 
 
 def test_losses_and_learning_rates_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """JSON has texts for keys, and no word for what is not finite."""
+    """JSON has only strings as keys, and no non-finite numbers; reading restores both."""
     losses = {5: 2.5, 6: math.nan, 7: math.inf}
     sink = JsonlSink(tmp_path / "run.jsonl")
     sink.write(report(7, losses=losses, learning_rates=(0.1, 1e-3)))
@@ -369,13 +369,13 @@ def test_losses_and_learning_rates_are_read_as_they_were_written(tmp_path: Path)
     assert found.loss == math.inf
     assert found.learning_rates == (0.1, 1e-3)
     record = report(7, losses=losses).to_dict()
-    for name in ("loss", "losses", "learning_rates"):  # what an earlier version wrote has none
+    for name in ("loss", "losses", "learning_rates"):  # absent in records of earlier versions
         del record[name]
     assert StepReport.from_dict(record).losses == {}
 
 
 class Doubles(nn.Module):
-    """Several parameters that no rule knows, in a module that holds another."""
+    """A module with several parameters without a rule, which contains another."""
 
     def __init__(self) -> None:
         super().__init__()

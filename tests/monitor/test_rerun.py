@@ -1,4 +1,4 @@
-"""What is run again: as it was, as often as wanted, and unseen by the run."""
+"""Rerun modules compute the same as in the run, any number of times, without affecting it."""
 
 import random
 from collections import OrderedDict
@@ -29,7 +29,7 @@ def plain(module: nn.Module, call: Callable[[], Any]) -> Any:
 
 
 class Double(torch.autograd.Function):
-    """2x, whose backward autograd can differentiate; it has no forward-mode derivative."""
+    """2x with a differentiable backward and without a forward-mode derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Double(torch.autograd.Function):
 
 
 class Untrue(Double):
-    """What its backward gives is not linear in the gradient."""
+    """A function whose backward is not linear in the gradient."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
@@ -49,7 +49,7 @@ class Untrue(Double):
 
 
 class Net(nn.Module):
-    """Draws, writes to its input, its buffer and an attribute, and calls what it is given."""
+    """A module that draws, writes to its input, a buffer and an attribute, and calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 def expected(parameters: Parameters, tangents: Parameters) -> tuple[Any, Any]:
-    """By torch's own."""
+    """Compute value and derivative by `torch.func.jvp`."""
     return torch.func.jvp(made, (dict(parameters),), (dict(tangents),))
 
 
@@ -123,7 +123,7 @@ def test_an_untrue_backward_is_found_out(point: Any) -> None:
 
 
 def truth(net: Net, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-    """z of the call as it was, and how it moves with the weight, by central differences."""
+    """Return the original call's z, and its derivative along `change` by central differences."""
     w, state = net.linear.weight.detach().clone(), Randomness([CPU], [net])
     found = []
     for step in (0, 1e-6, -1e-6):
@@ -156,7 +156,7 @@ def test_a_twin_is_the_call_again_however_often(function: Any) -> None:
         assert moved["still"] == 0
     other = same.run({"linear.weight": moving["linear.weight"] + change}, plain)["z"]
     assert not torch.equal(other, z)
-    # Neither the module, its input nor chance have noticed.
+    # The module, its input and the random number generators are unaffected.
     assert (float(net.count), net.history, x.unique().tolist()) == (0, [], [1])
     assert before != drawn()
     net_of_before = Net(function)
@@ -181,7 +181,7 @@ def not_deterministic() -> Iterator[None]:
 
 @pytest.mark.usefixtures("not_deterministic")
 def test_a_twin_finds_what_its_call_found() -> None:
-    """Autocast, the mode of training, whether kernels are to be deterministic."""
+    """The rerun has the call's autocast, training mode and deterministic-algorithms setting."""
     seen: list[object] = []
 
     def look(x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def test_a_twin_finds_what_its_call_found() -> None:
         assert torch.is_inference_mode_enabled()
         assert torch._C._len_torch_function_stack() == 1
     assert seen == [((torch.bfloat16, True, False), True, (False, True, 0))]
-    assert 0 < int((z == 0).sum()) < z.numel()  # dropped
+    assert 0 < int((z == 0).sum()) < z.numel()  # dropped entries
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert not is_rerun()

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, training goes on as without the monitor; the report says what happened."""
+"""After any failure training continues as without the monitor; the report names the failure."""
 
 import copy
 import gc
@@ -35,7 +35,7 @@ def train(
     loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] = loss_of,
     **options: object,
 ) -> list[StepReport]:
-    """Train on the given steps; afterwards there is no hook left."""
+    """Train on the given steps with or without a monitor; assert that no hook remains."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(model, optimizer, every_n_steps=1, **options)
     if monitored:
@@ -56,7 +56,7 @@ def train(
 def both(
     model: nn.Module, steps: list[tuple[Tensor, Tensor]], **options: object
 ) -> list[StepReport]:
-    """Train with and without the monitor: the weights must be equal, bit by bit, NaN included."""
+    """Train with and without the monitor; the weights are bitwise equal, NaN included."""
     plain = copy.deepcopy(model)
     train(plain, steps, monitored=False, loss=options.get("loss", loss_of))
     reports = train(model, steps, **options)
@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite(factor: float) -> None:
 
 
 def test_weights_that_are_not_finite_did_not_move_before_the_gradient() -> None:
-    """Where the optimizer asks for the gradient: NaN is unlike itself, but nothing has moved."""
+    """NaN weights, which differ from themselves, do not count as moved before the gradient."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -111,7 +111,7 @@ def test_weights_that_are_not_finite_did_not_move_before_the_gradient() -> None:
 
 
 def test_a_step_that_overflows_has_no_cosine() -> None:
-    """The square of a step of 1e30 is not known in single precision; nor is a cosine with it."""
+    """Cosines of a step of 1e30, whose square overflows in single precision, are NaN."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
@@ -131,7 +131,7 @@ def test_a_step_that_overflows_has_no_cosine() -> None:
 
 @pytest.mark.parametrize("where", ["one input", "one weight"])
 def test_what_is_not_finite_first_is_named(where: str) -> None:
-    """Be it in a row that is not among the few that are looked at."""
+    """The first non-finite tensor is named, even if its row is not sampled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -181,7 +181,7 @@ def test_zero_inputs_leave_the_bias_alone_to_act() -> None:
 
 
 class Raises(nn.Module):
-    """Its forward fails on demand, after a measured layer has run."""
+    """A model whose forward fails on request, after a measured layer has run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,14 +210,14 @@ def test_the_users_own_exception_passes_and_leaves_no_hook() -> None:
         with pytest.raises(ValueError, match="the user's own error"):
             model(batches(1)[0][0])
         model.fail = False
-        loss_of(model, batches(1)[0]).backward()  # training goes on: a forward pass that counts
+        loss_of(model, batches(1)[0]).backward()  # the next forward pass counts
         optimizer.step()
     assert monitor.latest is not None
     assert monitor.latest.layers["inner"].rows_total == 3
 
 
 class DiskFull(MemorySink):
-    """A sink that fails now and then."""
+    """A sink that fails at every other report."""
 
     def write(self, report: StepReport) -> None:
         if report.step % 2 == 0:
@@ -291,7 +291,7 @@ def stubborn(module: Stubborn, rows: Rows, input: Tensor) -> DenseFeatures:
 
 
 class Misdescribed(nn.Linear):
-    """A layer whose rule says something else than it computes."""
+    """A layer whose rule disagrees with its forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
@@ -303,7 +303,7 @@ def misdescribed(module: Misdescribed, rows: Rows, input: Tensor) -> DenseFeatur
 
 
 class Overriding(nn.Linear):
-    """A subclass with a forward of its own, which is measured by what that calls."""
+    """A subclass with its own forward, which is measured by the functions it calls."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input)
@@ -343,7 +343,7 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
 
 
 class _OddScale:
-    """Features of one row's layer whose scale is not one number per row."""
+    """Features of a layer with one row, whose scale is not one number per row."""
 
     groups = 1
 
@@ -385,7 +385,7 @@ def test_features_that_are_wrong_switch_off_their_layer_alone() -> None:
 
 @pytest.mark.parametrize("uses", [1, 2, 3, 4, 5, 6])
 def test_a_large_layer_that_fails_takes_no_report_with_it(uses: int) -> None:
-    """Wherever in a step its features fail, the other layers are measured."""
+    """Wherever in a step a layer's features fail, the other layers are measured."""
 
     class Large(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -414,7 +414,7 @@ def test_a_large_layer_that_fails_takes_no_report_with_it(uses: int) -> None:
 
 
 def test_an_output_of_zeros_does_not_pass_for_a_checked_rule() -> None:
-    """The rule is wrong, which only the second step's output can show."""
+    """A wrong rule is detected only at the second step: at the first, all outputs are zero."""
     layer = Misdescribed(5, 3).double()
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -567,12 +567,12 @@ def test_a_run_whose_steps_are_not_seen_is_told(given: str) -> None:
     with pytest.warns(UserWarning, match=told), Monitor(model, unused):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-    with Monitor(model, optimizer, on_error="raise"):  # nothing ran: nothing to tell
+    with Monitor(model, optimizer, on_error="raise"):  # nothing ran, so nothing is reported
         pass
 
 
 def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
-    """Averaged models are deep copies, checkpoints may be pickles: neither takes the monitor."""
+    """Deep copies of a monitored model and its pickled checkpoints contain no hooks."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
@@ -590,7 +590,7 @@ def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
 
 
 def train_for_long() -> None:
-    """Run in an interpreter of its own: no other test's tensors come and go there."""
+    """Train for 500 steps; run in a separate interpreter, so that no other test's tensors count."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     activations: list[weakref.ref[Tensor]] = []
@@ -613,7 +613,7 @@ def train_for_long() -> None:
 
 
 def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
-    """Over 500 measured steps."""
+    """The number of live tensors is constant over 500 measured steps."""
     here = Path(__file__)
     program = (
         f"import sys; sys.path[:0] = {[str(here.parent), str(here.parent.parent)]!r}; "
@@ -654,7 +654,7 @@ for _ in range(2):
 
 
 def forgets_the_first(model: nn.Module, x: Tensor) -> None:
-    """A new optimizer over the same parameters."""
+    """Train with a new optimizer over the same parameters."""
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         model(x).sum().backward()
@@ -662,7 +662,7 @@ def forgets_the_first(model: nn.Module, x: Tensor) -> None:
 
 
 def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
-    """Nothing stays on the model; when the first one steps again, it is measured again."""
+    """The switch is reported once and leaves no hook; the first one's next step is measured."""
     model = nn.Linear(3, 2)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 3)
     told = "AdamW.* other than the one that it was given .SGD"
@@ -682,7 +682,7 @@ def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
 
 
 def test_what_was_due_when_another_optimizer_took_over_is_measured_at_the_next_chance() -> None:
-    """Not at the next multiple of the interval; of layers in turn, none misses its turn."""
+    """It is measured at the next step, not at the interval's next multiple; no turn is lost."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-4), torch.ones(1, 3)
     options: dict[str, Any] = {"every_n_steps": 50, "layers_per_step": 1}
@@ -701,7 +701,7 @@ def test_what_was_due_when_another_optimizer_took_over_is_measured_at_the_next_c
 
 
 def test_optimizers_that_take_many_steps_in_turn() -> None:
-    """The own one's are measured, all but that of the turn in which it seemed to be gone."""
+    """The own optimizer's steps are measured, except in the turn in which it seemed replaced."""
     model, x = nn.Linear(3, 2), torch.ones(1, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = pytest.warns(UserWarning, match="AdamW.* other than the one")
@@ -716,7 +716,7 @@ def test_optimizers_that_take_many_steps_in_turn() -> None:
 
 
 class Around(torch.optim.Optimizer):
-    """Steps by another optimizer, as Lookahead does."""
+    """A wrapper that delegates its steps to another optimizer, as Lookahead does."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__([p for group in inner.param_groups for p in group["params"]], {})
@@ -727,7 +727,7 @@ class Around(torch.optim.Optimizer):
 
 
 def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Another optimizer steps before each step."""
+    """Step with another optimizer before each step."""
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(x).sum().backward()
@@ -736,7 +736,7 @@ def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> No
 
 
 def in_alternation(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Another optimizer takes every other step, the first one and the last."""
+    """Alternate with another optimizer, which takes the first and the last step."""
     other = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(7):
         now = optimizer if step % 2 else other
@@ -746,7 +746,7 @@ def in_alternation(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
 
 
 class EveryThird(Around):
-    """Takes a step at every third call, as wrappers do that accumulate gradients."""
+    """A wrapper that steps at every third call, as for gradient accumulation."""
 
     calls = 0
 
@@ -758,7 +758,7 @@ class EveryThird(Around):
 
 
 def every_third(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """It is called three times for each step that moves the weights."""
+    """Call the wrapper three times for each step that moves the weights."""
     wrapper = EveryThird(optimizer)
     for _ in range(9):
         model(x).sum().backward()
@@ -766,14 +766,14 @@ def every_third(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -
 
 
 class Idle(Around):
-    """Takes no steps."""
+    """A wrapper that takes no steps."""
 
     def step(self, closure: object = None) -> None:
         pass
 
 
 def idle(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Another one's steps move nothing; between them the weights are written to."""
+    """Call another optimizer that moves nothing, and write to the weights between its steps."""
     other = Idle(optimizer)
     for batch in range(18):
         model(x).sum().backward()
@@ -785,7 +785,7 @@ def idle(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def on_a_part(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Another one trains some of the parameters as well, in passes of its own."""
+    """Also train some of the parameters with another optimizer, in passes of its own."""
     other = torch.optim.SGD([model.bias], lr=0.1)
     for _ in range(3):
         for now in (other, optimizer):
@@ -795,7 +795,7 @@ def on_a_part(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor) -> 
 
 
 def of_others(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Another model is trained between micro-batches."""
+    """Train another model between micro-batches."""
     other = nn.Linear(3, 2)
     steps = torch.optim.SGD(other.parameters(), lr=0.1)
     for batch in range(6):
@@ -817,7 +817,7 @@ def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -
 
 
 def perturbed(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """The weights are written to between forward passes."""
+    """Write to the weights between forward passes."""
     for _ in range(3):
         for change in (0.1, -0.1):
             model(x).sum().backward()
@@ -843,7 +843,7 @@ LOOPS += [in_alternation, every_third, idle, on_a_part]
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("given", ["inner", "outer"])
 def test_no_other_optimizer_took_over(loop: Loop, given: str) -> None:
-    """No warning, and every step is measured."""
+    """No warning is issued, and every step is measured."""
     model = nn.Linear(3, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = Around(inner)
@@ -871,7 +871,7 @@ def test_an_optimizer_that_runs_its_closure_often_took_over_from_nobody() -> Non
 
 
 def forgotten(steps: int, every_n_steps: int) -> list[weakref.ref[Any]]:
-    """A model, and its monitor that nobody closes."""
+    """Train a model whose monitor is never closed, and return weak references to both."""
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(model, optimizer, every_n_steps=every_n_steps)
@@ -884,7 +884,7 @@ def forgotten(steps: int, every_n_steps: int) -> list[weakref.ref[Any]]:
 
 @pytest.mark.parametrize(("steps", "every_n_steps"), [(0, 50), (1, 50), (3, 50), (0, 1), (3, 1)])
 def test_a_monitor_that_nobody_closes_goes_with_its_model(steps: int, every_n_steps: int) -> None:
-    """And what it has set for all of the process is set back."""
+    """Everything that the monitor set for the whole process is restored."""
 
     def state() -> tuple[object, ...]:
         hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
@@ -902,7 +902,7 @@ NEVER = "their Monitor was never attached"
 
 
 def trained_with(make: Callable[[nn.Module, torch.optim.Optimizer], Monitor]) -> Monitor:
-    """A model, with a monitor that nobody attaches."""
+    """Train a model with a monitor that is never attached, and return the monitor."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = make(model, optimizer)
@@ -935,7 +935,7 @@ def test_a_monitor_that_nobody_attached_says_so_once(name: str) -> None:
 def test_a_monitor_without_training_has_nothing_to_say() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = Monitor(model, optimizer, on_error="raise")  # what it warns of is an error here
+    monitor = Monitor(model, optimizer, on_error="raise")  # its warnings would be errors
     assert monitor.latest is None
     monitor.close()
     del monitor

@@ -1,7 +1,7 @@
-"""What few rows say of all: unbiased, as sure as they claim, blind to rows that ask for nothing.
+"""Estimates from sampled rows: unbiased, with true standard errors, unmoved by zero-gradient rows.
 
-Invariants 8 and 9 of the definitions, on an MLP, a CNN, a transformer on pictures and a causal
-language model.
+Invariants 8 and 9 of the definitions, on an MLP, a CNN, a vision transformer and a causal language
+model.
 """
 
 import copy
@@ -25,7 +25,7 @@ from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 
-IDLE = -100  # what cross_entropy leaves out
+IDLE = -100  # ignored by cross_entropy
 
 
 def mlp() -> nn.Module:
@@ -72,7 +72,7 @@ OPTIMIZERS = {
 
 
 class Step:
-    """One step that can be measured as often as is asked."""
+    """One step that can be measured any number of times."""
 
     def __init__(self, case: str, optimizer: str) -> None:
         torch.manual_seed(1)
@@ -80,13 +80,13 @@ class Step:
         self.model = build().double()
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.x, self.y = data()
-        for _ in range(3):  # so that the optimizer has something to remember
+        for _ in range(3):  # so that the optimizer has state
             self.optimizer.zero_grad()
             loss_of(self.model, self.x, self.y).backward()
             self.optimizer.step()
 
     def measured(self, max_rows: int | None, seed: int = 0, padding: int = 0) -> StepReport:
-        """The next step; with so many idle samples more."""
+        """Measure the next step, optionally with this many samples of zero gradient added."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         x = torch.cat([self.x, self.x[:padding]])
         y = torch.cat([self.y, torch.full_like(self.y[:padding], IDLE)])
@@ -101,7 +101,7 @@ class Step:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
-    """Invariant 8: only their own share, and how many rows there are."""
+    """Invariant 8: only idle_share and the number of rows change."""
     step = Step(case, optimizer)
     plain, padded = step.measured(None), step.measured(None, padding=8)
     for path, reading in padded.layers.items():
@@ -111,7 +111,7 @@ def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
         idle = reading.rows_total - expected.rows_total + expected.rows_without_gradient
         assert reading.idle_share == pytest.approx(idle / reading.rows_total)
         for name, value in reading.measures().items():
-            if name in reading.standard_error:  # quantiles of some of very many scales
+            if name in reading.standard_error:  # quantiles of a sample of very many scales
                 assert name.startswith("scale_p")
                 off = 6 * (reading.standard_error[name] + expected.standard_error[name])
                 assert value == pytest.approx(getattr(expected, name), abs=off), f"{name} of {path}"
@@ -119,7 +119,7 @@ def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
                 assert value == pytest.approx(getattr(expected, name), **EXACT), f"{name} of {path}"
 
 
-# Quantiles and largest values are not smooth sums: their errors are rough.
+# Quantiles and maxima are not smooth sums: their errors are rough.
 ROUGH = ("p05", "p50", "p95", "max")
 
 
@@ -145,21 +145,21 @@ def test_sampled_readings_know_how_far_off_they_are(case: str, optimizer: str) -
                     deviations[name].append((value - getattr(exact, name)) / error)
     assert deviations.keys() >= {"update_cosine", "gradient_cosine", "interference_ratio"}
     every = [d for found in deviations.values() for d in found]
-    # One in a hundred; twice that, since layers of one draw look at the same rows.
+    # One in a hundred; twice that, because a draw's layers share their rows.
     assert sum(abs(d) > 3 for d in every) < 0.02 * len(every)
     for name, found in deviations.items():
         mean = sum(found) / len(found)
         assert abs(mean) < 4 / math.sqrt(draws), name
 
 
-# Several processes
+# Several ranks
 
 WORLD, MAX_ROWS = 2, 100
 
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
-    """What monitors hand in that take themselves for one of two processes."""
+    """Collect the contributions of monitors that run as one of two ranks."""
     handed_in: list[RankContribution] = []
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
@@ -169,18 +169,18 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
 
 
 class Divided(Step):
-    """A step of two processes: one has three quarters of the samples."""
+    """A step of two ranks, of which one has three quarters of the samples."""
 
     def __init__(self, case: str) -> None:
         super().__init__(case, "adamw")
-        self.y[-len(self.y) // 8 :] = IDLE  # the second alone has idle rows
+        self.y[-len(self.y) // 8 :] = IDLE  # only rank 1 has zero-gradient rows
         model = copy.deepcopy(self.model)
         model.zero_grad()
         loss_of(model, self.x, self.y).backward()
         self.gradients = [0.3 * p.grad for p in model.parameters() if p.grad is not None]
 
     def whole(self) -> dict[str, LayerReading]:
-        """What one process with all rows measures."""
+        """Measure the step with all rows in one process."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
             optimizer.zero_grad()
@@ -192,7 +192,7 @@ class Divided(Step):
         return dict(monitor.latest.layers)
 
     def hand_in(self, rank: int, seed: int) -> None:
-        """The part of one of the two."""
+        """Run one rank's part of the step, which hands in its contribution."""
         cut = 3 * len(self.x) // 4
         mine = slice(cut) if rank == 0 else slice(cut, None)
         share = int((self.y[mine] != IDLE).sum()) / int((self.y != IDLE).sum())
@@ -202,7 +202,7 @@ class Divided(Step):
             optimizer.zero_grad()
             (WORLD * share * loss_of(model, self.x[mine], self.y[mine])).backward()
             for parameter, gradient in zip(model.parameters(), self.gradients, strict=True):
-                parameter.grad.copy_(gradient)  # averaged over the two, then clipped
+                parameter.grad.copy_(gradient)  # averaged over both ranks, then clipped
             optimizer.step()
 
 
@@ -221,10 +221,10 @@ def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
 def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
     case: str, request: pytest.FixtureRequest
 ) -> None:
-    """Invariants 6 and 9: a sample of all rows, however uneven the batches."""
+    """Invariants 6 and 9: the sample is of all rows, however uneven the batches are."""
     step, draws = Divided(case), 30
     truth = step.whole()
-    parts = request.getfixturevalue("parts")  # from here on there are two
+    parts = request.getfixturevalue("parts")  # two ranks from here on
     deviations: dict[str, list[float]] = defaultdict(list)
     for seed in range(draws):
         parts.clear()
@@ -232,7 +232,7 @@ def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
             step.hand_in(rank, seed)
         for path, reading in merged(parts, seed).items():
             exact = truth[path]
-            if reading.kind == "embedding":  # of positions, which each process looks up once
+            if reading.kind == "embedding":  # of positions, which each rank looks up once
                 continue
             assert reading.rows_total == exact.rows_total
             assert reading.rows_seen <= MAX_ROWS
@@ -254,7 +254,7 @@ def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
 
 @pytest.mark.parametrize("seen", [30, 128])
 def test_rows_of_one_output_raise_no_false_alarm(seen: int) -> None:
-    """Their cosines are ±1, of which a sample may show one alone, or mostly the wrong one."""
+    """Their cosines are ±1, and a sample may contain only one sign, or mostly the rarer one."""
     torch.manual_seed(0)
     model, x = nn.Linear(6, 1).double(), torch.randn(2048, 6, dtype=torch.float64)
     g = torch.randn(2048, 1, dtype=torch.float64) * torch.exp(1.5 * torch.randn(2048, 1).double())
@@ -270,7 +270,7 @@ def test_rows_of_one_output_raise_no_false_alarm(seen: int) -> None:
         return monitor.latest.layers[""], monitor.latest.alarms
 
     draws, false = 60, 0
-    # All rows, of which half fare well; and those that do with 4 % of the others.
+    # All rows, half of which improve; then the improving rows with 4 % of the others.
     d = (x @ (g * x).sum(0)[:, None] + g.sum()) * g
     well = torch.cat([torch.nonzero(d[:, 0] > 0)[:960, 0], torch.nonzero(d[:, 0] < 0)[:40, 0]])
     for rows in (slice(None), well):

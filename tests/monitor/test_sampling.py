@@ -1,4 +1,4 @@
-"""Every row is as likely to be looked at as any other, however the step came about."""
+"""Every row of a step is sampled with the same probability, however its calls divide it."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ from adiv_monitor.step.measured_layer import MeasuredLayer
 
 
 def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
-    """Which rows of all calls, one after the other, are in the sample."""
+    """Return the sampled rows of all calls, concatenated."""
     found, offset = [], 0
     for each, kept, total in zip(draws, winners(draws, most), totals, strict=True):
         rows = np.arange(total) if each.chosen is None else each.chosen
@@ -31,7 +31,7 @@ def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
     [([37], 10), ([5, 40, 1, 200, 3], 12), ([1] * 20, 7), ([4, 4], 8), ([200, 2], 20)],
 )
 def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
-    """Sorted, none twice, exactly as many as wanted, each position as often as any other."""
+    """Keys are sorted, distinct, as many as requested, and each position is equally likely."""
     generator = np.random.default_rng(0)
     counts, repeats = np.zeros(sum(totals)), 4000
     for _ in range(repeats):
@@ -62,7 +62,7 @@ def test_no_rows_and_no_limit() -> None:
 
 
 def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
-    """A large pass whose graph lives on without a gradient, then a training pass of few rows."""
+    """A large pass whose graph gets no gradient takes no room from a small training pass."""
     for seed in range(20):
         rows = LayerRows(Chooser(16, np.random.default_rng(seed)), "x")
         rows.choose((10_000,), torch.device("cpu"))
@@ -71,7 +71,7 @@ def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
 
 
 def test_rows_that_wait_stay_few() -> None:
-    """However many passes live on without a gradient."""
+    """Pending rows stay few, however many passes get no gradient."""
     rows = LayerRows(Chooser(16, np.random.default_rng(0)), "x")
     layer = Layer("", nn.Identity(), "linear", None, None)
     for _ in range(500):
@@ -115,7 +115,7 @@ def after_evaluations(model: nn.Module, x: Tensor) -> None:
 def test_rows_of_a_step_are_even(
     backward: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 rows, 10 looked at: each one in a quarter of the draws."""
+    """With 10 of 40 rows sampled, each is in a quarter of the draws."""
     model = Loops()
     x = torch.arange(40, dtype=torch.float64)[:, None] + torch.tensor([1.0, 0.5]).double()
     seen: list[Tensor] = []
@@ -138,12 +138,12 @@ def test_rows_of_a_step_are_even(
     assert (reading.rows_seen, reading.rows_total) == (10, 40)
     counts = torch.stack([torch.bincount(rows.long(), minlength=40) for rows in seen]).sum(0)
     assert counts.sum() == 10 * repeats
-    # Of 39 degrees of freedom: five of its standard deviations above the mean.
+    # χ² with 39 degrees of freedom: at most five standard deviations above the mean.
     assert (counts - repeats / 4).square().sum() / (repeats * 3 / 16) < 40 + 5 * 78**0.5
 
 
 def test_processes_with_the_same_data_look_at_the_same_rows() -> None:
-    """By what they were told and which call it is; not by what they have drawn before."""
+    """The rows depend on the shared seed and on the call, not on earlier draws."""
     device = torch.device("meta")
     first, second = (Chooser(5, np.random.default_rng(own), shared=(3, 4)) for own in (1, 2))
     second.further((90,), device, np.inf, "another call")
@@ -174,7 +174,7 @@ def test_rows_of_a_layers_later_calls_are_where_its_first_are() -> None:
 
 
 def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None:
-    """60 × 100 scales, of which quantiles look at 2,048: each with its error."""
+    """Of 60 × 100 scales, quantiles use 2,048: each has its error."""
     torch.manual_seed(0)
     norm, x = nn.LayerNorm(100).double(), torch.randn(60, 100, dtype=torch.float64)
     scales = functional.layer_norm(x, (100,)).square() + 1
@@ -197,7 +197,7 @@ def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None
 
 
 def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
-    """Of 1,024 rows 64 are active: 256 rows looked at hold no more than 16 that tell."""
+    """64 of 1,024 rows are active: 256 sampled rows contain about 16 of them."""
     torch.manual_seed(0)
     layer, x = nn.Linear(3, 3).double(), torch.randn(1024, 3, dtype=torch.float64)
     aims = torch.where(torch.arange(1024)[:, None] < 64, torch.randn(1024, 3).double(), 0.0)
@@ -220,7 +220,7 @@ def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
 
 @pytest.mark.parametrize("total", [40, 10_000])
 def test_keys_are_the_smallest_of_even_numbers(total: int) -> None:
-    """The k-th smallest of T even numbers is k/(T + 1) on average; so is the bound after them."""
+    """The k-th smallest of T uniform numbers has mean k/(T + 1), as has the bound after them."""
     generator = np.random.default_rng(0)
     draws = [draw(total, 5, np.inf, generator) for _ in range(4000)]
     keys = np.sort([d.keys for d in draws], axis=1).mean(0)

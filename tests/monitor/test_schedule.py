@@ -1,4 +1,4 @@
-"""Which steps are measured under a bound on what that costs, by a clock that the tests turn."""
+"""The choice of measured steps under a cost bound, by a clock that the tests control."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ from adiv_monitor.step.times import StepTimes
 
 
 class Clock:
-    """Goes on when it is told to; the device is `late` marks behind."""
+    """A clock that the test advances; the device is `late` marks behind."""
 
     def __init__(self, late: int = 0) -> None:
         self.time = 0.0
@@ -79,7 +79,7 @@ def test_a_device_that_lags_behind_is_not_waited_for() -> None:
 
 
 class Run:
-    """A run whose steps take `plain` seconds, and what is measured `cost` more."""
+    """A run whose plain steps take `plain` seconds, and measured ones `cost` more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bounded: Bounded, start: int = 0) -> None:
         self.clock = Clock()
@@ -129,11 +129,11 @@ def test_what_is_cheap_enough_is_measured_at_the_least_interval(
     assert run.measured == [0, 50, 100, 150, 200, 250, 300]
     run = Run(monkeypatch, Bounded(1, 0.9))
     run.steps(49)
-    assert run.measured == [0, 16, 32, 48]  # some plain steps are needed to compare with
+    assert run.measured == [0, 16, 32, 48]  # a comparison needs some plain steps
 
 
 def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first steps compile and fill caches; evaluation falls before any step."""
+    """The first steps compile and fill caches; an evaluation may precede any step."""
     run = Run(monkeypatch, Bounded(50, 0.01))
     chance = random.Random(0)
     run.clock.time += 1000
@@ -160,7 +160,7 @@ def test_evaluation_before_every_measured_step_costs_it_a_step_at_most(
 def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, Bounded(50, 0.01))
     run.steps(2000)
-    run.steps(4000, plain=3.0)  # larger images: measuring them costs as much as ever
+    run.steps(4000, plain=3.0)  # larger images: measuring them costs the same
     assert run.intervals()[1] == 544
     assert run.intervals()[-1] == 99
     run.steps(8000, cost=6.0)
@@ -180,7 +180,7 @@ def test_a_resumed_run_knows_what_measuring_costs(monkeypatch: pytest.MonkeyPatc
 
 
 class Slow(MemorySink):
-    """Takes three times as long as a step."""
+    """A sink that takes three times as long as a step."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_a_bound_is_a_share(value: object) -> None:
 
 
 class Event:
-    """A device's event that happens when it is told to."""
+    """A device's event that occurs when the test says so."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

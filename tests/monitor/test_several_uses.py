@@ -1,4 +1,4 @@
-"""One parameter in several uses, parameters that are replaced, calls without rows, and no leaks."""
+"""Several uses of one parameter, replaced parameters, calls without rows, and leaks."""
 
 import gc
 import math
@@ -18,7 +18,7 @@ X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3).sin()
 
 
 class Tied(nn.Module):
-    """An auto-encoder: one matrix there and, transposed, back; written in two ways."""
+    """An auto-encoder with one matrix, used directly and transposed; written in two ways."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_a_matrix_and_its_transpose_are_two_layers(hidden: int) -> None:
 
 
 class Bends(nn.Module):
-    """Uses a weight in a way of which there is no rule."""
+    """A module that uses a weight in a function without a rule."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Both(Bends):
 
 
 class Beside(nn.Module):
-    """One module uses it so, another one otherwise."""
+    """Two modules that use one weight, the first with a rule, the second without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ class Beside(nn.Module):
 
 
 class Around(Beside):
-    """And the module around both, too."""
+    """The same two modules, and the module around them uses the weight without a rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.atan2(super().forward(x)[:, None], self.linear.weight).sum(1)
 
 
 class InTheMiddle(Beside):
-    """The other use lies in a module that runs before, and after."""
+    """The layer runs before and after a module that uses its weight with and without a rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class InTheMiddle(Beside):
 
 
 class Recurrent(nn.Module):
-    """One of the weights of a recurrent layer is used once more."""
+    """A recurrent layer with one more use of one of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Recurrent(nn.Module):
         return torch.atan2(hidden[:, None], self.rnn.weight_ih_l0).sum(1)
 
 
-# What has a reading in the end, and what gave way to another's.
+# (readings that result, readings that were replaced)
 SEVERAL: dict[str, tuple[Callable[[], nn.Module], set[str], set[str]]] = {
     "one module": (Both, {"Both"}, {"the model itself"}),
     "one after the other": (
@@ -135,7 +135,7 @@ SEVERAL: dict[str, tuple[Callable[[], nn.Module], set[str], set[str]]] = {
 
 
 def stepped(model: nn.Module, **options: object) -> tuple[StepReport, float]:
-    """Two micro-batches and a step; −⟨∂L/∂Θ, ΔΘ⟩."""
+    """Take a step of two micro-batches; return its report and −⟨∂L/∂Θ, ΔΘ⟩."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with Monitor(model, optimizer, on_error="raise", realised=True, **options) as monitor:
         for x in (X, X[:3].cos()):
@@ -167,7 +167,7 @@ def test_uses_with_and_without_a_rule_are_counted_once(name: str, max_rows: int 
 
 
 class Mixed(nn.Module):
-    """Its own weight and another module's go into one function, and its own into another one."""
+    """A function of its own weight and another module's, and a second one of its own weight."""
 
     def __init__(self, other: nn.Parameter) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_uses_that_cannot_be_told_apart_are_named() -> None:
 
 
 class Merged(nn.Module):
-    """One weight of many parameters of its own, there and back."""
+    """One weight made of many parameters, used directly and transposed."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_a_parameter_that_is_replaced_in_a_measured_step() -> None:
 
 
 def test_nothing_of_a_measured_step_outlives_it() -> None:
-    """Not even where a tensor does, as one that autograd keeps for good."""
+    """No tensor of a measured step outlives it, even if autograd keeps one for good."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -287,7 +287,7 @@ NEAREST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Quantised(nn.Module):
-    """A code book: by distances, through which no gradient comes, an entry is looked up."""
+    """A codebook: an entry is looked up by distances, through which no gradient flows."""
 
     def __init__(self, nearest: Callable[[Tensor, Tensor], Tensor], *, gradients: bool) -> None:
         super().__init__()
@@ -323,12 +323,12 @@ def test_a_use_that_no_gradient_reaches_is_none(nearest: str, max_rows: int | No
     notes = [note for note in report.notes if "No gradient came back through" not in note]
     assert not notes
     assert len(report.notes) == (nearest != "no rule")
-    if max_rows is None:  # which rows are drawn depends on how many calls there are
+    if max_rows is None:  # the number of calls changes which rows are drawn
         assert found == pytest.approx(book(gradients=False)[1], nan_ok=True)
 
 
 class Aside(nn.Module):
-    """Keeps for itself what a function without a rule makes of its weight."""
+    """A module that stores a value computed from its weight by a function without a rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def test_what_does_not_leave_a_module_is_not_measured_through_it() -> None:
 
 
 class Gathered(Quantised):
-    """The entry is looked up by a function without a rule."""
+    """A codebook whose entry is looked up by a function without a rule."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         nearest = self.nearest(x, self.book).argmin(1)

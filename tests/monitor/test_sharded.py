@@ -1,4 +1,4 @@
-"""Sharded parameters (FSDP2): what several processes say is what one with all of it says."""
+"""Sharded parameters (FSDP2): several ranks report what one unsharded process reports."""
 
 import time
 from collections.abc import Callable
@@ -25,17 +25,17 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the 
 
 @dataclass(frozen=True)
 class Case:
-    """A step, as one process takes it or several.
+    """A step, taken by one process or by several ranks.
 
     Attributes:
-        parts: samples of each micro-batch, for each process.
+        parts: samples of each micro-batch, for each rank.
         optimizer: makes the optimizer.
         sync: gradients are averaged after every micro-batch, not only after the last.
         clip: the largest norm of the gradient.
-        nested: modules inside are sharded on their own too.
-        replicas: groups of processes that hold the same.
-        together: these average gradients after every micro-batch, too, if the others do.
-        turn: layers are measured in turn, three modules in a step, and this is the turn.
+        nested: inner modules are sharded separately, too.
+        replicas: number of groups of ranks with equal parameters.
+        together: replicas, too, average gradients after every micro-batch, if `sync` is set.
+        turn: number of the turn if layers are measured in turn, three modules per step.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -83,7 +83,7 @@ def shard(model: nn.Module, case: Case) -> None:
 
 @patient()
 def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monitor, nn.Module]:
-    """Take two steps of one of the processes, or of all of them in one; the second is measured."""
+    """Take two steps of one rank, or of all ranks in one process; the second is measured."""
     model, tokens, targets = make()
     world = len(case.parts)
     if rank is not None:
@@ -135,13 +135,13 @@ def work(rank: int, world: int, folder: str) -> None:
             found[name] = monitor.latest, written(monitor), same
     for task in TASKS if world == 2 else ():
         found[task.__name__] = task(rank)
-        dist.barrier()  # a monitor of the next one would be taken for one of this
+        dist.barrier()  # else a monitor of the next case could join this one
     torch.save(found, Path(folder) / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
-    """What the processes found, by their number and rank."""
+    """Return the ranks' results by world size and rank."""
     return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
@@ -159,11 +159,11 @@ def test_the_report_is_that_of_one_process_with_all_of_it(
     assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
 
 
-# A process that is alone
+# A single rank
 
 
 def small(rank: int | None, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
-    """A model, and the rows of one of two processes, or of both."""
+    """Return a model and the rows of one of two ranks, or of both."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
     data = torch.randn(8, 5, dtype=torch.float64).to(dtype)
@@ -176,7 +176,7 @@ def train(
     after: Callable[[nn.Module], object] = lambda model: None,
     **options: Any,
 ) -> Monitor:
-    """Three steps, all measured."""
+    """Take three steps, all measured."""
     model, x = small(rank, options.pop("dtype", torch.float64))
     prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -212,7 +212,7 @@ def weights_of_one_part_that_change(rank: int) -> list[StepReport]:
 
 @torch.no_grad()
 def shorten(model: nn.Module) -> None:
-    """The first row, which is the first process's."""
+    """Shrink the first row of the weight, which rank 0 holds."""
     weight = model[0].weight
     if not hasattr(weight, "to_local"):
         weight[0] *= 0.9
@@ -221,7 +221,7 @@ def shorten(model: nn.Module) -> None:
 
 
 def evaluation_before(rank: int) -> StepReport | None:
-    """It leaves the outermost module with whole parameters."""
+    """Evaluate before the step, which leaves the outermost module unsharded."""
     from torch.distributed.fsdp import fully_shard
 
     model, x = small(rank)
@@ -282,7 +282,7 @@ def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
 
 @patient()
 def hooks_that_fail_in_one(rank: int) -> tuple[list[StepReport], float]:
-    """So that there is nothing of the second step in that process."""
+    """Train with hooks that fail on one rank, so that its second step has no readings."""
     model, x = small(rank)
     sharded(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -324,7 +324,7 @@ def without(rank: int, failing: int, *paths: str) -> list[StepReport]:
 
 
 class Tied(nn.Module):
-    """A layer of two modules' parameters."""
+    """A layer made of two modules' parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class Tied(nn.Module):
 
 
 def layer_in_turn_that_is_off_in_one(rank: int) -> tuple[list[StepReport], float]:
-    """What is put together must not depend on what each of them measures."""
+    """Train in turns with a layer switched off on one rank: merging must not depend on it."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -360,7 +360,7 @@ def layer_in_turn_that_is_off_in_one(rank: int) -> tuple[list[StepReport], float
 
 @patient()
 def corrected(rank: int | None) -> StepReport | None:
-    """Layers that a rule of their class measures; the last one is sharded on its own."""
+    """Train layers that have a rule for their class; the last one is sharded separately."""
     from torch.distributed.fsdp import fully_shard
 
     _, x = small(rank)  # seeds

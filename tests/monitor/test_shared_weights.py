@@ -1,4 +1,4 @@
-"""Parameters that several layers use: each one's own part of the gradient is known exactly."""
+"""Parameters shared by several layers: each layer's part of the gradient is known exactly."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ WORDS, WIDTH, TOKENS, SEEN = 40, 12, 1024, 96
 
 
 class Language(nn.Module):
-    """A table of words, tied to the read-out unless each use is to have a copy of its own."""
+    """A word table tied to the read-out, unless each use is to have its own copy."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Language(nn.Module):
 
 
 def words(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """As in texts, few of the words are most of them."""
+    """Return words with a frequency as in texts: few words are most of them."""
     generator = torch.Generator().manual_seed(seed)
     often = 1 / torch.arange(1.0, WORDS + 1)
     x = torch.multinomial(often, n, replacement=True, generator=generator)
@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Step:
-    """A step that can be measured as often as is asked; the same of an untied twin."""
+    """A step that can be measured any number of times, also by an untied twin."""
 
     def __init__(self, *, tied: bool = True) -> None:
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ class Step:
         backward: Callable[[nn.Module], None] = lambda m: loss_of(m, *words(TOKENS)).backward(),
         before_step: Callable[[nn.Module], object] = lambda m: None,
     ) -> tuple[StepReport, dict[str, float]]:
-        """The report, and what each layer's step takes from the loss, by plain copies."""
+        """Return the report, and each layer's change of the loss by separate copies."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
             optimizer.zero_grad()
@@ -101,14 +101,14 @@ def in_three(model: nn.Module) -> None:
 
 
 def again(model: nn.Module) -> None:
-    """A first attempt is given up."""
+    """Run a first attempt that is discarded."""
     (3 * loss_of(model, *words(TOKENS, 1))).backward()
     model.zero_grad()
     in_three(model)
 
 
 def one_use_more_often(model: nn.Module) -> None:
-    """And not all uses in each pass."""
+    """Run passes with different sets of uses."""
     in_three(model)
     model.embed(words(50)[0]).square().sum().backward()
 
@@ -138,7 +138,7 @@ def test_every_use_has_its_own_part_of_the_descent(way: str) -> None:
 
 
 def errors_of(step: Step, path: str, draws: int = 30) -> tuple[dict[str, float], float]:
-    """Root mean squares of relative errors, by measure; the share beyond three of their own."""
+    """Return root mean squares of relative errors by measure; the share beyond three errors."""
     truth = step.measured(None)[0].layers[path].measures()
     off: dict[str, list[float]] = defaultdict(list)
     beyond: list[bool] = []
@@ -162,7 +162,7 @@ def test_tied_uses_are_told_as_surely_as_others(path: str) -> None:
 
 
 def test_all_rows_tell_the_same_as_the_parts() -> None:
-    """What is exact is what the rows say, all of them seen."""
+    """Exact measures from few rows equal those computed from all rows."""
     exact = Step().measured(SEEN)[0]
     whole = Step().measured(None)[0]
     for path, reading in exact.layers.items():
@@ -171,11 +171,11 @@ def test_all_rows_tell_the_same_as_the_parts() -> None:
             assert getattr(reading, name) == pytest.approx(expected, rel=1e-9)
 
 
-# --- where a use's part can't be told -----------------------------------------------------------
+# --- uses whose part is unknown ------------------------------------------------------------------
 
 
 def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
-    """The first pass can't know that another use will follow."""
+    """The first pass cannot know that another use will follow."""
 
     def late(model: nn.Module) -> None:
         model.embed(words(TOKENS)[0]).square().sum().backward()
@@ -190,7 +190,7 @@ def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
 
 
 class Made(nn.Module):
-    """Both uses read one tensor that is made of the parameter: a node hands on their sum."""
+    """A module whose two uses read one computed tensor: autograd passes on only their sum."""
 
     def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_uses_whose_parts_come_together_leave_the_rows(made: Callable[[Tensor], 
 
 
 def test_a_layer_alone_keeps_no_second_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of parameters with one use no more than some entries are kept."""
+    """For parameters with one use, only sampled entries of a second gradient are kept."""
     from adiv_monitor.capture import layers
 
     wholes: list[bool] = []
@@ -231,17 +231,17 @@ def test_a_layer_alone_keeps_no_second_gradient(monkeypatch: pytest.MonkeyPatch)
     Step(tied=False).measured(SEEN)
     assert wholes and not any(wholes)
     Step(tied=True).measured(SEEN)
-    assert sum(wholes) == 3  # the table's two uses, and the bias of one of these
+    assert sum(wholes) == 3  # the table's two uses, and the bias of one of them
 
 
-# --- several processes ---------------------------------------------------------------------------
+# --- several ranks -------------------------------------------------------------------------------
 
 WORLD = 2
 
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
-    """What monitors hand in that take themselves for one of two processes."""
+    """Collect the contributions of monitors that run as one of two ranks."""
     handed_in: list[RankContribution] = []
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
@@ -251,7 +251,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
 
 
 def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
-    """Each has three quarters or one quarter of the tokens; gradients are averaged, and halved."""
+    """Ranks with three quarters and one quarter of the tokens average and halve gradients."""
     step = Step()
     x, y = words(TOKENS)
     cut = 3 * TOKENS // 4
@@ -263,7 +263,7 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
     model.zero_grad()
     loss_of(model, x, y).backward()
     gradients = [0.5 * p.grad for p in model.parameters()]
-    parts = request.getfixturevalue("parts")  # from here on there are two
+    parts = request.getfixturevalue("parts")  # two ranks from here on
     for rank, (mine, share) in enumerate(shares):
         model, optimizer = copy.deepcopy((step.model, step.optimizer))
         with Monitor(model, optimizer, max_rows=SEEN, seed=rank, on_error="raise"):
@@ -283,7 +283,7 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
 
 
 def test_of_uses_in_unknown_units_no_descent_is_told() -> None:
-    """Gradients that were set by hand, then clipped; a weight with one use still knows its own."""
+    """With hand-set, then clipped gradients, only a weight with one use knows its descent."""
     torch.manual_seed(0)
     first, second = (nn.Linear(8, 8, bias=False).double() for _ in range(2))
     second.weight = first.weight

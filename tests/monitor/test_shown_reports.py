@@ -1,4 +1,4 @@
-"""A report by itself: printed, in a notebook, and in one line."""
+"""A single report: printed, in a notebook, and on one line."""
 
 import html
 import io
@@ -16,7 +16,7 @@ from adiv_monitor.sinks.cells import MOST_LINES, MOST_ROWS
 
 
 def deep(layers: int = 300) -> StepReport:
-    """Alike layers but for the worst two of a measure, and one that is not finite; all alarmed."""
+    """Return a report of similar layers, but two extreme ones and a non-finite one, all alarmed."""
     readings = {f"blocks.{i}.linear": reading(1) for i in range(layers)}
     readings["blocks.200.linear"] = reading(1, update_cosine=-0.75)
     readings["blocks.150.linear"] = reading(1, update_cosine=-0.5)
@@ -78,7 +78,7 @@ def test_a_table_for_files_has_all_layers() -> None:
 
 
 def cells(text: str, layer: str) -> dict[str, tuple[str, str]]:
-    """Column → the text and the style of a layer's cell."""
+    """Return column → text and style of a layer's cells."""
     heads = [
         html.unescape(re.sub(r"<[^>]*>", "", head))
         for head in re.findall(r"<th[^>]*>.*?</th>", text.partition("</thead>")[0])
@@ -135,7 +135,7 @@ def test_one_line_says_what_it_is() -> None:
 
 
 def test_a_page_with_the_table_can_be_looked_at(tmp_path: Path) -> None:
-    """Well-formed: what a browser would have to guess is not there."""
+    """The page is well-formed HTML: a browser need not correct anything."""
     from xml.etree import ElementTree
 
     text = deep()._repr_html_().replace("<wbr>", "<wbr/>")

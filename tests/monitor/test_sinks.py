@@ -79,7 +79,7 @@ def test_memory_as_a_data_frame_has_a_row_per_step_and_layer() -> None:
 
 
 def strict_lines(path: Path) -> list[dict[str, object]]:
-    """All lines, read by a parser that refuses what strict JSON does not have."""
+    """Return all lines, parsed by a parser that accepts strict JSON only."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -118,7 +118,7 @@ def test_jsonl_continues_an_existing_file(tmp_path: Path) -> None:
     assert [line["step"] for line in strict_lines(path)] == [0, 50]
 
 
-NULS = "\0" * 4096  # what a crash of the machine leaves where data were not on the disk yet
+NULS = "\0" * 4096  # as a machine's crash leaves where data had not reached the disk
 TORN = (
     *('{"step": 3, "cov', '{"st', NULS, '{"step": 3, "cov' + NULS, NULS + "\n", '{"st\0ep": 3}\n'),
     *(NULS + '0.5, "layers": {}}\n' + NULS, NULS + "\n" + '{"step": 3, "cov'),
@@ -169,7 +169,7 @@ def test_jsonl_cuts_nothing_off_other_files(tmp_path: Path, content: bytes) -> N
 
 
 def test_jsonl_touches_no_file_before_it_writes(tmp_path: Path) -> None:
-    """Each process of a training makes the sink, or gets a copy of it; one of them writes."""
+    """Each rank of a training makes the sink or gets a copy of it; one of them writes."""
     path = tmp_path / "new folder" / "run.jsonl"
     sink = JsonlSink(path)
     copied = pickle.loads(pickle.dumps(sink))
@@ -253,7 +253,7 @@ def printed(*reports: object, **options: object) -> str:
 
 
 def test_table_is_the_golden_one() -> None:
-    """`REWRITE_GOLDEN=1 pytest tests/monitor/test_sinks.py` accepts the table as it is now."""
+    """`REWRITE_GOLDEN=1 pytest tests/monitor/test_sinks.py` accepts the present table."""
     layers = {path: reading(i) for i, path in enumerate(LAYERS)}
     layers["no.direction"] = reading(9, update_cosine=math.nan, gradient_cosine=None)
     layers["few.rows"] = reading(10, rows_seen=8, rows_total=8, effective_lr=1e-5, scale_mean=2e5)
@@ -447,7 +447,7 @@ def test_a_narrow_terminal_gets_several_tables(monkeypatch: pytest.MonkeyPatch) 
     assert len(rows) > 1
 
 
-# Choosing measures
+# Selection of measures
 
 
 @pytest.mark.parametrize("make", [TableSink, lambda measures: TensorBoardSink("unused", measures)])
@@ -600,7 +600,7 @@ def test_jsonl_keeps_names_that_have_no_utf8(tmp_path: Path) -> None:
     assert (line["unsupported"], line["notes"]) == (given.unsupported, list(given.notes))
 
 
-@pytest.mark.filterwarnings("default")  # of what draws the pictures
+@pytest.mark.filterwarnings("default")  # from libraries that draw the pictures
 @pytest.mark.parametrize("scalars", ["few", "all"])
 def test_tensorboard_spells_out_names_that_have_no_utf8(
     scalars: Literal["few", "all"], tmp_path: Path

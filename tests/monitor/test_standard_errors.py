@@ -1,4 +1,4 @@
-"""Measures from sampled rows know their errors: against many draws from rows that are all known."""
+"""Standard errors of measures from sampled rows agree with many draws from known rows."""
 
 import math
 
@@ -28,14 +28,14 @@ ROWS, SEEN, DRAWS = 400, 120, 3000
 
 
 def draws(active: np.ndarray) -> tuple[np.ndarray, Sample]:
-    """Which rows were looked at: every draw stands in the place of a layer."""
+    """Return random samples of rows, each in the place of a layer."""
     random = np.random.default_rng(1)
     index = np.stack([random.choice(len(active), SEEN, replace=False) for _ in range(DRAWS)])
     return index, Sample(np.full(DRAWS, float(len(active))), active[index])
 
 
 def agrees(found: Estimate, exact: float) -> None:
-    """On average the value is right and its error the spread of the values; few lie further off."""
+    """Assert that values are right on average, their spread is the error, and few lie outside."""
     value, error = found
     spread = value.std()
     assert abs(value.mean() - exact) < 4 * spread / np.sqrt(DRAWS) + 0.05 * spread
@@ -69,7 +69,7 @@ def test_how_much_the_rows_have_in_common(idle: float, mean: float) -> None:
     seen = features[index] * sample.active[..., None]
     products = (seen * seen.sum(1, keepdims=True)).sum(-1)
     count = np.full(DRAWS, float(active.sum()))
-    # What idle rows hold does not count.
+    # Values of zero-gradient rows do not count.
     squares = np.where(sample.active, (seen**2).sum(-1), 7.0)
     products = np.where(sample.active, products, 7.0)
     found = measures.common_share_of_rows(products, squares, count, sample)
@@ -101,7 +101,7 @@ def of_certain(total: PerLayer) -> Sum:
     return Sum(total, np.zeros((DRAWS, SEEN)))
 
 
-# --- exactly ---------------------------------------------------------------------------------
+# --- exact cases ---------------------------------------------------------------------------------
 
 
 def of_all(rows: int, active: np.ndarray) -> Sample:
@@ -147,7 +147,7 @@ def test_scales_that_are_all_the_same_do_not_spread() -> None:
 
 
 def test_one_row_has_nothing_in_common_with_others() -> None:
-    """Of one active row of many, the pairs are not known: it speaks for its own square alone."""
+    """With one active sampled row of many, pairs are unknown: only its own square counts."""
     active = np.array([[True, False, False]])
     rows, sample = np.array([[4.0, 0.0, 0.0]]), of_all(100, active)
     found = measures.common_share_of_rows(rows, rows, np.array([20.0]), sample)
@@ -155,7 +155,7 @@ def test_one_row_has_nothing_in_common_with_others() -> None:
 
 
 def test_what_is_lost_to_rounding_is_divided_by_without_a_word() -> None:
-    """Squares of features of 1e-23 are zero in float32, the norm of their sum is not."""
+    """Squares of features of 1e-23 underflow in float32, the norm of their sum does not."""
     one, zero = np.ones(1), np.zeros(1)
     assert measures.common_share(one, one, zero) == np.inf
     assert measures.scale_cv(one, zero, one) == np.inf
@@ -164,7 +164,7 @@ def test_what_is_lost_to_rounding_is_divided_by_without_a_word() -> None:
 
 
 def test_a_spread_lost_to_rounding_is_none() -> None:
-    """From a pivot far off, squares may add up to less than the square of their mean."""
+    """With a distant pivot, rounded squares may add up to less than the square of their mean."""
     sums, sample = np.full((1, 5), 3.0), of_all(100, np.ones((1, 5), dtype=bool))
     squares = np.full((1, 5), 9.0 - 1e-15)
     assert measures.scale_cv_of_rows(sums, squares, np.ones(1), np.ones(1), sample) == (0, 0)
@@ -180,11 +180,11 @@ def test_one_active_row_of_several_knows_no_error() -> None:
     assert np.isnan(share.error).tolist() == [True, False]
 
 
-# --- does the sample tell enough? --------------------------------------------------------------
+# --- evidence in a sample ------------------------------------------------------------------------
 
 
 def test_a_gradient_of_more_than_these_rows() -> None:
-    """⟨e, G⟩ of the rows against ‖γ‖²: five errors and the rounding apart, from 32 rows on."""
+    """⟨e, G⟩ of the rows and ‖γ‖² differ beyond five errors and rounding, from 32 rows on."""
 
     def more(gamma_gamma: float, tolerance: float = 0.0, seen: int = 32, rows: int = 320) -> bool:
         spread = np.resize([0.0, 200.0], (1, seen))  # 100 to either side, T-fold
@@ -204,7 +204,7 @@ def test_a_gradient_of_more_than_these_rows() -> None:
         assert more(3300 + side * 5.1 * error, tolerance=0.1 * error / 3800 * 0.7)
     assert not more(1e9, seen=31)
     assert not more(math.nan)
-    # All rows leave nothing to chance, few as they may be.
+    # With all rows seen nothing is left to chance, however few they are.
     assert more(200.1, seen=10, rows=10)
     assert not more(200.0, seen=10, rows=10)
 
@@ -224,11 +224,11 @@ def test_the_error_of_first_order_knows_its_own() -> None:
     agrees(measures.first_order_error(of["b"], of["r"], sample), 2 * np.sqrt(b_b.sum() / r_r.sum()))
 
 
-# --- sums that are told from others ------------------------------------------------------------
+# --- sums estimated with known ones --------------------------------------------------------------
 
 
 def alike_sums() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two sums over rows that go together, and a third of either sign that goes with the first."""
+    """Return two correlated sums over rows, and a third of either sign that follows the first."""
     random = np.random.default_rng(0)
     by = random.gamma(3.0, 1.0, ROWS)
     of = by * (2 + 0.3 * random.normal(size=ROWS))
@@ -250,7 +250,7 @@ def test_sums_that_are_told_from_one_that_is_known(how: str) -> None:
 
 
 def heavy(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes of which few hold most, and what grows with them, each row at a rate of its own."""
+    """Return heavy-tailed row sizes, and values that grow with them, each row at its own rate."""
     random = np.random.default_rng(0)
     sizes = np.exp(1.5 * random.normal(size=rows))
     return sizes, sizes * random.gamma(10.0, 1.0, rows)
@@ -262,7 +262,7 @@ def sizes_of(rows: np.ndarray, index: np.ndarray) -> Sizes:
 
 
 def test_few_rows_that_hold_most_are_reckoned_with() -> None:
-    """A sample that lacks them can't know; their sizes do."""
+    """A sample without the large rows cannot see them, but the known sizes show it."""
     sizes, values = heavy(ROWS)
     index, sample = draws(np.ones(ROWS, dtype=bool))
     plain = over_rows(values[index], sample)
@@ -280,7 +280,7 @@ def test_few_rows_that_hold_most_are_reckoned_with() -> None:
 
 
 def test_no_sample_makes_a_length_negative() -> None:
-    """Of few rows one holds nearly all: corrections of order 1/R are more than the value."""
+    """With few rows, of which one has nearly all, corrections of order 1/R exceed the value."""
     sizes, values = heavy(ROWS)
     sizes, values = sizes**3, values**3
     random = np.random.default_rng(1)
@@ -295,7 +295,7 @@ def test_no_sample_makes_a_length_negative() -> None:
 
 
 def test_even_sizes_change_no_error() -> None:
-    """Nor does what grows with them, but where idle rows make its sum uncertain."""
+    """Equal sizes add no error, and remove that of the unknown number of active rows."""
     random = np.random.default_rng(0)
     active = random.random(ROWS) >= 0.3
     values = np.where(active, random.gamma(3.0, 1.0, ROWS), 0.0)
@@ -307,7 +307,7 @@ def test_even_sizes_change_no_error() -> None:
 
 
 def test_a_sum_told_by_sizes_by_hand() -> None:
-    """Of three rows, of sizes 1, 2 and 3, the first two: 2·1·1.2 and 2·2·0.9, say."""
+    """Two of three rows, of sizes 1, 2 and 3, are seen: 2·1·1.2 and 2·2·0.9, for example."""
     sample = of_all(3, np.ones((1, 2), dtype=bool))
     sizes = Sizes(np.array([[1.0, 2.0]]), np.array([6.0]), np.array([14.0]))
     values = np.array([[2.4, 3.6]])
@@ -326,7 +326,7 @@ def test_a_sum_told_by_sizes_by_hand() -> None:
 
 
 def test_sizes_that_are_not_known_tell_nothing() -> None:
-    """Of the first layer; all rows of the second were looked at, one active row of the third."""
+    """Sizes are unknown in layer 1; in layers 2 and 3 all rows, or one active row, were seen."""
     active = np.array([[True, True], [True, True], [True, False]])
     sample = Sample(np.array([9.0, 2.0, 9.0]), active)
     rows = np.where(active, [[1.0, 3.0], [2.0, 5.0], [4.0, 0.0]], 0.0)
@@ -341,7 +341,7 @@ def test_sizes_that_are_not_known_tell_nothing() -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_sums_of_which_none_is_known_stay_as_they_are(how: str) -> None:
-    """The second layer's is not known; in the last two there is nothing to go with."""
+    """The second layer's sum is unknown; in the last two there is no correlated one."""
     sample = of_all(100, np.ones((4, 3), dtype=bool))
     plain = over_rows(np.arange(12.0).reshape(4, 3), sample)
     known = over_rows(np.array([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0], [0.0] * 3, [0.0] * 3]), sample)
@@ -380,7 +380,7 @@ def test_no_row_was_looked_at() -> None:
 
 
 def test_quantiles_at_the_ends_and_of_lone_entries() -> None:
-    """No chance in the first layer, one row of several in the second, all that is known in both."""
+    """No error in layer 1, an unknown one in layer 2; each has a single known entry."""
     entries, share = np.array([[4.0, math.nan], [5.0, math.nan]]), np.array([0.0, math.inf])
     value, error = quantiles(entries, [0.0, 0.5, 1.0], share)
     assert value.tolist() == [[4, 4, 4], [5, 5, 5]]
@@ -389,7 +389,7 @@ def test_quantiles_at_the_ends_and_of_lone_entries() -> None:
 
 
 def test_quantiles_among_infinities() -> None:
-    """With infinities to both sides a quantile is certain, with one it may be anywhere."""
+    """With infinities on both sides a quantile is certain, with one it may be anywhere."""
     value, error = quantiles(np.array([[1.0] + [math.inf] * 9]), [0.0, 0.2, 0.9], 0.01)
     assert value[0].tolist() == [1, math.inf, math.inf]
     assert error[0].tolist() == [0, 0, 0]
@@ -398,18 +398,18 @@ def test_quantiles_among_infinities() -> None:
     assert error[0].tolist() == [math.inf]
 
 
-# --- samples without spread ------------------------------------------------------------------
+# --- samples without spread ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("negative", [0.005, 0.02, 0.05, 0.2, 0.47, 0.5])
 @pytest.mark.parametrize("seen", [40, 128])
 def test_cosines_of_one_output_know_that_rows_may_be_others(seen: int, negative: float) -> None:
-    """All are ±1: a sample may hold only one of the two, and a median jumps between them."""
+    """All cosines are ±1: a sample may contain one sign only, and its median jumps between them."""
     random = np.random.default_rng(0)
     rows, levels = 4000, (0.05, 0.5, 0.95)
     cosines = np.ones(rows)
     cosines[: round(negative * rows)] = -1
-    cosines *= 1 - 1e-7 * random.random(rows)  # what rounding leaves
+    cosines *= 1 - 1e-7 * random.random(rows)  # rounding errors
     index = np.stack([random.choice(rows, seen, replace=False) for _ in range(DRAWS)])
     found, rounding = cosines[index], np.full(DRAWS, 1e-3)
     sample = Sample(np.full(DRAWS, float(rows)), np.ones((DRAWS, seen), dtype=bool))
@@ -419,12 +419,12 @@ def test_cosines_of_one_output_know_that_rows_may_be_others(seen: int, negative:
     value, error = quantiles(found, levels, sample.variance_share, Ends(-1.0, 1.0), rounding)
     truth = np.quantile(cosines, levels)
     assert ((np.abs(value - truth) > 3 * error + 1e-6).mean(0) < 0.02).all()
-    # None is told to have a sign that it may not have.
+    # No sign is asserted that may be wrong.
     assert ((np.abs(value) > 2 * error) & (value * truth < 0)).mean(0).max() < 0.02
 
 
 def test_what_a_sample_that_is_all_alike_leaves_open() -> None:
-    """By hand: 30 rows of very many don't tell of a tenth of them; 128 tell of a fortieth."""
+    """By hand: 30 rows of very many can miss a tenth of them, 128 a fortieth."""
     level, ends = (0.05, 0.5, 0.95), Ends(-1.0, 1.0)
     for seen, expected in ((30, (0.8, 0, 0.2)), (128, (0, 0, 0))):
         values, share = np.full((1, seen), 0.6), np.array([1 / (seen - 1)])
@@ -447,7 +447,7 @@ def test_ends_that_are_not_known_leave_an_error_unknown() -> None:
 
 
 def test_a_sample_with_a_spread_tells_its_own() -> None:
-    """Nor do cosines far from ±1 that differ need more than that."""
+    """Cosines away from ±1 with a spread keep the plain error."""
     random = np.random.default_rng(0)
     cosines = 0.2 + 0.05 * random.normal(size=(1, 60))
     sample = of_all(10_000, np.ones((1, 60), dtype=bool))
@@ -467,7 +467,7 @@ def test_a_share_of_one_row_is_as_uncertain_as_laplace_has_it() -> None:
 
 
 def test_all_active_rows_leave_nothing_to_chance_either() -> None:
-    """Of many rows few were seen, but these are all that are active; in the last layer none is."""
+    """Few of many rows were seen, but these are all active ones; the last layer has none."""
     active = np.array([[True, True, False], [False, True, False], [False] * 3])
     features = np.array([[1.0, 2.0], [3.0, -1.0], [5.0, 5.0]]) * active[..., None]
     squares = (features**2).sum(-1)
@@ -489,7 +489,7 @@ def test_scales_without_an_active_row() -> None:
 
 
 def test_the_spread_of_scales_by_finite_differences() -> None:
-    """Bias and error are half the second and the first derivative by the weight of each row."""
+    """Bias and error are half the second and the first derivative by each row's weight."""
     random = np.random.default_rng(0)
     seen, total, groups = 12, 40.0, 3
     scales = random.gamma(2.0, 1.0, (seen, groups))
@@ -512,7 +512,7 @@ def test_the_spread_of_scales_by_finite_differences() -> None:
 
 
 def test_rows_at_the_edge() -> None:
-    """A row that is not moved along its gradient is not harmed; cosines end at −1 and 1."""
+    """A row that does not move along its gradient is not harmed; cosines end at −1 and 1."""
     sample = of_all(4, np.ones((1, 4), dtype=bool))
     one, moved = np.ones(1), Sum(np.ones(1), np.zeros((1, 4)))
     harmed = measures.harmed_fraction(np.array([[0.0, -1.0, 1.0, 0.0]]), sample, moved)

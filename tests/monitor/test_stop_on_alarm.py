@@ -1,4 +1,4 @@
-"""The preset of alarms over healthy runs and others, and alarms that stop a run."""
+"""The preset alarms on healthy and faulty runs, and alarms that stop a run."""
 
 import pickle
 import warnings
@@ -30,7 +30,7 @@ class Words(nn.Module):
 
 
 class Low(nn.Linear):
-    """A layer beside which another begins at zero, as fine-tuning by few numbers has them."""
+    """A layer with a low-rank branch that begins at zero, as for fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -44,7 +44,7 @@ class Low(nn.Linear):
 def run(
     kind: str, make: Any, steps: int = 40, poison: int | None = None, **options: Any
 ) -> tuple[Monitor, list[str]]:
-    """A run under the preset, and what it warned of; from step `poison` on the loss is NaN."""
+    """Run under the preset; return run and warnings. The loss is NaN from step `poison` on."""
     torch.manual_seed(0)
     model: nn.Module = {
         "mlp": lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)),
@@ -127,7 +127,7 @@ def test_the_preset_raises_something_over_runs_that_blow_up(
 
 
 def climb(sink: MemorySink) -> None:
-    """Three steps against the gradient."""
+    """Take three steps against the gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
@@ -140,7 +140,7 @@ def climb(sink: MemorySink) -> None:
 
 
 def test_it_raises_where_the_report_is_complete_and_leaves_no_hook() -> None:
-    """In the next forward pass; inside `with`, what is raised passes, and closing goes well."""
+    """The next forward pass raises the error, `with` passes it on, and the monitor closes."""
     sink = MemorySink()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -230,7 +230,7 @@ def test_until_it_stops_the_run_is_bit_identical() -> None:
     seen: dict[str, int] = {}
 
     def third(path: str, reading: LayerReading) -> bool:
-        return seen["step"] == 4  # step 3's report is complete in the fifth forward pass
+        return seen["step"] == 4  # the fifth forward pass completes step 3's report
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*never attached")

@@ -1,4 +1,4 @@
-"""Lightning's strategies for several processes: one file, that says what a plain loop would."""
+"""Lightning's strategies for several ranks write one file, equal to a plain loop's."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from adiv_monitor.sinks import JsonlSink
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend"),
-    # Lightning's own advice, and calls that torch has deprecated
+    # Lightning's own advice, and calls of functions that torch has deprecated.
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
@@ -45,7 +45,7 @@ def net() -> nn.Sequential:
 
 
 class Classifier(pl.LightningModule):
-    """Looks at its process's share of each batch; at all of it where it has parts of layers."""
+    """A classifier that reads its rank's share of a batch, or all if its layers are split."""
 
     def __init__(self, *, way: str) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def fit(way: str, strategy: Any, folder: str | Path, **options: Any) -> None:
 
 
 class Steps(pl.Callback):
-    """Writes how many steps each process has taken."""
+    """A callback that writes the number of steps of each rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -100,13 +100,13 @@ class Steps(pl.Callback):
 
 
 def is_second(path: str, reading: object) -> bool:
-    """A rule that holds at one layer."""
+    """A rule that holds for one layer."""
     return path == "net.2"
 
 
 @pytest.mark.slow
 def test_an_alarm_stops_the_fit_in_all_processes_at_the_same_batch(tmp_path: Path) -> None:
-    """The report of step 0 is complete in all when the second step begins."""
+    """The report of step 0 is complete on all ranks when the second step begins."""
     callback = DivergenceCallback(
         2, sinks=[JsonlSink(tmp_path / "run.jsonl")], alarms=[is_second], on_alarm="stop"
     )
@@ -121,14 +121,14 @@ def work(rank: int, folder: str) -> None:
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
     os.environ |= {name: str(value) for name, value in where.items()}
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "here"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # they have met already
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
     for way, data, tensors in (("model_parallel", WORLD, 1), ("tensor_parallel", 1, WORLD)):
         strategy = ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensors)
         fit(way, strategy, folder, plugins=TorchElasticEnvironment())
 
 
 def plain() -> list[dict[str, Any]]:
-    """The same training as a loop of one's own, with whole batches."""
+    """Run the same training as a plain loop with whole batches."""
     model = nn.ModuleDict({"net": net()})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what processes with parts of layers say is what one with all of it says."""
+"""Tensor parallelism: ranks with parts of layers report what one unsharded process reports."""
 
 import time
 import warnings
@@ -40,7 +40,7 @@ SAMPLES, TOKENS, WORDS = 8, 8, 11
 
 
 class Block(nn.Module):
-    """Attention and two layers, as they are split over processes."""
+    """Attention and two layers, as they are split over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,18 +78,18 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A step, as one process takes it or several.
+    """A step, taken by one process or by several ranks.
 
     Attributes:
-        parallel: how many processes hold parts of one model; more are replicas of these.
-        world: how many processes there are.
+        parallel: number of ranks that hold parts of one model; further ranks are replicas of these.
+        world: number of ranks.
         sequence: norms are split by tokens.
-        spread: what the block computes is spread, too, from the first layer to the last.
+        spread: the block's activations are partitioned, too, from its first layer to its last.
         sharded: replicas hold parts of all parameters (FSDP2).
         parts: samples of each micro-batch, for each replica.
         optimizer: makes the optimizer.
         clip: the largest norm of the gradient.
-        turn: layers are measured in turn, three modules in a step, and this is the turn.
+        turn: number of the turn if layers are measured in turn, three modules per step.
     """
 
     world: int
@@ -124,7 +124,7 @@ CASES = {
 
 
 def split(model: Net, mesh: Any, case: "Case") -> None:
-    """Give each process its parts, as torch's tutorials do."""
+    """Partition the model across ranks, as in torch's tutorials."""
     from torch.distributed.tensor import Replicate, Shard, distribute_module
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -158,13 +158,13 @@ def split(model: Net, mesh: Any, case: "Case") -> None:
         }
     parallelize_module(model, mesh, plan)
     if case.spread:
-        distribute_module(model, mesh)  # what the plan doesn't name is on all processes
+        distribute_module(model, mesh)  # replicates everything that the plan does not name
 
 
 def make(dtype: torch.dtype = torch.float64) -> tuple[Net, Tensor, Tensor]:
     torch.manual_seed(0)
     tokens, targets = (torch.randint(WORDS, (SAMPLES, TOKENS)) for _ in range(2))
-    targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])  # idle rows
+    targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])  # no gradient
     return Net().to(dtype), tokens, targets
 
 
@@ -179,7 +179,7 @@ def local(tensor: Any) -> Tensor:
 
 @patient()
 def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monitor, nn.Module]:
-    """Take a step of one of the processes, or of all of them in one."""
+    """Take a step of one rank, or of all ranks in one process."""
     model, tokens, targets = make()
     replicas, group = case.world // case.parallel, None
     if rank is not None:
@@ -211,7 +211,7 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
             mine = slice(first, first + size)
             first += size
             loss = loss_of(model(tokens[mine]), targets[mine])
-            # FSDP takes the mean of what replicas leave.
+            # FSDP averages the replicas' gradients.
             (loss * (replicas if case.sharded and rank is not None else 1)).backward()
     for p in model.parameters() if group is not None and replicas > 1 else ():
         if p.grad is not None:
@@ -224,7 +224,7 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
 
 
 def train(rank: int, **options: Any) -> Any:
-    """Steps of one of two processes."""
+    """Take steps of one of two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     model, tokens, targets = make(options.pop("dtype", torch.float64))
@@ -269,7 +269,7 @@ class Gated(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A norm that each process computes for its own tokens, and code that adds up its gradients."""
+    """A norm that each rank computes for its own tokens, with code that sums its gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ def tokens_of_each(rank: int | None) -> Any:
 
 
 def odd_tokens(rank: int | None) -> Any:
-    """Which are not as many in each process; of two micro-batches."""
+    """Train with different numbers of tokens per rank, in two micro-batches."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor, parallel
 
@@ -342,7 +342,7 @@ def odd_tokens(rank: int | None) -> Any:
 
 
 def frozen_in_one(rank: int) -> Any:
-    """Other parameters in each process, but as many."""
+    """Freeze different weights, but as many, on each rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     model, tokens, targets = make()
@@ -360,7 +360,7 @@ def some_steps(
     off: str = "",
     **options: Any,
 ) -> Any:
-    """Two steps, measured with all rows: the reports, what was warned of, how long it took."""
+    """Take two steps measured with all rows; return reports, warnings and seconds."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     begin = time.monotonic()
     options = {"max_rows": None, **options}
@@ -394,7 +394,7 @@ def gated_off_in_one(rank: int) -> Any:
 
 
 def one_group_that_looks_at_others(rank: int) -> Any:
-    """Two replicas; in one of them the processes have chosen different rows."""
+    """Train two replicas, on one of which the ranks have chosen different rows."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import parallel
 
@@ -447,13 +447,13 @@ def work(rank: int, world: int, folder: str) -> None:
             found[name] = monitor.latest, written(monitor), same
     for task in TASKS[world]:
         found[task.__name__] = task(rank)
-        dist.barrier()  # a monitor of the next one would be taken for one of this
+        dist.barrier()  # else a monitor of the next case could join this one
     torch.save(found, Path(folder) / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
-    """What the processes found, by their number and rank."""
+    """Return the ranks' results by world size and rank."""
     return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
@@ -476,7 +476,7 @@ WHOLE = {"scale", "block.before", "block.between"}
 
 
 def test_few_rows_are_those_of_all_processes(found: dict[int, list[Found]]) -> None:
-    """All look at the same; each of these is counted once."""
+    """All ranks sample the same rows, and each of these counts once."""
     of_all, _, _ = found[2][0]["all_that_can_be_asked"]
     reports, said, _ = found[2][0]["few_rows"]
     assert not said
@@ -516,7 +516,7 @@ def test_what_takes_all_rows_is_said_to_be_missing(found: dict[int, list[Found]]
 
 
 def test_where_one_has_no_monitor(found: dict[int, list[Found]]) -> None:
-    """Nobody waits for it; what it takes all processes for is said to be missing."""
+    """No rank waits for it; readings that need all ranks are reported as missing."""
     reports, _, seconds = found[2][0]["one_without_a_monitor"]
     assert seconds < 10
     for report in reports:
@@ -544,7 +544,7 @@ def test_where_a_layer_is_off_in_one(found: dict[int, list[Found]]) -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
-    """Each row of a group has a key of its own, and groups are represented alike."""
+    """Each row of a group has its own key, and groups are represented equally."""
     chance, world, rows, most = np.random.default_rng(0), 4, 200, 64
     chosen = dict.fromkeys(range(world // count), 0)
     for step_number in range(100):
@@ -584,7 +584,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
 
 @pytest.mark.parametrize("most", [None, 5])
 def test_every_row_is_dealt_to_one(most: int | None) -> None:
-    """Also of calls whose rows don't divide; what all rows say goes with them."""
+    """Also in calls whose rows do not divide; statistics of all rows are partitioned with them."""
     found: dict[str, list[float]] = defaultdict(list)
     for place in range(2):
         calls = []
@@ -618,7 +618,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
 
 
 class Dealer(Peers):
-    """One of two processes, without the other."""
+    """One of two ranks, without the other."""
 
     def __init__(self, place: int) -> None:
         super().__init__(None, {})
@@ -633,7 +633,7 @@ class Dealer(Peers):
 def test_whatever_lies_where(
     task: Callable[[int | None], Any], found: dict[int, list[Found]]
 ) -> None:
-    """Gradients that don't lie as parameters do; rows of its own where a layer is no one else's."""
+    """Gradients may lie on other ranks than parameters, and a layer may have rows of one rank."""
     expected, _, _ = task(None)
     for own in found[2]:
         reports, said, _ = own[task.__name__]

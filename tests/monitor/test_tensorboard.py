@@ -1,4 +1,4 @@
-"""What TensorBoard itself reads and shows of a run."""
+"""Event files of a run, as TensorBoard itself reads and shows them."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def test_no_direction_is_written_as_nan_and_not_taken_not_at_all(tmp_path: Path)
 def test_histogram_buckets_lie_between_neighbouring_quantiles(tmp_path: Path) -> None:
     found = write(tmp_path, report())
     layer = report().layers[ATTENTION]
-    rows = 1024 - 24  # those with a gradient
+    rows = 1024 - 24  # rows with a gradient
     for tag, quantiles in (
         ("row_scale", layer.scale_quantiles),
         ("row_cosine", layer.row_cosine_quantiles),
@@ -92,7 +92,7 @@ def test_histogram_buckets_lie_between_neighbouring_quantiles(tmp_path: Path) ->
 
 
 def test_histogram_moments_are_those_of_the_distribution(tmp_path: Path) -> None:
-    """Levels as quantiles are the uniform distribution: mean 1/2, mean square 1/3."""
+    """Quantiles taken as a uniform distribution of levels have mean 1/2 and mean square 1/3."""
     found = write(tmp_path, report(layers={"a": reading(scale_quantiles=QUANTILE_LEVELS)}))
     (event,) = found.Histograms("adiv.row_scale/a")
     assert event.histogram_value.sum == pytest.approx(1000 / 2)
@@ -188,7 +188,7 @@ def test_no_text_about_no_notes(tmp_path: Path) -> None:
 
 
 def layout(found: EventAccumulator) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Category → title of each chart, and its tags: value, lower, upper."""
+    """Return category → title of each chart, and its tags: value, lower, upper."""
     event = found.Tensors("custom_scalars__config__")[-1]
     categories = Layout.FromString(make_ndarray(event.tensor_proto).item()).category
     return {
@@ -235,12 +235,12 @@ def test_a_target_of_another_kind_is_refused() -> None:
         TensorBoardSink(3)  # type: ignore[arg-type]
 
 
-# A real server, and a real browser in front of it
+# A real server and a real browser
 
 
 @pytest.fixture(scope="module")
 def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a TensorBoard that shows one run of three reports, a NaN among them."""
+    """Return the address of a TensorBoard with one run of three reports, one NaN among them."""
     log_dir = tmp_path_factory.mktemp("logs")
     sink = TensorBoardSink(log_dir / "run")
     for step in (0, 50, 100):

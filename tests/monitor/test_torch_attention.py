@@ -1,4 +1,4 @@
-"""torch's own attention reads what it reads when it is opened into layers that are called."""
+"""torch's own attention reads the same as an equal model of separately called layers."""
 
 import copy
 from contextlib import nullcontext

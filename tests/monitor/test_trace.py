@@ -1,6 +1,6 @@
-"""Plain hooks, where uses of parameters are known, read what a watch of all functions reads.
+"""Hooks on known uses of parameters give the same readings as a mode that sees every function.
 
-And where a model changes in mid-run, no reading is wrong and none is missing for long.
+When a model changes in mid-run, no reading is wrong, and none is missing for long.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ Step = Callable[[int, nn.Module], None]
 
 
 class Tied(nn.Module):
-    """Its head uses the embedding's weight, by a function of its own."""
+    """A model whose head uses the embedding's weight in a function of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Shown(nn.Module):
-    """A token is put before the others of each sample, and positions are added."""
+    """A model that prepends a token to each sample and adds positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Shown(nn.Module):
 
 
 class Within(Shown):
-    """Another mode is on within."""
+    """The same model, run within another mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.device("cpu"):
@@ -58,7 +58,7 @@ class Within(Shown):
 
 
 class Twice(nn.Module):
-    """Calls one module twice, and changes an output in place."""
+    """A module that calls a module twice, and changes an output in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Twice(nn.Module):
 
 
 class Repeating(nn.Module):
-    """A container that calls what it holds once, or twice."""
+    """A container that calls its module once, or twice."""
 
     repeats = False
 
@@ -84,14 +84,14 @@ class Repeating(nn.Module):
 
 
 class Halves(nn.Linear):
-    """Changes what its function gave, in place."""
+    """A layer that changes its function's result in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias).mul_(0.5)
 
 
 class Squared(nn.Linear):
-    """Its class has a rule."""
+    """A layer whose class has a rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x**2, self.weight, self.bias)
@@ -111,7 +111,7 @@ def images() -> nn.Module:
 
 
 class Attends(nn.Module):
-    """torch's own attention, and a recurrent layer."""
+    """torch's own attention and a recurrent layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def run(
     build: Callable[[], nn.Module], steps: int, before: Step = lambda number, model: None
 ) -> list[StepReport]:
-    """Reports of every step."""
+    """Return the reports of all steps."""
     torch.manual_seed(0)
     model = build().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -167,7 +167,7 @@ def run(
 
 
 def assert_same(expected: Mapping[str, LayerReading], report: StepReport) -> None:
-    """Each number of each reading, but for rounding."""
+    """Assert that all numbers of all readings agree up to rounding."""
     for path, reading in expected.items():
         found = asdict(report.layers[path])
         for name, value in asdict(reading).items():
@@ -196,7 +196,7 @@ def test_plain_hooks_read_what_a_watch_of_all_functions_reads(
 
 
 class Loose(nn.Sequential):
-    """The loss uses a parameter of it, beside what it gives."""
+    """A module with a parameter that the loss uses directly, besides its output."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
@@ -219,7 +219,7 @@ def test_why_a_parameter_is_not_measured_does_not_depend_on_the_way(
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
-    """What is watched in each step: classes of modules; None: all."""
+    """Return the watched classes of modules of each step; None for all."""
     found: list[list[str] | None] = []
     original = trace.Trace.plan
 
@@ -246,12 +246,12 @@ def test_a_module_that_is_called_otherwise_is_watched_again(
         model.repeats = number >= 5
 
     run(Repeating, 9, before)
-    # Armed once more when the last step is over.
+    # Armed once more after the last step.
     assert watched == [None, None, [], [], [], [], ["Linear"], [], [], []]
 
 
 class Changing(nn.Module):
-    """What it does can be changed while it is trained."""
+    """A module whose forward can be changed during training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ def test_a_model_that_changes_is_never_misread(name: str, always_whole: Callable
 def test_what_is_frozen_by_turns_is_read_when_it_is_trained(
     always_whole: Callable[[], None],
 ) -> None:
-    """As adversarial training does it, after the monitor was told what is trained."""
+    """Parameters frozen in turns, as in adversarial training, are read when they are trained."""
 
     def before(number: int, model: nn.Module) -> None:
         model.get_submodule("late").requires_grad_(number % 2 == 0)

@@ -1,4 +1,4 @@
-"""What is trained may change between steps: the report is of what a step really trained."""
+"""Trained parameters may change between steps: a report covers those that its step trained."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def reports(
     steps: int = 4,
     every_n_steps: int = 1,
 ) -> dict[int, StepReport]:
-    """`change` is called just before the forward pass of a step."""
+    """Train and return the reports; `change` is called just before the forward pass of a step."""
     torch.manual_seed(1)
     monitor = Monitor(model, optimizer, every_n_steps=every_n_steps, on_error="raise")
     with monitor:
@@ -97,7 +97,7 @@ def test_a_group_is_added_to_the_optimizer() -> None:
 
 
 def test_a_part_that_is_called_by_itself_is_unfrozen() -> None:
-    """Its hooks are those of what holds nothing that is trained."""
+    """Its hooks are those of a module without trained parameters."""
     encoder, head = nn.Sequential(nn.Linear(6, 5)), nn.Linear(5, 3)
     model = nn.ModuleDict({"encoder": encoder, "head": head})
     encoder.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Layers in turn: what a turn says of its layers is what is said where all are measured."""
+"""Layers measured in turn: their readings equal those of steps that measure all layers."""
 
 import copy
 import math
@@ -24,8 +24,9 @@ from adiv_monitor.report import Turn
 from adiv_monitor.sinks import HtmlSink, TableSink, TensorBoardSink
 from adiv_monitor.step.turns import Turns
 
-# One of each sort: batch norm, windows, tied and fused weights, experts, recurrent maps, modules as
-# a whole, weights made of several modules' parameters, several optimizers, no layer at all.
+# One model of each kind: batch norm, windows, tied and fused weights, experts, recurrent maps,
+# modules measured as a whole, weights made of several modules' parameters, several optimizers, no
+# layer at all.
 SPECIMENS = (
     *(
         "mobilenet_v3_small",
@@ -43,7 +44,7 @@ SPECIMENS = (
 
 
 def first_steps(build: Callable[[], Any], turn: int, size: int | None) -> list[StepReport]:
-    """The first step's reports, of one turn, or with all layers."""
+    """Return the first step's reports, of one turn, or with all layers."""
     seed(7)
     training = build()
     monitors = []
@@ -67,7 +68,7 @@ def training_of(specimen: Specimen) -> Training:
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
-@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of libraries
 def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
     specimen = ZOO[name]
     expected = first_steps(specimen.build, 0, None)
@@ -79,13 +80,13 @@ def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
     for i, whole in enumerate(expected):
         turns = [reports[i] for reports in rounds]
         found = {path: reading for report in turns for path, reading in report.layers.items()}
-        if max(held) == held[i]:  # of several optimizers, one may have been round before
+        if max(held) == held[i]:  # one of several optimizers may have completed a round before
             assert sum(len(report.layers) for report in turns) == len(whole.layers)
         assert found.keys() == whole.layers.keys()
         for path, reading in whole.layers.items():
             for measure, value in reading.measures().items():
                 if measure in ("scale_p05", "scale_p50", "scale_p95"):
-                    continue  # of rows that are drawn
+                    continue  # drawn rows differ
                 close = pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True)
                 assert getattr(found[path], measure) == close, f"{measure} of {path}"
         unmeasured = {n: count for report in turns for n, count in report.unmeasured.items()}
@@ -102,7 +103,7 @@ def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
 
 
 class Several(nn.Module):
-    """Layers of one, of several and of moved parameters."""
+    """Layers made of one parameter, of several, and of ones moved between modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ def test_the_run_is_the_unmonitored_one() -> None:
 
 
 def test_weights_that_change_after_the_step_show_in_the_first_turn_of_their_layer() -> None:
-    """What the first turn was seen to do says nothing of layers that had none yet."""
+    """The first turn's findings do not apply to layers that had no turn yet."""
 
     def change(**options: Any) -> list[StepReport]:
         model, x = several()
@@ -196,7 +197,7 @@ def test_weights_that_change_after_the_step_show_in_the_first_turn_of_their_laye
 
 
 class Copies(TorchDispatchMode):
-    """Elements that are copied."""
+    """A mode that counts copied elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ def test_no_more_than_the_due_parameters_are_copied(size: int) -> None:
             model, optimizer, every_n_steps=1, layers_per_step=layers_per_step, max_rows=1
         )
         with monitor:
-            for _ in range(2):  # once for the first of which anything is possible
+            for _ in range(2):  # only the second knows what is possible
                 optimizer.zero_grad()
                 model(x).square().sum().backward()
                 with Copies() as copies:
@@ -233,7 +234,7 @@ def test_no_more_than_the_due_parameters_are_copied(size: int) -> None:
         return copies.elements
 
     assert copied(None) >= layers * width**2
-    # Of a layer that was not measured before: θ, γ, and what the step took away.
+    # For a layer not measured before: θ, γ, and the step's update.
     assert size * width**2 <= copied(size) <= 3 * size * width**2 + 1000 * size
 
 
@@ -378,7 +379,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """A function without a rule uses the weights of two modules, which others use besides."""
+    """A function without a rule of two modules' weights, which also have other uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +402,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_uses_of_layers_that_wait_are_known(size: int) -> None:
-    """Where a module as a whole stands for them, and in what is covered."""
+    """Uses count where a whole module measures them, and in the coverage."""
 
     def reports(layers_per_step: int | None) -> list[StepReport]:
         torch.manual_seed(0)
@@ -474,7 +475,7 @@ def test_an_attention_has_a_turn_where_not_all_its_layers_were_asked_for() -> No
 
 
 def test_modules_that_share_parameters_have_one_turn() -> None:
-    """In a chain, too: b with d, d with c."""
+    """Also in a chain: b with d, d with c."""
     model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abcde"})
     model["d"].weight, model["c"].bias = model["b"].weight, model["d"].bias
     found = []

@@ -1,7 +1,7 @@
-"""Rows whose gradients differ by large factors: a sample may lack the few that hold most of ‖G‖².
+"""Rows whose gradients differ by large factors: a sample may miss the few with most of ‖G‖².
 
-As where a loss still cares for few samples. What one pass tells of all rows must be told so, of
-every kind of features; the errors of the rest must hold.
+This happens when a loss depends on few samples. Statistics that one pass computes over all rows
+stay exact for every kind of features, and the errors of the others hold.
 """
 
 import copy
@@ -30,7 +30,7 @@ from adiv_monitor import Monitor
 from adiv_monitor.report import LayerReading
 
 SEEN, DRAWS = 64, 40
-SIZES = (1.5, 3.5)  # standard deviation of the logarithm of the rows' sizes
+SIZES = (1.5, 3.5)  # standard deviation of the logarithm of row sizes
 
 
 class Of(nn.Module):
@@ -63,7 +63,7 @@ def grouped(x: Tensor, p: Tensor) -> Tensor:
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[], Tensor]]
-# Those whose rows have one scale each, or are told by autograd's own tensors.
+# Functions whose rows have one scale each, or scales known from autograd's own tensors.
 KINDS: dict[str, Case] = {
     "linear": (lambda: nn.Linear(6, 5), flat),
     "one output": (lambda: nn.Linear(6, 1), flat),
@@ -90,7 +90,7 @@ KINDS: dict[str, Case] = {
     "gain of places": (lambda: Of(torch.mul, 4, 1, 3), lambda: torch.randn(12, 4, 9, 3)),
     "PReLU": (lambda: nn.PReLU(6), images),
 }
-# Those whose scales are the same for all rows, which a sample shows.
+# Functions whose scales are equal for all rows, which a sample shows.
 EVEN: dict[str, Case] = {
     "offset": (lambda: Of(torch.add, 6), flat),
     "bias alone": (lambda: frozen(nn.LayerNorm(6), "weight"), flat),
@@ -102,7 +102,7 @@ EVEN: dict[str, Case] = {
 
 @cache
 def uneven(kind: str, size: float) -> tuple[nn.Module, Tensor, Tensor]:
-    """The model, its input and ∂L/∂z."""
+    """Return the model, its input and ∂L/∂z."""
     torch.manual_seed(0)
     build, data = (KINDS | EVEN)[kind]
     model, x = build().double(), data()
@@ -120,7 +120,7 @@ def measured(
     seed: int = 0,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> LayerReading:
-    """One step of plain gradient descent, in two micro-batches."""
+    """Measure one step of plain gradient descent in two micro-batches."""
     model, x, g = uneven(kind, size)
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
@@ -136,13 +136,13 @@ def measured(
 
 
 def held_by_hooks() -> AbstractContextManager[object]:
-    """What autograd keeps is in the hands of hooks, as those of offloading to the host."""
+    """Hold autograd's saved tensors by hooks, as offloading to the host does."""
     return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 @cache
 def truth(kind: str, size: float) -> LayerReading:
-    """From every single row."""
+    """Compute the measures from every single row."""
     return measured(kind, size, None, around=held_by_hooks)
 
 
@@ -165,7 +165,7 @@ def test_even_scales_cost_nothing_whatever_the_rows(kind: str) -> None:
         assert found.standard_error.get("diagonal_cosine", 0.0) < 1e-6
 
 
-# A few tokens hold most of the step, or the parameters don't speak for the rows.
+# Cases in which few tokens have most of the step, or the parameters do not determine the rows.
 FROM_ROWS = ("embedding", "gradient-only", "gradient-only, grouped")
 
 
@@ -175,7 +175,7 @@ FROM_ROWS = ("embedding", "gradient-only", "gradient-only, grouped")
     [(k, s) for k in KINDS | EVEN for s in SIZES if s < 2 or k not in FROM_ROWS],
 )
 def test_errors_hold_of_rows_of_all_sizes(kind: str, size: float) -> None:
-    """Of what is a smooth sum over rows; by more than a hundredth of the value."""
+    """The errors of smooth sums over rows hold, up to a hundredth of the value."""
     expected = truth(kind, size).measures()
     beyond: list[str] = []
     sampled = 0
@@ -193,7 +193,7 @@ def test_errors_hold_of_rows_of_all_sizes(kind: str, size: float) -> None:
 
 @pytest.mark.parametrize("kind", ["layer norm", "batch norm", "depthwise"])
 def test_a_sample_that_lacks_the_large_rows_knows_it(kind: str) -> None:
-    """Where hooks hold what autograd keeps, no pass over all rows is made: the sizes tell."""
+    """If hooks hold autograd's tensors, no pass over all rows is made: sizes show missing rows."""
     expected = truth(kind, 3.5).diagonal_cosine
     assert expected is not None
     beyond = 0
@@ -202,12 +202,12 @@ def test_a_sample_that_lacks_the_large_rows_knows_it(kind: str) -> None:
         assert found.diagonal_cosine is not None
         error = found.standard_error["diagonal_cosine"]
         beyond += abs(found.diagonal_cosine - expected) > 3 * error
-    assert beyond <= 0.1 * DRAWS  # of the sample's own spread alone, in half of the draws
+    assert beyond <= 0.1 * DRAWS  # by the sample's own spread alone, half of the draws
 
 
 @pytest.mark.parametrize("kind", ["layer norm", "grouped", "gain"])
 def test_a_call_without_rows_says_nothing(kind: str) -> None:
-    """As of an expert that gets no tokens."""
+    """As for an expert without tokens."""
     model, x, g = uneven(kind, 1.5)
     found = []
     for calls in ((x,), (x, x[:0])):
@@ -239,7 +239,7 @@ class Normed(nn.Module):
 
 
 def test_checkpointing_keeps_its_memory() -> None:
-    """No input is held from a forward pass that keeps none."""
+    """No input is kept from a forward pass that keeps none."""
     model = Normed()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Monitor(model, optimizer, max_rows=4, on_error="raise") as monitor:
@@ -276,7 +276,7 @@ def test_no_input_outlives_the_backward_pass() -> None:
 
 
 def test_an_input_that_was_written_to_tells_nothing() -> None:
-    """Under autocast autograd keeps a copy, and the original may be changed."""
+    """Under autocast, autograd keeps a copy, and the original may be overwritten."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=6))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,6 +1,6 @@
-"""What is said of a training is true of its state, in every loop, wherever people read it.
+"""Every statement about a training is true of its state, in every loop, wherever it appears.
 
-The table: states of a training × loops that train it × what people see of it.
+The table: states of a training × loops that train it × places where people read about it.
 """
 
 import html
@@ -34,7 +34,7 @@ WITHOUT_LOSS = "plain, without the loss"
 FALLS = "Whether the loss falls"
 WIRING = "Wiring: parameters that are not held, not reached or frozen"
 QUIET = {"nothing", "note"}  # neither to fix nor to watch
-# Of every state: how strong what is found may be, with the loss and without.
+# For every state: allowed strengths of its findings, with the loss and without.
 STRENGTHS = {
     "healthy": (QUIET, QUIET),
     "not finite": ({"act"}, {"act"}),
@@ -53,7 +53,7 @@ STRENGTHS = {
 
 
 class Case(NamedTuple):
-    """A run, and which."""
+    """A run and its state and loop."""
 
     state: str
     loop: str
@@ -77,7 +77,7 @@ class Case(NamedTuple):
         return found[0] if found else "nothing"
 
     def layers(self, finding: str) -> tuple[str, ...]:
-        """Without the name that Lightning's module has for the network."""
+        """Return the layers' names without the prefix of Lightning's module."""
         return tuple(path.removeprefix("net.") for path in self.findings[finding].layers)
 
 
@@ -89,23 +89,23 @@ class Case(NamedTuple):
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
-    """Each run is trained once, for all that is asked of it."""
+    """Return a run, trained once for all tests."""
     state, loop = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may leave its own there
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may set it
         yield Case(state, loop, seen(STATES[state], loop, tmp_path_factory.mktemp("run")))
 
 
 def items(page: str, kind: str) -> list[str]:
-    """What the page's list of checks says with this mark, without markup."""
+    """Return the page's checks with this mark, without markup."""
     found = re.findall(rf'<li class="{kind}[^"]*">(.*?)</li>', page, re.DOTALL)
     return [html.unescape(re.sub(r"<.*?>", "", text)).strip() for text in found]
 
 
 def outside(reports: list[StepReport], found: Seen) -> set[tuple[str, str]]:
-    """(layer, measure) that typically lies beyond what healthy ones read, by two errors.
+    """Return (layer, measure) typically outside the range of healthy runs, by two errors.
 
-    Typically: the median over the steps at no less than half of the largest learning rate.
+    Typically: the median over the steps with at least half of the largest learning rate.
     """
     record = found.running.record()
     largest = max(max(report.learning_rates) for report in reports)
@@ -128,7 +128,7 @@ def outside(reports: list[StepReport], found: Seen) -> set[tuple[str, str]]:
     return said
 
 
-# Of every run
+# Tests of every run
 
 
 def test_all_that_people_see_says_the_same(case: Case) -> None:
@@ -188,11 +188,11 @@ def test_every_line_of_json_is_there(case: Case) -> None:
     assert all(bool(line["losses"]) == case.knows_loss for line in lines)
 
 
-# Of one state each
+# Tests of single states
 
 
 def read(case: Case, words: str) -> None:
-    """Words that TensorBoard and the page both print."""
+    """Return the words that TensorBoard and the page both print."""
     assert words in case.seen.findings_text.replace("\\", "")
     assert words in html.unescape(re.sub(r"<.*?>", "", case.seen.page))
 
@@ -203,7 +203,7 @@ def healthy(case: Case) -> None:
 
 def not_finite(case: Case) -> None:
     step = BREAKS if case.knows_loss else -(-BREAKS // EVERY) * EVERY  # the next measured one
-    # By then the step of the loss that was NaN has made all weights NaN.
+    # By then the step with the NaN loss has made all weights NaN.
     place = "the loss" if case.knows_loss else "the outputs of Linear 'first'"
     first = case.seen.running.findings()[0]
     assert (first.name, first.strength, first.since) == ("non-finite", "act", step)
@@ -262,7 +262,7 @@ def held_still(case: Case) -> None:
 
 
 def without_gradients(case: Case) -> None:
-    """Reports can't tell that it is not meant, and say so."""
+    """Reports cannot tell whether the frozen layer is intended, and point to the wiring."""
     layers = {layer for report in case.seen.reports for layer in report.layers}
     assert {layer.removeprefix("net.") for layer in layers} == {"first", "head"}
     read(case, WIRING)

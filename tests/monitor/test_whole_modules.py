@@ -1,7 +1,7 @@
-"""What no rule accounts for, measured through its module; float64 against slow Jacobians.
+"""Parameters without a rule are measured through their module; float64, against slow Jacobians.
 
-The reference writes the Jacobian of the module's output down, by reverse-mode derivatives of one
-output after the other, on the inputs that the module got; and moves the parameters a little.
+The reference computes the Jacobian of the module's output by one reverse-mode derivative per
+output, on the inputs of the module's call, and moves the parameters by a small step.
 """
 
 import copy
@@ -23,14 +23,14 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.whole_modules import leftovers
+from adiv_monitor.capture.whole_modules import without_rule
 from adiv_monitor.features import uses
 
 EXACT = {"rel": 1e-9, "abs": 1e-12}
 
 
 class Scan(nn.Module):
-    """h' = exp(−exp(A_log) Δ) h + x, z = Σ h c: a state-space model, as Mamba's; (B, T, C)."""
+    """A state-space model as in Mamba: h' = exp(−exp(A_log) Δ) h + x, z = Σ h c; (B, T, C)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Bent(nn.Module):
 
 
 class Hidden(torch.autograd.Function):
-    """x·eʷ, out of sight, with a derivative for backward mode alone."""
+    """x·eʷ as a custom function with a reverse-mode derivative only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Hidden(torch.autograd.Function):
 
 
 class HiddenForward(Hidden):
-    """With one for forward mode too."""
+    """x·eʷ as a custom function with a forward-mode derivative, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class HiddenForward(Hidden):
 
 
 class OnlyOnce(Hidden):
-    """With a backward that is not to be differentiated."""
+    """A custom function whose backward is not differentiable."""
 
     @staticmethod
     @once_differentiable
@@ -113,7 +113,7 @@ class Custom(nn.Module):
 
 
 class Exponential(nn.Module):
-    """A parametrisation that no function is seen to make."""
+    """A parametrisation that no function mode sees."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return Hidden.apply(torch.ones_like(weight), weight)
@@ -126,7 +126,7 @@ def parametrised() -> nn.Module:
 
 
 class Noisy(nn.Module):
-    """Drops entries, and normalises over the batch, around a learned power."""
+    """Dropout and batch normalisation around a learned power."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Noisy(nn.Module):
 
 
 class Turning(Bent):
-    """Its output depends on buffers that it changes before and after."""
+    """A module whose output depends on buffers that it changes before and after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,17 +169,17 @@ class Attending(nn.Module):
 
 
 def normed() -> nn.Module:
-    """Its weight is made by a hook of torch's own, of parameters of its own."""
+    """Return a layer whose weight a hook of torch's own makes of other parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         layer = nn.utils.weight_norm(nn.Linear(4, 3, bias=False))
     layer.weight_g.data.mul_(2)
-    layer.weight = layer.weight.detach()  # so that the layer can be copied before it has run
+    layer.weight = layer.weight.detach()  # so that the layer can be copied before its first run
     return layer
 
 
 class Cell(nn.Module):
-    """Gives what it says and what it keeps, and takes a mask by name."""
+    """A cell that returns output and state, and takes a mask by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Cell(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Gives sequences, what each says in all, and perhaps what the batch says."""
+    """A module that returns sequences, a summary per sample, and optionally one of the batch."""
 
     def __init__(self, of_batch: bool) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Uneven(nn.Module):
 
 
 class Pictures(nn.Module):
-    """(B, C, H, W)."""
+    """A module for pictures (B, C, H, W)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Pictures(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """The module behind a linear layer, so that it is not the root and its input has a graph."""
+    """The module behind a linear layer: it is not the root, and its input requires grad."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def data(*shape: int) -> Tensor:
 
 
 def total(output: Any) -> Tensor:
-    """A loss in which every entry weighs differently, and some nothing."""
+    """Return a loss in which every entry has another weight, some of them zero."""
     parts = output if isinstance(output, tuple) else (output,)
     losses = []
     for part in parts:
@@ -249,19 +249,19 @@ def total(output: Any) -> Tensor:
 
 @dataclass
 class Truth:
-    """Rows of one module at one step, (rows, n)."""
+    """The rows of one module at one step, (rows, n)."""
 
     G: Tensor
     z: Tensor
     e: Tensor
     d: Tensor
-    near: Tensor  # d, by parameters that really moved, a little
+    near: Tensor  # d by a real, small change of the parameters
     descent: float
 
 
 @dataclass
 class Seen:
-    """What a module got and gave in a pass."""
+    """Inputs and outputs of a module in a pass."""
 
     args: list[tuple[Any, ...]] = field(default_factory=list)
     kwargs: list[dict[str, Any]] = field(default_factory=list)
@@ -274,7 +274,7 @@ def flat(output: Any) -> list[Tensor]:
 
 
 def laid_out(tensors: list[Tensor]) -> Tensor:
-    """Rows: positions of (B, …, C) or (B, C, H, W); else elements of the batch; else one."""
+    """Return rows: positions of (B, …, C) or (B, C, H, W), else batch elements, else one row."""
     if len({t.shape[:-1] for t in tensors}) > 1:
         same = len({len(t) for t in tensors}) == 1
         return torch.cat([t.reshape(len(t) if same else 1, -1) for t in tensors], 1)
@@ -290,7 +290,7 @@ def truth(
     backward: Callable[[nn.Module], None],
     seed: int | None = None,
 ) -> Truth:
-    """What an SGD step with η = 0.1 does to the rows of `inner`."""
+    """Return the effect of an SGD step with η = 0.1 on the rows of `inner`."""
     seen = Seen()
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -337,7 +337,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def expected(found: Truth) -> dict[str, float]:
-    rows = [cosine(d, g) for d, g in zip(found.d, found.G, strict=True)]  # NaN: does not move
+    rows = [cosine(d, g) for d, g in zip(found.d, found.G, strict=True)]  # NaN: no movement
     moving = [c for c in rows if not math.isnan(c)]
     return {
         "update_cosine": cosine(found.d, found.G),
@@ -423,7 +423,7 @@ def passes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[nn.Module
     return backward
 
 
-# Without these rules, nothing else accounts for what these modules make of their parameters.
+# Without these rules, only the whole module accounts for the parameters' effects.
 WITHOUT = {"exp(A_log)": "mul", "weight norm by a hook": "linear", "spectral norm": "linear"}
 
 
@@ -466,7 +466,7 @@ def test_pictures_have_their_channels_second() -> None:
     )
 
 
-# --- where a rule measures too, it says the same ----------------------------------------------
+# --- agreement with rules ------------------------------------------------------------------------
 
 RULED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4), "linear"),
@@ -506,9 +506,9 @@ def test_what_a_rule_says_too(
     assert whole.rows_seen == by_rule.rows_seen
     measures, ruled = whole.measures(), by_rule.measures()
     assert len(measures) == 14
-    # A gain's rule takes ‖G‖² of the same rows as its scales; else both know it of all rows.
+    # A gain's rule takes ‖G‖² from the same rows as its scales; otherwise both use all rows.
     alike = measures.keys()
-    if max_rows is not None and name.startswith("linear"):  # a rule knows how large all rows are
+    if max_rows is not None and name.startswith("linear"):  # a rule knows the norms of all rows
         alike -= SAMPLED
     assert {k: measures[k] for k in alike} == pytest.approx({k: ruled[k] for k in alike}, **EXACT)
     for measure in alike & {*SAMPLED, "row_cosine_mean"}:
@@ -516,13 +516,13 @@ def test_what_a_rule_says_too(
         assert error == pytest.approx(by_rule.standard_error.get(measure, 0.0), **EXACT)
 
 
-# --- the bounded number of samples -------------------------------------------------------------
+# --- the bounded number of samples ---------------------------------------------------------------
 
 SIZES: list[int] = []
 
 
 class Counted(nn.Module):
-    """Writes down how many elements each batch has that runs through it or a copy."""
+    """A module that records the batch sizes with which it or a copy is run."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -538,7 +538,7 @@ class Counted(nn.Module):
 def test_only_elements_with_chosen_rows_run_again(
     inner: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the elements depend on each other, or on random numbers."""
+    """Otherwise all are rerun, as elements depend on each other or on random numbers."""
     model, x = Counted(inner()).double(), data(40, 4)
     target = torch.randn_like(x)
 
@@ -553,7 +553,7 @@ def test_only_elements_with_chosen_rows_run_again(
     alone = isinstance(model.inner, nn.Tanh)
     tried = [7] if not isinstance(model.inner, nn.Dropout) else []
     assert ([40, 7, 7, 7] if alone else [40, *tried, 40, 40, 40]) == SIZES
-    monkeypatch.setattr(leftovers, "_choices", lambda rows, still: [(None, rows)])
+    monkeypatch.setattr(without_rule, "_choices", lambda rows, still: [(None, rows)])
     every = measured()
     assert SIZES == [40, 40, 40, 40]
     a, b = few.layers["power"], every.layers["power"]
@@ -563,7 +563,7 @@ def test_only_elements_with_chosen_rows_run_again(
 
 
 def test_calls_share_the_rows() -> None:
-    """A module called three times, in two micro-batches: rows of all calls, each with its input."""
+    """Rows come from all calls of a module called three times in each of two micro-batches."""
     torch.manual_seed(3)
     model = Wrapped(Bent()).double()
     model.forward = lambda x: model.inner(model.inner(model.first(x)).sin())  # type: ignore[assignment]
@@ -593,11 +593,11 @@ def test_calls_share_the_rows() -> None:
     assert one_step(model, backward, max_rows=5).layers["inner"].rows_seen == 5
 
 
-# --- the run is left alone ----------------------------------------------------------------------
+# --- the unaffected run --------------------------------------------------------------------------
 
 
 class Stateful(nn.Module):
-    """All that a second run could be seen by: states, hooks, random numbers."""
+    """A module with everything that reveals a second run: states, hooks, random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -649,9 +649,9 @@ def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
 def test_a_compiled_part_is_not_compiled_again() -> None:
-    """Nor for a replay after the step, when compiled code runs as such again."""
+    """It is not compiled again for a replay after the step either."""
 
     def train(monitored: bool) -> int:
         torch._dynamo.reset()
@@ -697,7 +697,7 @@ def test_under_checkpointing(reentrant: bool, function: type[torch.autograd.Func
 
 
 def test_under_autocast() -> None:
-    """Half precision can't say more than its rounding lets it, but small steps are no zeros."""
+    """Half-precision rounding limits the precision, but small steps do not become zero."""
     torch.manual_seed(3)
     model, x = Wrapped(Scan()), torch.randn(6, 5, 4)
 
@@ -716,7 +716,7 @@ def test_under_autocast() -> None:
 
 
 class Answer(nn.Module):
-    """Gives a loss, what it is made of, a view of that, and its input."""
+    """A module that returns a loss, its logits, a view of them, and the module's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -728,7 +728,7 @@ class Answer(nn.Module):
 
 
 def test_an_output_that_others_are_made_of() -> None:
-    """The scalar and the view are left out: their gradients come through the logits too."""
+    """The scalar and the view are excluded: their gradients also pass through the logits."""
     torch.manual_seed(3)
     model, x = Answer().double(), data(6, 4).requires_grad_()
 
@@ -754,11 +754,11 @@ def test_an_output_that_others_are_made_of() -> None:
     assert reading.measures() == pytest.approx(expected.measures(), **EXACT)
 
 
-# --- what can't be measured has its reason -------------------------------------------------------
+# --- reasons for modules that cannot be measured -------------------------------------------------
 
 
 class Changing(Bent):
-    """Another output every time, for the same input."""
+    """A module with another output at every call for the same input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -770,7 +770,7 @@ class Changing(Bent):
 
 
 class InPlace(Bent):
-    """Changes what it gets."""
+    """A module that changes its input in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         z = super().forward(x)
@@ -779,7 +779,7 @@ class InPlace(Bent):
 
 
 class Unsaid(Bent):
-    """Gets what can't be copied."""
+    """A module whose input cannot be copied."""
 
     def forward(self, x: Tensor, more: object = None) -> Tensor:
         return super().forward(x)
@@ -815,7 +815,7 @@ def test_a_hook_that_changes_the_output_is_noticed() -> None:
 
 
 def test_what_a_module_leaves_unused_is_not_claimed() -> None:
-    """The parameter of the parent goes through the parent, and not through a child that ran."""
+    """The parent's parameter acts through the parent, not through a child that ran."""
 
     class Parent(nn.Module):
         def __init__(self) -> None:
@@ -834,7 +834,7 @@ def test_what_a_module_leaves_unused_is_not_claimed() -> None:
 
 
 def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A_log of each mixer, on transformers' plain path, in its own place."""
+    """A_log of each mixer is measured in place, on transformers' plain path."""
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(
         vocab_size=11, hidden_size=6, state_size=3, num_hidden_layers=2, use_cache=False
@@ -848,7 +848,7 @@ def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
         functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
 
     claimed: dict[nn.Module, list[str]] = {}
-    claim = leftovers.ParametersWithoutRule.claim
+    claim = without_rule.ParametersWithoutRule.claim
 
     def remember(self: Any, module: nn.Module, *others: Any) -> list[str]:
         names = claim(self, module, *others)
@@ -856,7 +856,7 @@ def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
             claimed[module] = names
         return names
 
-    monkeypatch.setattr(leftovers.ParametersWithoutRule, "claim", remember)
+    monkeypatch.setattr(without_rule.ParametersWithoutRule, "claim", remember)
     monkeypatch.delitem(uses._RULES, "mul")
     twin = copy.deepcopy(model)
     report = one_step(model, backward, max_rows=None)
@@ -868,5 +868,5 @@ def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "backbone.layers.1.mixer" + (".A_log" if names == ["A_log"] else "")
     wanted = expected(found)
     measures = report.layers[path].measures()
-    # A_log goes through float32, in a model of float64 too.
+    # A_log passes through float32, in a float64 model, too.
     assert {k: measures[k] for k in wanted} == pytest.approx(wanted, rel=1e-5)

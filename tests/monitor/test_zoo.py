@@ -1,6 +1,6 @@
-"""Every model of the zoo: all of it is measured, and it trains as if nobody looked.
+"""Every model of the zoo is measured completely, and trains as without a monitor.
 
-Each is trained twice from one seed, with and without monitors, in three steps of which the middle
+Each is trained twice from one seed, with and without monitors, for three steps, of which the middle
 one is not measured.
 """
 
@@ -27,8 +27,8 @@ class FirstOrder:
     """−⟨∂L/∂Θ, ΔΘ⟩ of every step of an optimizer, in float64.
 
     Args:
-        trained: what is trained.
-        unseen: names of the parameters that are left out.
+        trained: the trained parameters by name.
+        unseen: names of the excluded parameters.
     """
 
     def __init__(self, trained: Trained, unseen: Container[str]) -> None:
@@ -43,7 +43,7 @@ class FirstOrder:
         self._before = [p.detach().clone() for p in self._parameters]
 
     def _end(self, *_: object) -> None:
-        """AdamW leaves gradients as they are."""
+        """Record the step's end, by which AdamW has not changed the gradients."""
         descents = (
             ((before - p.detach()).double() * p.grad).sum().item()
             for before, p in zip(self._before, self._parameters, strict=True)
@@ -53,7 +53,7 @@ class FirstOrder:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind; what its monitors said, or what is true of its steps."""
+    """The state after a run, and its reports or the truth of its steps."""
 
     training: Training
     losses: list[float]
@@ -81,7 +81,7 @@ def run(specimen: Specimen, *, monitored: bool) -> Run:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are slower on several, where these wait for each other."""
+    """Use one thread: several would wait for each other in models this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -122,12 +122,12 @@ def test_all_parameters_are_measured_but_those_that_are_listed(name: str, monito
 
 
 def sizes_of(trained: Trained) -> dict[str, int]:
-    """Elements of each trained parameter, by name."""
+    """Return the number of elements of each trained parameter by name."""
     return {n: p.numel() for n, p in trained.model.named_parameters() if p.requires_grad}
 
 
 def test_the_run_is_the_unmonitored_one(monitored: Run, plain: Run) -> None:
-    """Losses, weights, buffers and random streams, bit by bit."""
+    """Losses, weights, buffers and random streams are bitwise equal."""
     assert monitored.losses == plain.losses
     assert monitored.random == plain.random
     pairs = zip(monitored.training.trained, plain.training.trained, strict=True)
@@ -145,9 +145,9 @@ def test_what_really_happened_is_known_of_every_layer(monitored: Run) -> None:
 
 
 def test_the_layers_descents_add_up_to_that_of_the_step(monitored: Run, plain: Run) -> None:
-    """No use of a parameter is missed or counted twice: the parts make up −⟨∂L/∂Θ, ΔΘ⟩.
+    """No use of a parameter is missed or counted twice: the parts sum to −⟨∂L/∂Θ, ΔΘ⟩.
 
-    Where descents are estimates from rows, within five of their errors.
+    Descents estimated from rows agree within five of their errors.
     """
     for reports, truth in zip(monitored.reports, plain.first_order, strict=True):
         for report in reports:

@@ -1,1 +1,1 @@
-"""The command `adiv-audit`: what it is told, what it prints and writes."""
+"""The command `adiv-audit`: its command line, its output and the files that it writes."""

@@ -1,4 +1,4 @@
-"""The command `adiv-monitor`: `adiv-monitor audit` is `adiv-audit`."""
+"""The command `adiv-monitor`, whose subcommand `audit` is `adiv-audit`."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Each has its own --help. A training writes its page with HtmlSink("run.html").""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     command, rest = (given or [""])[0], given[1:]
     if command == "audit":

@@ -1,4 +1,4 @@
-"""The folder of a report: written whole, or not at all."""
+"""The folder of a report, which is written as a whole or not at all."""
 
 import os
 import re
@@ -16,24 +16,27 @@ from adiv_monitor.pages.digest import MARK
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 _CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"
-# What the beginning of each file that an audit writes has, and no other file of that name.
+# A pattern at the beginning of each file that an audit writes, which no other file of that name
+# has.
 _MARKS = {
     "config.yaml": re.compile(re.escape(_CONFIG_HEAD.encode())),
     "report.html": re.compile(b'<meta name="generator" content="adiv-audit">'),
     "report.json": re.compile(rb'\A\{"schema":\d+,"verdict":'),
     "report.md": re.compile(rb"\A" + re.escape(MARK.encode())),
 }
-_HEAD = 2000  # bytes, in which marks are
+_HEAD = 2000  # length of the beginning that is searched for marks
 _BOARD = "tensorboard"
-_BOARD_MARK = ".adiv-audit"  # at the end of a name
+_BOARD_MARK = ".adiv-audit"  # suffix of file names
 
 
 def check(out: str, *, force: bool = False) -> None:
-    """Raise UsageError if a report must not, or can't, be written to `out`; leaves nothing behind.
+    """Raise UsageError if a report must not, or can't, be written to `out`.
+
+    The check leaves nothing behind.
 
     Args:
-        out: the folder.
-        force: whether files that no audit wrote may be overwritten.
+        out: The folder.
+        force: Whether files that no audit wrote may be overwritten.
     """
     folder = Path(out).absolute()
     try:
@@ -45,10 +48,11 @@ def check(out: str, *, force: bool = False) -> None:
 
 @contextmanager
 def staged(out: str) -> Iterator[Path]:
-    """A folder in `out`, or beside it, to write into; what is in it goes there at the end, or not.
+    """Yield a temporary folder whose files are moved into `out` at the end, unless an error occurs.
 
-    Files of the same names are replaced, and those of an earlier audit for TensorBoard; all others
-    stay. Missing folders above it are made.
+    It lies in `out` or in the nearest folder above it that exists. Files of the same names are
+    replaced, and so are an earlier audit's files for TensorBoard; all others stay. Missing folders
+    are made.
 
     Raises:
         UsageError: `out` can't be written to.
@@ -65,8 +69,8 @@ def staged(out: str) -> Iterator[Path]:
 
 
 def _staging(folder: Path, out: str) -> Path:
-    # Files can't be moved from one file system to another, and a folder that exists may be on one
-    # of its own.
+    # Files can't be moved between file systems, and an existing folder may be on a file system of
+    # its own.
     above = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=above))
@@ -99,7 +103,7 @@ def _check_names(folder: Path, out: str, force: bool) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether an audit wrote this file."""
+    """Return whether an audit wrote this file."""
     if path.is_symlink() or not path.is_file():
         return False
     if path.parent.name == _BOARD:
@@ -109,7 +113,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _move(stage: Path, folder: Path) -> None:
-    """Put each file into its place, and take away what an earlier audit left for TensorBoard."""
+    """Move each file into its place and remove the files of an earlier audit for TensorBoard."""
     board = folder / _BOARD
     earlier = [path for path in board.iterdir() if _is_ours(path)] if board.is_dir() else []
     board.mkdir(parents=True, exist_ok=True)
@@ -122,7 +126,7 @@ def _move(stage: Path, folder: Path) -> None:
 
 
 def write(report: AuditReport, config: Config, folder: Path) -> None:
-    """The report's files, config.yaml, and tensorboard/ with every measured step."""
+    """Write the report's files, config.yaml, and tensorboard/ with every measured step."""
     from torch.utils.tensorboard import SummaryWriter
 
     report.write(folder)
@@ -138,7 +142,7 @@ def write_page(file: str, text: str) -> None:
     """Write a page.
 
     Raises:
-        UsageError: it can't be written.
+        UsageError: The page can't be written.
     """
     try:
         write_whole({Path(file): text})

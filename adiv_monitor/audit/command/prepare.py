@@ -1,4 +1,4 @@
-"""From what an audit is told to what it works on: model, batches, loss, optimizer."""
+"""From the options of an audit to its objects: model, batches, loss and optimizer."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +18,15 @@ _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # others: flo
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is audited.
+    """The objects that an audit works on.
 
     Attributes:
-        config: with what was found where nothing was told.
-        model: on its device.
-        batches: on the same.
+        config: The options, with the inferred values of those that were not set.
+        model: The model, on its device.
+        batches: Batches on the same device.
         loss: model, batch → scalar.
         optimizer: model → optimizer.
-        notes: what a reader of the report must know.
+        notes: Remarks that a reader of the report must know.
     """
 
     config: Config
@@ -38,10 +38,10 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Everything that the config names, made, and tried on one step of a copy.
+    """Make everything that the config names, and try it with one training step of a copy.
 
     Raises:
-        UsageError: something of it can't be worked with.
+        UsageError: An option can't be used.
     """
     device = _device(config.device)
     dtype = _DTYPES.get(config.precision, torch.float32)
@@ -84,7 +84,7 @@ def _loss(config: Config, found: Data, device: torch.device) -> Loss:
 
 
 def _try_a_step(setup: Setup) -> None:
-    """One step of a copy: whatever does not fit shows before anything long begins."""
+    """Train a copy for one step, so that a mismatch shows before anything long begins."""
     try:
         train(setup.fork())
     except UsageError:

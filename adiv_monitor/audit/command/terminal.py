@@ -1,4 +1,4 @@
-"""What an audit shows in the terminal: progress, verdict, findings, a table."""
+"""The output of an audit in the terminal: progress, verdict, findings and a table."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,14 +19,14 @@ _COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
 
 
 class ProgressBars:
-    """One bar for each part of the audit, on a terminal; nothing elsewhere."""
+    """One progress bar for each part of the audit on a terminal; elsewhere nothing is shown."""
 
     def __init__(self, bars: "Progress") -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, what: str, done: int, of: int) -> None:
-        """So much of it is done."""
+        """Update the bar of a part of the audit: `done` units `of` all."""
         from rich.markup import escape
 
         if what not in self._tasks:
@@ -70,7 +70,7 @@ def _lines(finding: Finding) -> "list[object]":
 
 
 def _shortened(step: StepReport, report: AuditReport) -> tuple[StepReport, int]:
-    """At most so many layers as one can read, those that findings name first; how many are left."""
+    """Return the step with at most 16 layers, those of findings first, and the number left out."""
     if len(step.layers) <= _MOST_LAYERS:
         return step, 0
     named = [layer for finding in report.findings for layer in finding.layers]

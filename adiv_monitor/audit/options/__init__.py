@@ -1,1 +1,1 @@
-"""What an audit is told: the options of the command, and how wrong ones are refused."""
+"""The options of the command `adiv-audit`, and how invalid ones are refused."""

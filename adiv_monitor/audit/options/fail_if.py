@@ -19,20 +19,21 @@ _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-
 
 @dataclass(frozen=True)
 class Hit:
-    """A rule that holds somewhere: the text says where, with the value."""
+    """A rule that holds at a layer or for a finding; `text` says where, with the value."""
 
     rule: Rule
     text: str
 
 
 def parse(text: str) -> Rule:
-    """The rule that the text states.
+    """Parse a rule.
 
-    `[LAYERS:] MEASURE > NUMBER` (or >=, <, <=), LAYERS a glob pattern over layers; or
-    `[LAYERS:] NAME` of a finding, or `act`, `watch`, `note`: a finding of this strength or more.
+    A rule is `[LAYERS:] MEASURE > NUMBER` (or >=, <, <=), where LAYERS is a glob pattern over
+    layers; or `[LAYERS:] NAME`, the name of a finding; or `act`, `watch` or `note`, which holds for
+    any finding of this strength or a greater one.
 
     Raises:
-        UsageError: it is no such rule, or there is no such measure or finding.
+        UsageError: The text is no such rule, or there is no such measure or finding.
     """
     try:
         rule = alarms.parse(text, *MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
@@ -56,13 +57,13 @@ def parse(text: str) -> Rule:
 
 
 def hits(rule: Rule, report: AuditReport) -> list[Hit]:
-    """Where the rule holds: one hit for each layer, or each finding.
+    """Return where the rule holds: one hit for each layer, or for each finding.
 
-    A value is a hit where it lies beyond the limit by more than two of its standard errors, at any
-    measured step; one without direction (NaN), or whose error is not known, is none.
+    A value is a hit if it exceeds the limit by more than two of its standard errors, at any
+    measured step. A value without direction (NaN), or with an unknown error, is no hit.
 
     Raises:
-        UsageError: no layer that the rule names has the measure, so that nothing was compared.
+        UsageError: No layer that the rule names has the measure, so nothing was compared.
     """
     if not rule.comparison:
         return list(_findings(rule, report))
@@ -84,7 +85,7 @@ def hits(rule: Rule, report: AuditReport) -> list[Hit]:
 
 
 def _findings(rule: Rule, report: AuditReport) -> Iterator[Hit]:
-    """Findings of the rule's name or strength, at one of its layers."""
+    """Yield the findings of the rule's name or strength at the layers that the rule names."""
     for finding in report.findings:
         if rule.measure in STRENGTHS:
             meant = STRENGTHS.index(finding.strength) <= STRENGTHS.index(rule.measure)

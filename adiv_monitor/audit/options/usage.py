@@ -1,4 +1,4 @@
-"""What can't be worked with, said in one line."""
+"""Errors of usage, each reported to the user in one line."""
 
 import traceback
 from importlib import import_module
@@ -11,20 +11,20 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 class UsageError(ValueError):
-    """What the command was given can't be worked with; the message says what to do, in one line."""
+    """Raised for arguments that the command can't use; the message says what to do, in one line."""
 
 
 def one_line(text: object) -> str:
-    """The text with its white space in order, cut where it gets long."""
+    """Return the text with runs of white space collapsed, cut after 400 characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
 
 
 def said(error: BaseException) -> str:
-    """An exception of somebody else's code in one line: its class, its words, where it arose.
+    """Describe an exception of foreign code in one line: its class, its message, where it arose.
 
-    The place is the innermost line of code that is neither installed nor this package's own: that
-    is, the user's.
+    The place is the innermost stack frame outside installed packages and this package, which is the
+    user's own code.
     """
     name = type(error).__name__
     words = one_line(error)
@@ -39,10 +39,10 @@ def _is_users(file: str) -> bool:
 
 
 def needed(module: str, what: str, install: str = '"adiv-monitor[audit]"') -> Any:
-    """The module of an optional package.
+    """Import a module of an optional package and return it.
 
     Raises:
-        UsageError: it is not installed; `what` needs it.
+        UsageError: The package, which `what` needs, is not installed.
     """
     try:
         return import_module(module)

@@ -1,1 +1,1 @@
-"""What is seen of a run: one fork, trained under a monitor, and looked at before and after."""
+"""Observations of a run: one fork is trained under a monitor, and examined before and after."""

@@ -1,4 +1,4 @@
-"""Where training begins: the weights, and the loss of a model that knows nothing."""
+"""The state at the beginning of training: the weights, and the loss of a constant prediction."""
 
 import math
 from statistics import fmean
@@ -13,11 +13,11 @@ from adiv_monitor.diagnosis.record import WeightStatistics
 
 _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-_BATCHES = 4  # that the loss of knowing nothing is the mean of
+_BATCHES = 4  # number of batches for the loss of a constant prediction
 
 
 def weights(setup: Setup) -> dict[str, WeightStatistics]:
-    """How the linear and convolutional layers of a model are initialised, by path."""
+    """Return statistics of the initial weights of linear and convolutional layers, by path."""
     fork = setup.fork()
     normalised = _normalised(fork, setup)
     return {
@@ -28,9 +28,9 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
 
 
 def _normalised(fork: Fork, setup: Setup) -> frozenset[str]:
-    """Layers whose outputs go as they are into a normalisation, which takes their length out."""
+    """Return layers whose outputs go directly into a normalisation, which removes their scale."""
     paths = {module: path for path, module in fork.model.named_modules()}
-    made: dict[int, tuple[Tensor, str]] = {}  # the tensor is held: no other gets its id
+    made: dict[int, tuple[Tensor, str]] = {}  # tensors are held so that their ids stay unique
     found: set[str] = set()
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -48,7 +48,7 @@ def _normalised(fork: Fork, setup: Setup) -> frozenset[str]:
     with seeded(setup.seed), torch.no_grad():
         try:
             fork.loss(fork.model, copied(setup.batches[0]))
-        except Exception:  # whatever is wrong with the loss is the training run's to say
+        except Exception:  # the training run reports errors of the loss
             return frozenset()
     return frozenset(found)
 
@@ -66,9 +66,9 @@ def _statistics(module: nn.Module, normalised: bool) -> WeightStatistics:
 
 
 def chance(setup: Setup) -> float | None:
-    """The loss where the last layer gives zeros whatever the inputs are; None where it can't tell.
+    """Return the loss with the last layer's outputs replaced by zeros; None if it is unknown.
 
-    That is log(classes) for cross-entropy, the mean square of the targets for squared errors. The
+    It is log(classes) for cross-entropy, and the mean square of the targets for squared errors. The
     last layer is the linear or convolutional one that runs last.
     """
     fork = setup.fork()
@@ -92,17 +92,17 @@ def chance(setup: Setup) -> float | None:
                 return None
             last[0].register_forward_hook(zero)
             losses = [float(fork.loss(fork.model, copied(batch))) for batch in batches]
-        except Exception:  # whatever is wrong with the loss is the training run's to say
+        except Exception:  # the training run reports errors of the loss
             return None
     return fmean(losses) if all(map(math.isfinite, losses)) else None
 
 
 def double_softmax(setup: Setup) -> bool | None:
-    """Whether the outputs are probabilities whose softmax the loss takes once more.
+    """Return whether the outputs are probabilities and the loss takes another softmax of them.
 
-    They are if no entry is negative and they sum to 1 over the last dimension, or the second; the
-    loss takes a softmax if it is the same when 1 is added to all outputs. None: the model's output
-    is no tensor of several classes, or can't be changed.
+    Outputs are probabilities if no entry is negative and they sum to 1 over the last dimension or
+    the second. The loss takes a softmax if its value stays the same when 1 is added to all outputs.
+    None: the model's output is no tensor of several classes, or can't be changed.
     """
     fork = setup.fork()
     seen: list[bool] = []
@@ -127,6 +127,6 @@ def double_softmax(setup: Setup) -> bool | None:
             fork.model.register_forward_hook(shift)
             with seeded(setup.seed):
                 shifted = float(fork.loss(fork.model, copied(setup.batches[0])))
-        except Exception:  # whatever is wrong with the loss is the training run's to say
+        except Exception:  # the training run reports errors of the loss
             return None
     return all(seen) and math.isclose(loss, shifted, rel_tol=1e-5)

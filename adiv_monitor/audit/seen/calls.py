@@ -1,4 +1,4 @@
-"""Functions of torch that a forward pass and its loss call: each with its place, in order."""
+"""The torch functions that a forward pass and its loss call, in order, each with its place."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork, Loss, seeded
 
-# Not the caller: of torch, and of this package.
+# Folders whose frames are skipped when the caller's line is searched: torch's and this package's.
 _BETWEEN = tuple(f"{p}{os.sep}" for p in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 
@@ -24,14 +24,14 @@ class Call(NamedTuple):
     """One call of a function.
 
     Attributes:
-        number: in the order of one pass, from 0.
-        name: of the function, without the underscore of those that write in place.
-        path: of the innermost module that runs; None: none, as in the loss.
-        args: as they were given.
-        kwargs: as they were given.
-        result: what came back.
-        function: the function.
-        line: file and line of the code that called it; "": not known.
+        number: Position in the order of one pass, from 0.
+        name: Name of the function, without the trailing underscore of in-place functions.
+        path: Path of the innermost running module; None: no module runs, as in the loss.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        result: The result.
+        function: The function.
+        line: File and line of the calling code; "": unknown.
     """
 
     number: int
@@ -45,22 +45,22 @@ class Call(NamedTuple):
 
     @property
     def place(self) -> str:
-        """In a sentence: its function, the module that it runs in, and its line."""
+        """The place in words: the function, the module that it runs in, and its line."""
         where = f" in '{self.path}'" if self.path else ""
         return f"{self.name}{where}" + (f" ({self.line})" if self.line else "")
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument by its place, or its name."""
+        """Return an argument by its position, or by its name."""
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
 
 def see_calls(fork: Fork, see: Callable[[Call], None], batch: Any = None) -> Tensor:
-    """Run a fork's loss of a batch, and tell of every call.
+    """Run a fork's loss of a batch and report every call.
 
     Args:
-        fork: a copy, whose buffers may change.
-        see: is told of each call, after it returned.
-        batch: None: the fork's first.
+        fork: A copy, whose buffers may change.
+        see: Function that is called with each call after it has returned.
+        batch: The batch; None: the fork's first.
 
     Returns:
         The loss.
@@ -71,12 +71,12 @@ def see_calls(fork: Fork, see: Callable[[Call], None], batch: Any = None) -> Ten
 
 
 def change_calls(fork: Fork, change: Callable[[Call], Any]) -> None:
-    """From now on, some functions that a fork's loss calls give something else.
+    """Replace the results of some functions that a fork's loss calls, from now on.
 
     Args:
-        fork: a copy that is to be trained.
-        change: call, whose `result` is `NotImplemented` → what it gives; `NotImplemented`: what it
-            would.
+        fork: A copy to train.
+        change: Function from a call, whose `result` is `NotImplemented`, to the new result; if it
+            returns `NotImplemented`, the function runs as usual.
     """
     fork.loss = _changed(fork.loss, change)
 
@@ -90,7 +90,7 @@ def _changed(loss: Loss, change: Callable[[Call], Any]) -> Loss:
 
 
 class _Watched(TorchFunctionMode):
-    """Tells of each function that is called within, and where."""
+    """Reports each function that is called inside the context, and its place."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Watched(TorchFunctionMode):
 
 
 def _line() -> str:
-    """File and line of the innermost caller that is neither torch's nor ours."""
+    """Return file and line of the innermost caller outside torch and this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not _is_callers(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What a model puts out for a batch whose inputs are changed; labels, targets and masks stay."""
+"""A model's outputs for a batch with changed inputs; labels, targets and masks stay."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 def still(fork: Fork) -> Fork:
-    """The fork without what mixes samples in training on purpose, or draws by chance."""
+    """Switch off a fork's batch norms and dropout, which mix samples or draw random numbers."""
     for module in fork.model.modules():
         if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
             module.eval()
@@ -24,11 +24,11 @@ def still(fork: Fork) -> Fork:
 
 
 class ChangedInputs:
-    """Runs a fork's model on a batch, as it is and with inputs that are changed.
+    """Runs a fork's model on a batch with its own and with changed inputs.
 
     Attributes:
-        inputs: the tensors that the model was called with, as long as the batch.
-        own: the outputs for them.
+        inputs: The tensors of the batch's length that the model was called with.
+        own: The outputs for the unchanged inputs.
     """
 
     def __init__(self, fork: Fork, batch: Any) -> None:
@@ -37,7 +37,7 @@ class ChangedInputs:
         self.own = self.outputs(0, lambda x: x)
 
     def outputs(self, number: int, change: Change) -> list[Tensor]:
-        """The model's outputs where the input of this number is changed."""
+        """Return the model's outputs with the input of this number changed."""
         size = size_of(self._batch)
         seen: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Readings to the digits that they have, so that report.json is no larger than it need be."""
+"""Rounding of readings to their significant digits, which keeps report.json small."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from adiv_monitor.report import StepReport
 
-# Significant digits: float32, which models compute in, has seven; quantiles are of some hundred
+# Significant digits: float32, in which models compute, has seven; quantiles are of some hundred
 # sampled rows, and standard errors are estimates themselves.
 MEASURES, QUANTILES, ERRORS = 7, 5, 3
 _OF = {
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def told(report: StepReport) -> StepReport:
-    """A report whose readings have no more digits than they can tell."""
+    """Return a report whose readings have only significant digits."""
     return replace(
         report,
         layers={path: _rounded(reading) for path, reading in report.layers.items()},

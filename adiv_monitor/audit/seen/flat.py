@@ -1,7 +1,7 @@
-"""Where activation functions are flat: their slope is below 2 % of the largest that they have.
+"""Where activation functions are flat: their slope is below 2 % of its maximum.
 
 The numbers solve |f′(x)| = 0.02·max|f′| (differentiation and bisection); beyond them the slope only
-falls. What has no flat end (leaky ReLU, PReLU) is missing.
+falls. Functions without a flat end (leaky ReLU, PReLU) are not listed.
 """
 
 import math
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 LOG_50 = math.log(50)  # e^-x is below 2 % beyond it
-LOGIT_98 = math.log(49)  # and 1/(1 + e^x) there
+LOGIT_98 = math.log(49)  # 1/(1 + e^x) is below 2 % beyond it
 
-# Flat at or below the first, and at or above the second.
+# A function is flat at or below the first number, and at or above the second.
 ENDS: Mapping[str, tuple[float, float]] = {
     "relu": (0.0, math.inf),
     "relu6": (0.0, 6.0),
@@ -29,7 +29,7 @@ ENDS: Mapping[str, tuple[float, float]] = {
     "log_sigmoid": (-math.inf, LOGIT_98),
 }
 _SAME = {"special_expit": "sigmoid", "logsigmoid": "log_sigmoid"}
-# Modules that are put together from other functions (tanh, sigmoid) but are none of these.
+# Class names of modules that compose these functions from others, such as tanh and sigmoid.
 _GELU = re.compile(r"(quick)?gelu(activation|tanh)?$", re.IGNORECASE)
 _SILU = re.compile(r"(?<!hard)(swish|silu)(activation|me)?$", re.IGNORECASE)
 
@@ -37,11 +37,11 @@ _SILU = re.compile(r"(?<!hard)(swish|silu)(activation|me)?$", re.IGNORECASE)
 def ends_of_function(
     function: str, arguments: Mapping[str, Any]
 ) -> tuple[str, tuple[float, float]] | None:
-    """Name and ends of a function of torch; None if it is no activation function with a flat end.
+    """Return name and flat ends of a torch function; None if it is no activation with a flat end.
 
     Args:
-        function: its `__name__`, also of one that writes in place.
-        arguments: by name, those that may be given besides the input.
+        function: The function's `__name__`; in-place variants are accepted.
+        arguments: Arguments other than the input, by name.
     """
     name = function.strip("_")
     name = _SAME.get(name, name)
@@ -67,7 +67,7 @@ def ends_of_function(
 
 
 def ends_of_module(kind: str) -> tuple[str, tuple[float, float]] | None:
-    """The same of a module, by the name of its class, that makes one of several functions."""
+    """Return name and flat ends of a module's function by its class name; None if unknown."""
     if found := _GELU.search(kind):
         name = "quick_gelu" if found[1] else "gelu"
     elif _SILU.search(kind):
@@ -78,5 +78,5 @@ def ends_of_module(kind: str) -> tuple[str, tuple[float, float]] | None:
 
 
 def _excess(alpha: float) -> float:
-    """How much sooner α·eˣ falls below 2 % of max(1, α) than eˣ below 2 %."""
+    """Return how much sooner α·eˣ falls below 2 % of max(1, α) than eˣ falls below 2 %."""
     return math.log(max(1.0, alpha) / alpha)

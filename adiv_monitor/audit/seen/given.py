@@ -1,10 +1,10 @@
-"""The model that was given, which nothing may train."""
+"""A check that the user's own model is not trained."""
 
 from torch import nn
 
 
 class Given:
-    """Finds a loss that uses the model that was given instead of the one that it is called with."""
+    """Detects a loss that uses the user's model in place of its argument, a copy."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -13,10 +13,10 @@ class Given:
         ]
 
     def check(self) -> None:
-        """After a backward pass of a copy.
+        """Compare the gradients of the user's model with their state before a copy's backward pass.
 
         Raises:
-            ValueError: the model that was given received gradients; they are put back.
+            ValueError: The user's model received gradients; its former ones are restored.
         """
         touched = False
         for parameter, before, values in self._before:

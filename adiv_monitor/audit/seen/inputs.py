@@ -1,4 +1,4 @@
-"""The floating-point inputs of a model, summed up batch by batch while it is trained."""
+"""Statistics of a model's floating-point inputs, accumulated batch by batch during training."""
 
 import inspect
 import math
@@ -10,28 +10,28 @@ from torch import Tensor, nn
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.diagnosis.record import InputStatistics
 
-# Arguments that models are given beside their inputs.
+# Words in the names of arguments that are not inputs.
 _NO_INPUTS = ("label", "target", "mask")
 
 
 def names_by_place(module: nn.Module, count: int) -> list[str]:
-    """Names of the first so many arguments of a forward pass; numbers where they have none."""
+    """Return the names of the first `count` arguments of a forward pass; numbers if unnamed."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*own, *map(str, range(len(own), count))][:count]
 
 
 def is_input(name: str) -> bool:
-    """Whether an argument of this name is an input, not a label, a target or a mask."""
+    """Return whether an argument of this name is an input, not a label, a target or a mask."""
     return not any(word in name.lower() for word in _NO_INPUTS)
 
 
 class Inputs:
-    """Watches what reaches a model's forward pass.
+    """Accumulates statistics of the inputs of a model's forward pass.
 
     Attributes:
-        watching: whether what is called now counts.
-        ran: whether the model was called at all.
+        watching: Whether calls count at present.
+        ran: Whether the model was called at all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,11 +41,11 @@ class Inputs:
         self._handle = model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def remove(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         self._handle.remove()
 
     def statistics(self) -> dict[str, InputStatistics]:
-        """Of each floating-point input, by the argument's name or number."""
+        """Return the statistics of each floating-point input, by the argument's name or number."""
         return {name: sums.statistics() for name, sums in self._sums.items()}
 
     @torch.no_grad()
@@ -64,9 +64,10 @@ class Inputs:
 
 
 class _Sums:
-    """Moments of an input, in double precision, of each feature, and of samples' squared lengths.
+    """Moments of an input's features and of its samples' squared lengths, in double precision.
 
-    Parts are joined by the formulas of Chan, Golub and LeVeque (1979): no difference of large sums.
+    Parts are merged by the formulas of Chan, Golub and LeVeque (1979), without differences of large
+    sums.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,11 @@ class _Sums:
         self._minimum, self._maximum = math.inf, -math.inf
 
     def add(self, x: Tensor) -> None:
-        """One batch (N, …): (N, C, H, W) has features per channel, others in the last dimension."""
+        """Add a batch (N, …).
+
+        Features are the channels, dim 1, of four or more dimensions, and the last dimension
+        otherwise.
+        """
         x = (x.to_dense() if x.is_sparse else x).cpu().double()
         if x.ndim == 1:
             rows = x[:, None]
@@ -89,7 +94,7 @@ class _Sums:
         self._lengths = _joined(self._lengths, _Moments.of(lengths))
 
     def statistics(self) -> InputStatistics:
-        """What was added up."""
+        """Return the statistics of all batches."""
         assert self._features is not None and self._lengths is not None
         whole, lengths = self._features.merged(), self._lengths.merged()
         means, stds = self._features.mean, self._features.std()
@@ -106,7 +111,7 @@ class _Sums:
 
 
 class _Moments:
-    """Of each feature: how many entries, their mean, and the sum of their squared deviations."""
+    """The entries per feature, their means, and the sums of their squared deviations."""
 
     def __init__(self, count: int, mean: Tensor, squares: Tensor) -> None:
         self.count = count
@@ -115,12 +120,12 @@ class _Moments:
 
     @staticmethod
     def of(rows: Tensor) -> "_Moments":
-        """Of rows (entries, features)."""
+        """Return the moments of rows (entries, features)."""
         mean = rows.mean(0)
         return _Moments(len(rows), mean, (rows - mean).square().sum(0))
 
     def merged(self) -> "_Moments":
-        """All features taken for one."""
+        """Return the moments of all features taken as one."""
         mean = self.mean.mean(0, keepdim=True)
         between = self.count * (self.mean - mean).square().sum(0, keepdim=True)
         return _Moments(
@@ -128,12 +133,12 @@ class _Moments:
         )
 
     def std(self) -> Tensor:
-        """Standard deviation of each feature, over all its entries."""
+        """Return the standard deviation of each feature over all its entries."""
         return (self.squares / self.count).sqrt()
 
 
 def _joined(first: _Moments | None, second: _Moments) -> _Moments:
-    """Of both; where they differ in features, as in batches of other widths, of all as one."""
+    """Merge two moments; all features are taken as one if their numbers of features differ."""
     if first is None:
         return second
     if len(first.mean) != len(second.mean):
@@ -153,7 +158,7 @@ def _outer(minimum: float, maximum: float, x: Tensor) -> tuple[float, float]:
 
 
 def _spread(stds: Tensor) -> float:
-    """The largest over the median of those that vary at all; NaN where none does."""
+    """Return the maximum over the median of the nonzero deviations; NaN if all are zero."""
     varying = stds[stds != 0]
     return float(varying.max() / varying.median()) if len(varying) else math.nan
 

@@ -1,4 +1,4 @@
-"""Where the first value that is not finite arose."""
+"""Search for the origin of the first value that is not finite."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ from adiv_monitor.audit.training.setup import Fork
 
 
 def in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
-    """The first of a forward pass whose loss is not finite; the weights are still as they were.
+    """Locate the first value that is not finite in a forward pass whose loss is not finite.
 
-    In the order of computation: the weights before it, the data, the outputs of modules, the loss.
+    The weights must be those of that pass. The order is that of the computation: the weights, the
+    data, the outputs of modules, the loss.
     """
     when = f"after step {step - 1}" if step else "before training"
     for name, parameter in fork.model.named_parameters():
@@ -28,7 +29,7 @@ def in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
 
 
 def in_backward(model: nn.Module) -> str:
-    """The first gradient, on the way back, of a model whose gradient's norm is not finite."""
+    """Locate the first gradient that is not finite, in the order of the backward pass."""
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not _is_finite(parameter.grad):
             return f"gradient of {name}"
@@ -36,7 +37,10 @@ def in_backward(model: nn.Module) -> str:
 
 
 def _in_modules(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str | None:
-    """The module that first gives such a value, when the forward pass runs again."""
+    """Run the forward pass again and return the first module whose output is not finite.
+
+    NaN and +∞ have precedence over -∞.
+    """
     found: list[str] = []
     infinite: list[str] = []
 
@@ -61,7 +65,7 @@ def _in_modules(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str | None:
 
 
 def _is_broken(tensor: torch.Tensor) -> bool:
-    """Whether it holds NaN or +∞; -∞ is what masks are made of."""
+    """Return whether the tensor holds NaN or +∞; masks consist of -∞."""
     return tensor.is_floating_point() and bool((tensor.isnan() | tensor.isposinf()).any())
 
 

@@ -1,6 +1,6 @@
-"""What the loss makes of the model's outputs: an activation function too many, parts that oppose.
+"""Faults between outputs and loss: a superfluous activation function, parts that oppose each other.
 
-Both are looked at with the weights that training would begin with.
+Both are examined at the initial weights.
 """
 
 import math
@@ -20,35 +20,35 @@ from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import ActivatedOutput
 
-# Losses that put a softmax or a sigmoid of their own behind what they are given.
+# Losses that apply a softmax or a sigmoid of their own to their input.
 _WITH_THEIR_OWN = ("cross_entropy", "log_softmax", "binary_cross_entropy_with_logits")
-_LARGE = 100_000_000  # parameters, a copy of which in float64 is not made
+_LARGE = 100_000_000  # parameters; no float64 copy of a larger model is made
 _SAMPLES = 2
-_MOST = 4  # players
-_SHORT = 1e-6  # of the weights' length, and of the loss
-_AGREE = 0.05  # the slopes of two steps
+_MOST = 4  # most parts of a model that are taken for players
+_SHORT = 1e-6  # relative to the weights' length, and to the loss
+_AGREE = 0.05  # largest relative difference of the slopes of two steps
 
 
 def activated_output(fork: Fork) -> ActivatedOutput | None:
-    """The activation function, or softmax, whose outputs the loss takes for logits.
+    """Find the activation function, or softmax, whose outputs the loss takes for logits.
 
-    They go as they are into a loss that has a softmax or sigmoid of its own. None: there is none,
-    or the forward pass fails.
+    Its outputs go unchanged into a loss that has a softmax or sigmoid of its own. None: there is no
+    such function, or the forward pass fails.
     """
     with seeded(fork.seed), torch.no_grad():
         try:
             with _Outputs(fork.model).watching() as outputs:
                 fork.loss(fork.model, copied(fork.batches[0]))
-        except Exception:  # whatever is wrong with the loss is the training run's to say
+        except Exception:  # the training run reports errors of the loss
             return None
     return outputs.found
 
 
 class _Outputs(TorchFunctionMode):
-    """Watches which function's output a loss is given.
+    """Records which function's output a loss receives.
 
-    Tensors are told by their memory and by how often it was written to: a view is the same output,
-    what something was added to in place is not. They are held, so that no other gets their memory.
+    Tensors are identified by their memory and its version: a view is the same output, a tensor that
+    was written to in place is not. Outputs are held so that their memory is not reused.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,17 +102,18 @@ class _Outputs(TorchFunctionMode):
 
 
 def descent_share(setup: Setup) -> float | None:
-    """How much the loss of a few samples falls along its gradient, over what the gradient promises.
+    """Return how much a few samples' loss falls along its gradient, relative to ‖gradient‖².
 
-    (L(θ + hg) − L(θ − hg)) / (2h‖g‖²) as h → 0, by the same chance, in float64. 1 where g is the
-    gradient of the loss; less, or below 0, where parts of the loss oppose one another, as in the
-    summed loss of a generative adversarial network, each of whose players has its own part of the
-    gradient. So the model's parts are moved one by one, and the smallest share counts.
+    (L(θ + hg) − L(θ − hg)) / (2h‖g‖²) as h → 0, with the same random numbers, in float64. It is 1
+    if g is the gradient of the loss. It is less, or below 0, if parts of the loss oppose one
+    another, as in the summed loss of a generative adversarial network, each of whose players has
+    its own part of the gradient. So the model's parts are moved one by one, and the smallest share
+    counts.
 
     Returns:
-        None where it can't be told: the model has one part, or too many for players; it is large,
-        or does not run in float64; the loss changes weights; there is no gradient; steps of two
-        lengths tell different things.
+        The share; None if it is unknown: the model has one part, or too many for players; it is
+        large, or does not run in float64; the loss changes weights; there is no gradient; steps of
+        two lengths disagree.
     """
     size = sum(p.numel() for p in setup.model.parameters())
     if size > _LARGE or not 1 < len(_parts(setup.model)) <= _MOST:
@@ -127,7 +128,7 @@ def descent_share(setup: Setup) -> float | None:
             loss.backward()  # type: ignore[no-untyped-call]
             lines = [_Line(repeated, batch, list(part.parameters())) for part in _parts(fork.model)]
             shares = [line.share(abs(float(loss.detach()))) for line in lines]
-        except Exception:  # whatever is wrong with the loss is the training run's to say
+        except Exception:  # the training run reports errors of the loss
             return None
     return min((share for share in shares if share is not None), default=None)
 
@@ -138,7 +139,7 @@ def _in_float64(x: Tensor) -> Tensor:
 
 @contextmanager
 def _made_in_float64() -> Iterator[None]:
-    """Within, new tensors are of float64 where nothing else is said: noise that a loss draws."""
+    """Make float64 the default dtype in a block, so that noise that a loss draws has it, too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -148,7 +149,7 @@ def _made_in_float64() -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """The model's children that hold parameters; of an only one, its children."""
+    """Return the model's children that hold parameters; of an only child, its children."""
     parts = [child for child in model.children() if any(True for _ in child.parameters())]
     if len(parts) == 1:
         return _parts(parts[0])
@@ -165,7 +166,10 @@ class _Line:
                        for p in parameters if p.grad is not None]  # fmt: skip
 
     def share(self, loss: float) -> float | None:
-        """Of a short step; where it is not 1, of one that is shorter, too, if they agree."""
+        """Return the share of a short step.
+
+        If it is not 1, a shorter step must have the same slope, or else the result is None.
+        """
         lengths = [
             sum(float(x.square().sum()) for x in tensors)
             for tensors in ([g for *_, g in self._moved], [p for _, p, _ in self._moved])
@@ -177,7 +181,7 @@ class _Line:
         slope = self._slope(h)
         if slope is None or abs(slope - square) < _AGREE * square:
             return None if slope is None else slope / square
-        shorter = self._slope(h / 4)  # is it the loss, or the length of the step?
+        shorter = self._slope(h / 4)  # checks that the step is not too long
         if shorter is None or abs(slope - shorter) > _AGREE * max(abs(slope), square):
             return None
         return slope / square
@@ -188,7 +192,7 @@ class _Line:
 
     @torch.no_grad()
     def _loss(self, h: float) -> float | None:
-        """At so many gradients from here; None if the loss changes the weights itself."""
+        """Return the loss after h gradients; None if the loss changes the weights itself."""
         try:
             for p, here, g in self._moved:
                 p.copy_(here + h * g)

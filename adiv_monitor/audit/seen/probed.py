@@ -1,4 +1,4 @@
-"""The probe of alignments: what a model is called with for the first batch."""
+"""The probe of alignments: the arguments that a model is called with for the first batch."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from adiv_monitor.audit.training.setup import Setup, seeded
 
 
 def probe(setup: Setup) -> Probe:
-    """The arguments that the loss calls the model with, of the first batch.
+    """Return the arguments that the loss calls the model with for the first batch.
 
     Raises:
-        ValueError: the loss does not call the model itself.
+        ValueError: The loss does not call the model itself.
     """
     fork = setup.fork()
     seen: list[Any] = []

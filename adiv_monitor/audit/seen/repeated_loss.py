@@ -1,4 +1,4 @@
-"""A fork's loss of a batch once more, as if it had not been computed."""
+"""A second computation of a fork's loss that leaves no trace."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from adiv_monitor.rerun.surroundings import Surroundings, devices_of, untouched
 
 
 class RepeatedLoss:
-    """Computes a fork's loss by the same chance, and leaves random numbers and buffers alone.
+    """Computes a fork's loss with fixed random numbers and restores random numbers and buffers.
 
-    The same functions run as in training, but no gradient is taken. Monitors do not see it. What
-    the random numbers and buffers are now is what it begins with.
+    The same functions run as in training, but no gradient is taken and monitors do not observe it.
+    The computation starts from the random numbers and buffers at the time of construction.
     """
 
     def __init__(self, fork: Fork) -> None:
@@ -25,7 +25,7 @@ class RepeatedLoss:
         self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
 
     def of(self, batch: Any) -> float:
-        """The loss of a batch, with the weights that the model has now."""
+        """Return the loss of a batch with the model's current weights."""
 
         def run() -> float:
             with self._begin.again():

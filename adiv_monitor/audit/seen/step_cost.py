@@ -1,4 +1,4 @@
-"""What a training step costs, counted: the same on any machine, however busy it is."""
+"""The cost of a training step, counted from its operators, independent of the machine's load."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,12 +16,12 @@ from adiv_monitor.rerun.eager import forced_eager
 
 
 class Speed(NamedTuple):
-    """How fast a usual machine is.
+    """The speed of a usual machine.
 
     Attributes:
-        flops: multiplications and additions per second.
-        entries: tensor entries read or written per second.
-        calls: of torch's operators per second.
+        flops: Multiplications and additions per second.
+        entries: Tensor entries read or written per second.
+        calls: Calls of torch's operators per second.
     """
 
     flops: float
@@ -29,24 +29,24 @@ class Speed(NamedTuple):
     calls: float
 
     def seconds(self, flops: float, entries: float, calls: float) -> float:
-        """How long so much work takes."""
+        """Return the duration of an amount of work."""
         return flops / self.flops + entries / self.entries + calls / self.calls
 
 
 # Rounded. One core of a server's processor is within a factor of 1.7 of it on seven networks, from
-# an MLP of 2 ms a step to a VGG-11 of 4 s; of a GPU it is the order of magnitude.
+# an MLP of 2 ms a step to a VGG-11 of 4 s. For a GPU it is the order of magnitude.
 CPU = Speed(flops=7e10, entries=2e9, calls=1e5)
 GPU = Speed(flops=1e13, entries=2e11, calls=1e5)
 
 
 def step_cost(setup: Setup) -> float:
-    """Seconds that one training step takes on a usual machine, from its operators and sizes.
+    """Return the seconds of one training step on a usual machine, from its operators and sizes.
 
-    flops / speed + entries / speed + calls / speed, counted in one step of a fork; where operators
+    flops / speed + entries / speed + calls / speed, counted in one step of a fork; if operators
     can't be counted, 6 multiplications and additions per parameter and sample.
 
     Raises:
-        KeyboardInterrupt: the keyboard ended the step.
+        KeyboardInterrupt: The keyboard ended the step.
     """
     parameters = list(setup.model.parameters())
     speed = CPU if parameters[0].device.type == "cpu" else GPU
@@ -54,7 +54,7 @@ def step_cost(setup: Setup) -> float:
     try:
         with forced_eager(), counted:
             course = train(replace(setup, steps=1).fork())
-    except Exception:  # an operator that no mode can see
+    except Exception:  # an operator that a dispatch mode can't handle
         samples = max(size_of(setup.batches[0]), 1)
         return speed.seconds(6.0 * samples * sum(p.numel() for p in parameters), 0, 0)
     if course.interrupted:
@@ -63,7 +63,7 @@ def step_cost(setup: Setup) -> float:
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what runs under it."""
+    """Counts the operators that run in its context, their flops and their tensor entries."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The activation functions of a model: which units are dead, which entries saturated."""
+"""The activation functions of a model: dead units and saturated entries."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 from adiv_monitor.audit.seen.flat import ends_of_function, ends_of_module
 from adiv_monitor.diagnosis.record import UnitStatistics
 
-# Places of units, after functions whose outputs have units in dim 1; of others they come last.
+# Spatial dimensions behind functions whose units are in dim 1; others have units in the last dim.
 _CONVOLUTION = {f"conv{t}{k}d": k for k in (1, 2, 3) for t in ("", "_transpose")}
 _NORMS = ("batch_norm", "group_norm", "instance_norm")
 _LAST = (
     *("linear", "layer_norm", "rms_norm", "matmul", "bmm", "addmm", "einsum", "embedding"),
     *("multi_head_attention_forward", "scaled_dot_product_attention"),
 )
-# Arguments that may follow the input by place.
+# Arguments that may follow the input by position.
 _BY_PLACE = {
     "softplus": ("beta", "threshold"),
     "threshold": ("threshold", "value"),
@@ -34,27 +34,26 @@ _BY_PLACE = {
 
 
 class Units:
-    """Adds up what activation functions are given, over the forward passes within `watching`.
+    """Accumulates statistics of the inputs of activation functions during `watching`.
 
-    Functions are named by the path of the innermost module that they run in; those that run in none
-    (of the loss) are not looked at, nor what runs within one fused function (recurrent layers).
-    Units are channels behind a convolution or batch normalisation, and the last dimension behind
-    anything else.
+    Functions are named by the path of the innermost module that they run in. Functions outside of
+    modules (in the loss) and inside fused functions (recurrent layers) are not observed. Units are
+    the channels behind a convolution or batch normalisation, and the last dimension elsewhere.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._sums: dict[str, _Sums | None] = {}  # None: its units differ from call to call
+        self._sums: dict[str, _Sums | None] = {}  # None: the number of units differs between calls
         self._batches = 0
         self._begin()
 
     def statistics(self) -> dict[str, UnitStatistics]:
-        """Of each function, by path; several in one module: `path`, `path#2`, …."""
+        """Return the statistics of each function by path; `path#2` is a module's second one."""
         return {key: sums.statistics() for key, sums in self._sums.items() if sums is not None}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """One batch runs through the model."""
+        """Observe one batch that runs through the model in this context."""
         with ExitStack() as hooks:
             for path, module in self._model.named_modules():
                 for register, hook in (
@@ -68,7 +67,7 @@ class Units:
             self._batches += 1
 
     def _begin(self) -> None:
-        self._within: list[tuple[str, bool]] = []  # path, whether all of it is one function
+        self._within: list[tuple[str, bool]] = []  # path, whether all of the module is one function
         self._calls: Counter[str] = Counter()
         self._places: int | None = None
 
@@ -83,7 +82,7 @@ class Units:
         self._within.pop()
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A function is about to run."""
+        """Handle a function that is about to run."""
         if not self._within or self._within[-1][1]:
             return
         if name in _CONVOLUTION:
@@ -113,7 +112,7 @@ class Units:
 
 
 class _Sums:
-    """What is known of one function."""
+    """Accumulated statistics of one function."""
 
     def __init__(self, name: str, units: int) -> None:
         self._name = name
@@ -123,7 +122,7 @@ class _Sums:
         self._batches: set[int] = set()
 
     def add(self, name: str, flat: Tensor, batch: int) -> bool:
-        """Rows (rows, units) of one call; False if they are not of this function or these units."""
+        """Add a call's rows (rows, units); return False if function or number of units differ."""
         self._batches.add(batch)
         if name != self._name or flat.shape[-1] != len(self._awake):
             return False
@@ -133,7 +132,7 @@ class _Sums:
         return True
 
     def statistics(self) -> UnitStatistics:
-        """What was added up."""
+        """Return the statistics of all calls."""
         return UnitStatistics(
             function=self._name,
             units=len(self._awake),
@@ -144,7 +143,7 @@ class _Sums:
 
 
 class _Mode(TorchFunctionMode):
-    """Tells of every function of torch that is called, by name."""
+    """Reports every torch function that is called in its context, by name."""
 
     def __init__(self, tell: Callable[[str, tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         super().__init__()

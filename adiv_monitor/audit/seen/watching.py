@@ -1,4 +1,4 @@
-"""Looks on while a fork is trained: at its inputs, gradients, and what is not finite."""
+"""Observation of a fork's training: its inputs, its gradients and values that are not finite."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from adiv_monitor.audit.training.train import Progress, Watch, gradient_norm
 
 
 class Watching(Watch):
-    """Looks at inputs, gradients, and, after each measured step, the loss of its batch again."""
+    """Observes inputs and gradients, and recomputes a batch's loss after each measured step."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Watching(Watch):
         progress: Progress | None,
         end_step: Callable[[], None],
     ) -> None:
-        """`end_step` is called after each step."""
+        """Register the hooks; `end_step` is called after each step."""
         self._fork = fork
         self._every = every_n_steps
         self._end_step = end_step
@@ -41,19 +41,19 @@ class Watching(Watch):
         self.first_non_finite: str | None = None
 
     def begins(self, step: int, batch: Any) -> None:
-        """Keep what the forward pass begins with."""
+        """Keep the random numbers and buffers that the forward pass begins with."""
         self._repeated = RepeatedLoss(self._fork)
         self.inputs.watching = True
 
     def has_loss(self, step: int, batch: Any, loss: float) -> None:
-        """Find where it stopped being finite."""
+        """If the loss is not finite, locate the first such value."""
         self.inputs.watching = False
         self._loss = loss
         if not math.isfinite(loss) and self.first_non_finite is None and self._repeated is not None:
             self.first_non_finite = non_finite.in_forward(self._fork, self._repeated, step, batch)
 
     def has_gradients(self, step: int, loss: Tensor) -> None:
-        """Look at the gradients, and that only the fork received any."""
+        """Observe the gradients and check that only the fork received any."""
         if step == 0:
             self._given.check()
         self.gradients.look()
@@ -61,7 +61,7 @@ class Watching(Watch):
             self.first_non_finite = non_finite.in_backward(self._fork.model)
 
     def has_stepped(self, step: int, batch: Any) -> None:
-        """Compute the batch's loss again after a measured step."""
+        """Recompute the batch's loss after a measured step."""
         self._end_step()
         if step % self._every == 0 and self._repeated is not None:
             try:
@@ -72,12 +72,12 @@ class Watching(Watch):
             self._progress("training", step + 1, len(self._fork.batches))
 
     def remove(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         self.inputs.remove()
         self.gradients.remove()
 
     def notes(self) -> list[str]:
-        """What could not be seen."""
+        """Return notes on what could not be observed."""
         found = []
         if self._failed:
             found.append(

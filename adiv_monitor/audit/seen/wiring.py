@@ -1,4 +1,4 @@
-"""Whether all that should take part in training does."""
+"""Observation of which parameters and inputs take part in training."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Wiring
 from adiv_monitor.features.rows import to_compute_dtype
 
-LOOKED = 32  # forward passes, at most, that tell which parameters the loss depends on
+LOOKED = 32  # most forward passes that decide on which parameters the loss depends
 
 
 class Gradients:
-    """Watches which parameters of a fork receive gradients, and which modules run, in what order.
+    """Records which parameters of a fork receive gradients, and which modules run in which order.
 
     Attributes:
-        ran: paths of the modules that hold parameters, in the order in which they first ran.
+        ran: Paths of the modules that hold parameters, in the order in which they first ran.
     """
 
     def __init__(self, fork: Fork) -> None:
@@ -40,7 +40,7 @@ class Gradients:
         }
 
     def look(self) -> None:
-        """The gradients of a step are complete."""
+        """Inspect the complete gradients of a step."""
         for name in sorted(self._zero):
             gradient = self._named[name].grad
             if gradient is None:
@@ -51,12 +51,12 @@ class Gradients:
                 self._zero.discard(name)
 
     def remove(self) -> None:
-        """Take the hooks off the modules that never ran."""
+        """Remove the hooks from the modules that never ran."""
         for handle in self._handles.values():
             handle.remove()
 
     def wiring(self, input_matters: float) -> Wiring:
-        """What was seen, and how much the inputs matter."""
+        """Return the observed wiring, with the given sensitivity to the inputs."""
         held_ones = set(map(id, held(self._fork.optimizer)))
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
         reached = [name for name in trainable if name not in self._unreached]
@@ -82,10 +82,10 @@ def _holds_any(module: nn.Module) -> bool:
 
 
 def unused(fork: Fork, batch: Any, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of these parameters that the loss of a batch does not depend on, whatever they are.
+    """Return the parameters, out of `names`, that the loss of a batch does not depend on at all.
 
-    Noise as large as they are is added to all of them, then, if the loss is another, to halves of
-    them, and so on; those that this does not get to are none.
+    Noise of the parameters' own scale is added to all of them; if the loss changes, to each half of
+    them, and so on. Parameters that the limit of passes leaves undecided are not returned.
     """
     loss, parameters = RepeatedLoss(fork), dict(fork.model.named_parameters())
     as_it_is = loss.of(batch)
@@ -107,7 +107,7 @@ def unused(fork: Fork, batch: Any, names: Sequence[str]) -> tuple[str, ...]:
 
 @contextmanager
 def _noisy(parameters: Sequence[Tensor], seed: int) -> Iterator[None]:
-    """Within, normal noise of their own rms, at least 0.1, is added to them."""
+    """Add normal noise to the parameters inside the context, of their own rms but at least 0.1."""
     before = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad(), seeded(seed):
         for parameter in parameters:
@@ -122,21 +122,21 @@ def _noisy(parameters: Sequence[Tensor], seed: int) -> Iterator[None]:
 
 
 def input_matters(fork: Fork, batches: list[Any]) -> float:
-    """How much a model's outputs change when inputs are exchanged between samples.
+    """Return how much a model's outputs change when inputs are exchanged between samples.
 
     ‖f(x) − f(x′)‖ / ‖f(x)‖ over these batches, where x′ are the inputs of the model's forward pass
-    moved on by one sample; labels, targets and masks stay. Both by the same random numbers.
+    moved on by one sample; labels, targets and masks stay. Both passes use the same random numbers.
 
     Returns:
-        0: the model ignores its inputs; NaN where it can't be told: the model's forward pass does
-        not run, all samples are alike, something is not finite, or no output has a part for each
-        sample, as where the forward pass gives the loss itself.
+        The ratio; 0: the model ignores its inputs. NaN if it is unknown: the model's forward pass
+        does not run, all samples are alike, something is not finite, or no output has a part for
+        each sample, as where the forward pass returns the loss itself.
     """
     exchange = _Exchange(fork.model)
     try:
         for batch in batches:
             exchange.one_batch(RepeatedLoss(fork), batch)
-    except Exception:  # a forward pass need not take inputs that belong to other samples
+    except Exception:  # a forward pass may reject other samples' inputs
         return math.nan
     finally:
         exchange.remove()
@@ -144,7 +144,7 @@ def input_matters(fork: Fork, batches: list[Any]) -> float:
 
 
 class _Exchange:
-    """Runs batches with their inputs, and with others', and compares the outputs."""
+    """Runs batches with their own and with exchanged inputs and compares the outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._difference = self._length = 0.0
@@ -158,7 +158,7 @@ class _Exchange:
         ]
 
     def one_batch(self, loss: RepeatedLoss, batch: Any) -> None:
-        """Run it both ways."""
+        """Run a batch with its own and with exchanged inputs, and add up the differences."""
         own = self._run(loss, batch, exchanging=False)
         others = self._run(loss, batch, exchanging=True)
         if not self._is_other:
@@ -168,13 +168,13 @@ class _Exchange:
             self._length += float(to_compute_dtype(x).square().sum())
 
     def ratio(self) -> float:
-        """Over all batches."""
+        """Return the relative change over all batches."""
         if not 0 < self._length < math.inf:
             return math.nan
         return math.sqrt(self._difference / self._length)
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -203,5 +203,5 @@ class _Exchange:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         found = [x.detach() for x in tensors(output) if x.is_floating_point()]
-        # The mean over the samples is the same whatever their order.
+        # Means over the samples are left out, since they do not depend on the order.
         self._outputs += [x.clone() for x in found if x.ndim and x.numel() >= self._samples]

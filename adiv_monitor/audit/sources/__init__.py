@@ -1,1 +1,1 @@
-"""Where what is audited comes from: model, weights, data, loss and optimizer, each by name."""
+"""The sources of an audit's model, weights, data, loss and optimizer, each found by name."""

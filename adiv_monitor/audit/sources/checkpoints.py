@@ -1,4 +1,4 @@
-"""Weights from a file; nothing in it is run unless the user trusts it."""
+"""Loading of weights from a file, which runs no code from it unless the user trusts the file."""
 
 import pickle
 import re
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
 
-# Where training loops keep the weights in a checkpoint that holds more than them.
+# Keys under which training loops keep the weights in a checkpoint that holds more than them.
 _KEYS = ("state_dict", "model_state_dict", "model", "module")
-# What wrappers put in front of every name: Lightning's modules, DistributedDataParallel, compile.
+# Prefixes that wrappers add to every name: Lightning's modules, DistributedDataParallel, compile.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _SHOWN = 3
 
 
 def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
-    """Put the weights of a file into the model.
+    """Load the weights of a file into the model.
 
     Args:
-        model: gets them.
-        path: a .safetensors file, or one of torch.save: a state dict, or a dict that has one under
-            one of the usual keys.
-        trusted: whether what a pickle asks to be run may be run.
+        model: The model to load into.
+        path: A .safetensors file, or a file of torch.save with a state dict, or with a dict that
+            holds one under one of the usual keys.
+        trusted: Whether code that a pickle refers to may run.
 
     Raises:
-        UsageError: the file can't be read, would have to be trusted, or does not fit the model.
+        UsageError: The file can't be read, would have to be trusted, or does not fit the model.
     """
     state = _state(_read(path, trusted), path)
     wanted = model.state_dict()
@@ -60,7 +60,10 @@ def _read(path: str, trusted: bool) -> Any:
 
 
 def _refusal(error: pickle.UnpicklingError) -> str | None:
-    """What a pickle asked for that plain weights don't need; None: it is no refusal."""
+    """Return why torch refused a pickle; None if the error is no refusal.
+
+    A refused pickle refers to objects that plain weights don't need.
+    """
     text = str(error)
     asked = re.search(r"GLOBAL:? (\S+)", text)
     if asked is not None:
@@ -76,13 +79,13 @@ def _unreadable(path: str, error: Exception) -> UsageError:
 
 
 def _own_words(error: Exception) -> str:
-    """What is wrong, without torch's advice to load the file all the same."""
+    """Return torch's description of the error without its advice to load the file all the same."""
     found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
     return found[1] if found else said(error)
 
 
 def _state(content: Any, path: str) -> Mapping[str, Tensor]:
-    if isinstance(content, nn.Module):  # only from a file that is trusted
+    if isinstance(content, nn.Module):  # only a trusted file holds one
         return content.state_dict()
     if isinstance(content, Mapping):
         for held in (content, *(content[key] for key in _KEYS if key in content)):

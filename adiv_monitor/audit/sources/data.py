@@ -1,4 +1,4 @@
-"""Batches by the name of their source, as the model and its loss want them."""
+"""Batches from a named data source, in the form that the model and its loss take."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -17,19 +17,19 @@ from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit
 from adiv_monitor.audit.sources.targets import MOST_CLASSES, Form, form
 
-_MOST_BATCHES = 32  # different ones of random data: more would only take memory
+_MOST_BATCHES = 32  # different batches of random data: more would only use memory
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a model trains on.
+    """The data that a model trains on.
 
     Attributes:
-        batches: on the model's device.
-        inputs: of one sample; None: of the user's own batches.
-        classes: of the samples; None: they have none, or it is not known.
-        loss: name of the loss that fits the targets; None: the model's own.
-        notes: what a reader of the report must know.
+        batches: Batches on the model's device.
+        inputs: Shape and kind of one sample; None for the user's own batches.
+        classes: Number of classes; None if there are none, or if it is unknown.
+        loss: Name of the loss that fits the targets; None: the model's own.
+        notes: Remarks that a reader of the report must know.
     """
 
     batches: tuple[Any, ...]
@@ -40,10 +40,11 @@ class Data:
 
 
 def data(config: Config, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Data:
-    """The batches that a config asks for.
+    """Return the batches that the config names.
 
     Raises:
-        UsageError: there are none, they don't fit the model, or hold values that are not finite.
+        UsageError: There are no batches, they don't fit the model, or hold values that are not
+            finite.
     """
     kind, _, argument = config.data.partition(":")
     if kind not in ("random", "digits", "cifar10", "imagefolder", "text"):
@@ -61,7 +62,7 @@ def data(config: Config, model: nn.Module, device: torch.device, dtype: torch.dt
 
 @dataclass(frozen=True)
 class _Made:
-    """Like `Data`, before any batch is made."""
+    """The fields of `Data` before any batch is made."""
 
     batches: Iterable[Any]
     inputs: Inputs
@@ -108,7 +109,7 @@ def _for_pretrained(config: Config, model: Any) -> _Made:
 def _examples(
     config: Config, inputs: Inputs, outputs: int | None
 ) -> tuple[Dataset[Any], int, tuple[str, ...]]:
-    """Pairs of samples and classes, how many classes there are, and what to note."""
+    """Return a dataset of (sample, class) pairs, the number of classes, and notes."""
     kind, _, argument = config.data.partition(":")
     if kind == "random":
         most = MOST_CLASSES if outputs is None or outputs == 1 else min(MOST_CLASSES, outputs)
@@ -158,7 +159,7 @@ def _batches(
         examples, config.batch_size, shuffle=True, drop_last=full, generator=generator
     )
     for x, label in loader:
-        # As a loader would give them: not views into each other.
+        # As from a usual loader: tensors that are not views into each other.
         yield tree_map_only(Tensor, torch.Tensor.contiguous, batch(x, label))
 
 
@@ -193,7 +194,7 @@ def _users(config: Config, device: torch.device, dtype: torch.dtype) -> Data:
 def _taken(
     batches: Iterable[Any], config: Config, device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, ...]:
-    """As many batches as there are steps at most: on the device, in the dtype, and finite."""
+    """Return the batches, at most one per step, on the device, in the dtype and finite."""
     where = f"--data {config.data}"
     iterator = enumerate(itertools.islice(batches, config.steps))
     taken: list[Any] = []

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: from a configuration, with batches as their heads want."""
+"""Models of Hugging Face's transformers, from a configuration, and batches that fit their heads."""
 
 import inspect
 import json
@@ -18,20 +18,20 @@ _MASKED = 0.15  # share of the tokens that BERT's pretraining hides
 _IGNORED = -100  # label that transformers' losses leave out
 
 Batch = dict[str, Tensor]
-# tokens or pixels, classes, classes that the head tells apart → the labels' arguments
+# (tokens or pixels, classes, number of classes of the head) → the arguments that hold labels
 Labels = Callable[[Tensor, Tensor, int], Batch]
 
 
 def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """The model of a configuration, with random weights.
+    """Build the model of a configuration, with random weights.
 
     Args:
-        path: of a config.json, or of its folder.
-        arguments: of the configuration, over what the file says.
+        path: Path of a config.json, or of its folder.
+        arguments: Arguments of the configuration, which override the file's.
 
     Raises:
-        UsageError: there is no such file, it needs code or weights from elsewhere, or transformers
-            can't make a model of it.
+        UsageError: There is no such file, it needs code or weights from elsewhere, or transformers
+            can't build a model from it.
     """
     transformers = needed("transformers", "hf:", "transformers")
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -54,7 +54,7 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _heads(model_type: str) -> str:
-    """Models of that type that have a loss, as "architectures" would name one."""
+    """Return the models of that type that have a loss, in the form of an "architectures" entry."""
     from transformers.models.auto import modeling_auto as auto
 
     tasks = ("CAUSAL_LM", "MASKED_LM", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
@@ -91,7 +91,7 @@ def _content(file: Path, where: str) -> dict[str, Any]:
 
 
 def _kernel(content: Any) -> str | None:
-    """The first kernel of the hub ("owner/name") that a configuration asks for, at any depth."""
+    """Return the first hub kernel ("owner/name") in a configuration, at any depth, or None."""
     if not isinstance(content, dict):
         return None
     for key, value in content.items():
@@ -105,22 +105,22 @@ def _kernel(content: Any) -> str | None:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, whose forward gives its own loss."""
+    """Return whether it is a model of transformers, whose forward returns its own loss."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def inputs(model: Any, shape: tuple[int, ...] | None) -> Inputs:
-    """What the model takes as its main input.
+    """Return the shape and kind of the model's main input.
 
     Raises:
-        UsageError: that is neither text nor images.
+        UsageError: The main input is neither text nor images.
     """
     kind, config = type(model).__name__, model.config
     if model.main_input_name == "input_ids":
         text = config.get_text_config()
         longest = getattr(text, "max_position_embeddings", None) or 2 * _LENGTH
-        # Half of the longest: some count positions from an offset.
+        # Half of the maximal length, since some models count positions from an offset.
         return Inputs(shape or (max(min(_LENGTH, longest // 2), 1),), text.vocab_size)
     if model.main_input_name == "pixel_values":
         side = getattr(config, "image_size", None) or 64
@@ -137,9 +137,9 @@ def _tokens(x: Tensor, label: Tensor, classes: int) -> Batch:
 
 
 def _hidden_tokens(x: Tensor, label: Tensor, classes: int) -> Batch:
-    """Some tokens are replaced by the first of the vocabulary and asked for."""
+    """Replace some tokens by token 0 of the vocabulary; the labels are the replaced tokens."""
     hidden = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(x.sum()))) < _MASKED
-    hidden[:, 0] = True  # one at least in each sequence
+    hidden[:, 0] = True  # at least one in each sequence
     return {"input_ids": x.masked_fill(hidden, 0), "labels": x.masked_fill(~hidden, _IGNORED)}
 
 
@@ -159,7 +159,7 @@ def _span(x: Tensor, label: Tensor, classes: int) -> Batch:
 
 
 def _which_choice(x: Tensor, label: Tensor, classes: int) -> Batch:
-    """Of each sample its sequence and another's; the first is right where the class is even."""
+    """Pair each sample's sequence with another's; the first choice is right for even classes."""
     choices = torch.stack([x, x.roll(1, 0)], 1)
     swapped = label % 2 == 1
     return {
@@ -172,7 +172,7 @@ def _class_of_each_pixel(x: Tensor, label: Tensor, classes: int) -> Batch:
     return {"labels": label[:, None, None].expand(-1, *x.shape[-2:])}
 
 
-# End of the class's name → its labels.
+# Ending of the class name → function that makes the labels.
 _HEADS: Mapping[str, Labels] = {
     "ForCausalLM": _tokens,
     "LMHeadModel": _tokens,
@@ -190,10 +190,10 @@ _WITHOUT_CLASSES = (_tokens, _hidden_tokens)
 
 
 def labels(model: Any) -> Labels:
-    """What makes the labels for the model's head.
+    """Return the function that makes the labels for the model's head.
 
     Raises:
-        UsageError: it has none that is known.
+        UsageError: The model has no known head.
     """
     name = type(model).__name__
     for ending, found in _HEADS.items():
@@ -206,7 +206,7 @@ def labels(model: Any) -> Labels:
 
 
 def classes(model: Any) -> int | None:
-    """How many classes its head tells apart; None: it has no classes but tokens."""
+    """Return the number of classes of the model's head; None if its only classes are tokens."""
     if labels(model) in _WITHOUT_CLASSES:
         return None
     return (
@@ -215,13 +215,13 @@ def classes(model: Any) -> int | None:
 
 
 def batch(model: Any, x: Tensor, label: Tensor) -> Batch:
-    """The model's arguments by name for some samples and their classes."""
+    """Return the model's keyword arguments for some samples and their classes."""
     name = model.main_input_name
     return {name: x, **labels(model)(x, label, classes(model) or 0)}
 
 
 def tokenizer(model_name: str) -> Callable[[str], list[int]] | None:
-    """The tokenizer beside the configuration of hf:FOLDER; None if there is none."""
+    """Return the tokenizer beside the configuration of hf:FOLDER; None if there is none."""
     folder = Path(model_name.removeprefix("hf:"))
     names = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
     if not model_name.startswith("hf:") or not any((folder / name).is_file() for name in names):

@@ -1,4 +1,4 @@
-"""Images with classes, brought to the shape that a model takes."""
+"""Datasets of images with classes, in the shape that a model takes."""
 
 from collections.abc import Callable
 from math import isqrt
@@ -12,11 +12,14 @@ from torch.utils.data import Dataset, TensorDataset
 
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
 
-Labelled = Dataset[Any]  # of pairs (image, class)
+Labelled = Dataset[Any]  # a dataset of pairs (image, class)
 
 
 def digits(shape: tuple[int, ...]) -> tuple[Labelled, int]:
-    """scikit-learn's 1,797 handwritten digits of 8 × 8 grey values in [0, 1]; and 10 classes."""
+    """Return scikit-learn's 1,797 handwritten digits and the number of classes, 10.
+
+    The images have 8 × 8 grey values in [0, 1] and are adapted to the shape.
+    """
     found = needed("sklearn.datasets", "--data digits").load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 16
     labels = torch.from_numpy(found.target).long()
@@ -24,10 +27,10 @@ def digits(shape: tuple[int, ...]) -> tuple[Labelled, int]:
 
 
 def cifar10(root: str, shape: tuple[int, ...], download: bool) -> tuple[Labelled, int]:
-    """CIFAR-10's 50,000 training images in [0, 1]; and 10 classes.
+    """Return CIFAR-10's 50,000 training images, values in [0, 1], and the number of classes, 10.
 
     Raises:
-        UsageError: it is not there, or damaged.
+        UsageError: The data set is missing or damaged.
     """
     datasets = needed("torchvision.datasets", "--data cifar10:")
     try:
@@ -39,10 +42,10 @@ def cifar10(root: str, shape: tuple[int, ...], download: bool) -> tuple[Labelled
 
 
 def imagefolder(root: str, shape: tuple[int, ...]) -> tuple[Labelled, int]:
-    """Images in one folder for each class; and how many classes.
+    """Return the images of a folder that holds one folder per class, and the number of classes.
 
     Raises:
-        UsageError: there is no such folder, or no image in one.
+        UsageError: There is no such folder, or a class folder has no image.
     """
     datasets = needed("torchvision.datasets", "--data imagefolder:")
     if not Path(root).is_dir():
@@ -62,14 +65,14 @@ def _prepared(shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
 
 
 def adapted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images (samples, channels, height, width) as samples of another shape.
+    """Bring images (samples, channels, height, width) to another sample shape.
 
-    (C, H, W): resized, grey repeated or colours averaged; (T, K): a grey image's rows as a
+    (C, H, W): resized, grey repeated or colours averaged; (T, K): the rows of a grey image as a
     sequence; (K,): resized to the square image, grey or in colour, that has K entries, and
     flattened.
 
     Raises:
-        UsageError: they can't be brought to that shape.
+        UsageError: The images can't be brought to that shape.
     """
     if len(shape) == 3:
         return _channels(_resized(images, shape[1:]), shape[0], shape)

@@ -1,4 +1,4 @@
-"""Objects by their import path."""
+"""Import of objects by their path."""
 
 import importlib
 import inspect
@@ -9,16 +9,16 @@ from adiv_monitor.audit.options.usage import UsageError, said
 
 
 def imported(path: str, option: str) -> Any:
-    """What `package.module:name` or `package.module.name` names.
+    """Import the object that `package.module:name` or `package.module.name` names.
 
     Importing a module runs it.
 
     Args:
-        path: the import path; names may have attributes (`module:Class.method`).
-        option: what asks for it, as errors name it ("MODEL", "--loss").
+        path: The import path; names may have attributes (`module:Class.method`).
+        option: The option that the path belongs to, as errors name it ("MODEL", "--loss").
 
     Raises:
-        UsageError: there is no such module or name, or importing it raised.
+        UsageError: There is no such module or name, or importing it raised.
     """
     module_path, colon, names = path.partition(":")
     parts = module_path.split(".")
@@ -54,7 +54,7 @@ def imported(path: str, option: str) -> Any:
 def _module(
     parts: list[str], path: str, option: str, all_of_it: bool
 ) -> tuple[ModuleType, list[str]]:
-    """The longest module that the parts name, and the parts that are left, at least one.
+    """Import the longest module that the parts name; return it and the rest, at least one part.
 
     So `torchvision.models.googlenet` is the function, not the module of the same name.
     """
@@ -64,7 +64,7 @@ def _module(
         try:
             return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):  # one that the module itself imports
+            if not f"{name}.".startswith(f"{error.name}."):  # an import inside the module
                 raise UsageError(
                     f"{option} {path}: importing {name} raised {said(error)}"
                 ) from error
@@ -84,7 +84,7 @@ def _named(thing: object) -> str:
 
 
 def _elsewhere(name: str, option: str) -> str:
-    """Where a model of that name is."""
+    """Return a hint for an error if torchvision has a model of that name, else ""."""
     if option != "MODEL":
         return ""
     try:
@@ -103,7 +103,7 @@ def _close(name: str, known: list[str]) -> str:
 
 
 def signature(function: Any) -> str:
-    """What a class or function takes, for errors."""
+    """Return the signature of a class or function, for errors."""
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError):

@@ -18,7 +18,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The tensor that a model's output is, or its first one, or its logits; None if it has none."""
+    """Return the first tensor of a model's output, or its logits; None if it holds no tensor."""
     if isinstance(output, Tensor):
         return output
     if hasattr(output, "logits"):
@@ -30,8 +30,11 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Of outputs (…, classes) against (…), or (samples, classes, …) against (samples, …)."""
-    if output.numel() == len(output):  # its loss would be 0 whatever the output
+    """Return the cross entropy of outputs (…, classes) and targets (…).
+
+    Outputs (samples, classes, …) with targets (samples, …) are accepted, too.
+    """
+    if output.numel() == len(output):  # its loss would be 0 for any output
         raise ValueError("one number for each sample tells no classes apart")
     if target.ndim > 1 and output.shape[:-1] == target.shape:
         return F.cross_entropy(output.flatten(0, -2), target.flatten())
@@ -47,7 +50,7 @@ def _same_shape(function: Function) -> Function:
     return of_same_shape
 
 
-# Name → the loss, and the targets that it takes.
+# Name → the loss, and the kind of targets that it takes.
 NAMED: Mapping[str, tuple[Function, Targets]] = {
     "cross_entropy": (_cross_entropy, "classes"),
     "nll": (F.nll_loss, "classes"),
@@ -64,10 +67,10 @@ NAMED: Mapping[str, tuple[Function, Targets]] = {
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """Calls the model with all parts of a batch but the last, which is the target.
+    """A loss that calls the model with all parts of a batch but the last, which is the target.
 
     Attributes:
-        name: of the loss.
+        name: Name of the loss.
         function: output, target → scalar.
     """
 
@@ -75,7 +78,7 @@ class TargetLoss:
     function: Function
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of the model on the batch."""
+        """Return the loss of the model on the batch."""
         if not isinstance(batch, (tuple, list)):
             raise UsageError(
                 f"the loss {self.name} needs batches (inputs…, target), got a "
@@ -96,7 +99,7 @@ class TargetLoss:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss in what a model gives for a batch of its arguments by name."""
+    """Return the `loss` of a model's output for a batch of keyword arguments."""
     loss = getattr(model(**batch), "loss", None)
     if not isinstance(loss, Tensor):
         raise UsageError(
@@ -108,28 +111,31 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class UnderAutocast:
-    """A loss whose forward pass runs in a lower precision where torch holds that to be safe."""
+    """A loss whose forward pass runs under torch.autocast.
+
+    Operators that torch holds to be safe run in the lower precision.
+    """
 
     loss: Loss
     device: str
     dtype: torch.dtype
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of the model on the batch."""
+        """Return the loss of the model on the batch."""
         with torch.autocast(self.device, self.dtype):
             return self.loss(model, batch)
 
 
 def named(name: str) -> Loss:
-    """The loss of that name.
+    """Return the loss of that name.
 
     Args:
-        name: one of `NAMED`; or the import path of a function (output, target) → scalar, of a loss
-            class such as torch.nn:CrossEntropyLoss, or of a function (model, batch) → scalar, known
-            by the names of its two parameters.
+        name: One of `NAMED`; or the import path of a function (output, target) → scalar, of a loss
+            class such as torch.nn:CrossEntropyLoss, or of a function (model, batch) → scalar,
+            recognized by the names of its two parameters.
 
     Raises:
-        UsageError: there is no such loss.
+        UsageError: There is no such loss.
     """
     if name in NAMED:
         return TargetLoss(name, NAMED[name][0])
@@ -153,7 +159,7 @@ def named(name: str) -> Loss:
 
 
 def default(target: Any) -> str:
-    """The name of the loss for such a target: whole numbers are classes."""
+    """Return the name of the default loss for a target: whole numbers are classes."""
     is_classes = isinstance(target, Tensor) and not (
         target.is_floating_point() or target.is_complex()
     )

@@ -13,16 +13,16 @@ from adiv_monitor.audit.sources.imported import imported, signature
 
 
 def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """The model of that name.
+    """Build the model of that name.
 
     Args:
-        name: the import path of a module class, of a function that returns a module, or of an
+        name: The import path of a module class, of a function that returns a module, or of an
             instance; timm:NAME; or hf:PATH of a configuration.
-        arguments: by keyword, of the class or function, of timm.create_model, or of the
+        arguments: Keyword arguments of the class or function, of timm.create_model, or of the
             configuration.
 
     Raises:
-        UsageError: there is no such model, it can't be made, or has nothing to train.
+        UsageError: There is no such model, it can't be built, or it has nothing to train.
     """
     if name.startswith("timm:"):
         model = _timm(name.removeprefix("timm:"), arguments)
@@ -46,7 +46,7 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
                 f"MODEL {name}: is an instance of {type(found).__name__}, which takes no "
                 "--model-args; give a class or function, or leave them out"
             )
-        return copy.deepcopy(found)  # which gets weights, a device and a dtype
+        return copy.deepcopy(found)  # weights, device and dtype are set on the copy
     if not callable(found):
         raise UsageError(
             f"MODEL {name}: got a {type(found).__name__}, expected a torch.nn.Module, its class, "

@@ -20,17 +20,17 @@ _NAMED: Mapping[str, type[Optimizer]] = {
 
 
 def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
-    """What makes the optimizer for a model.
+    """Return a function that makes the optimizer for a model.
 
     Args:
-        name: of a class in torch.optim, in any case ("adamw"); or the import path of an optimizer
-            class, called with the parameters and the arguments, or of a function, called with the
-            model and the arguments.
-        arguments: by keyword.
+        name: Name of a class in torch.optim, in any case ("adamw"); or the import path of an
+            optimizer class, called with the parameters and the arguments, or of a function, called
+            with the model and the arguments.
+        arguments: Keyword arguments.
 
     Raises:
-        UsageError: there is no such optimizer; or later, from what is returned, that it can't be
-            made with these arguments.
+        UsageError: There is no such optimizer. The returned function raises it if the optimizer
+            can't be made with these arguments.
     """
     found = _NAMED.get(name.lower())
     made: Any = found if found is not None else _imported(name)
@@ -38,7 +38,6 @@ def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
 
     def optimizer(model: nn.Module) -> Optimizer:
         try:
-            # Named where the optimizer can tell names, as some that treat layers differently do.
             made_one = made(model.parameters() if takes_parameters else model, **arguments)
         except Exception as error:
             raise UsageError(

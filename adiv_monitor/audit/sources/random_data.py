@@ -1,4 +1,4 @@
-"""Random data in which there is something to learn."""
+"""Random data with a dependence on classes that a model can learn."""
 
 import torch
 from torch import Tensor
@@ -7,23 +7,24 @@ from torch.utils.data import TensorDataset
 
 from adiv_monitor.audit.sources.shapes import Inputs
 
-_PLACES = 4  # of a class's pattern along each side of an image
-_WORDS = 64  # different tokens
-_SUCCESSORS = 4  # tokens that may follow a token
+_PLACES = 4  # cells of a class's pattern along each side of an image
+_WORDS = 64  # number of different tokens
+_SUCCESSORS = 4  # number of tokens that may follow a token
 
 
 def examples(inputs: Inputs, classes: int, count: int, seed: int) -> TensorDataset:
-    """Samples and their classes, each a function of its class and of chance.
+    """Return samples and their classes; each sample depends on its class and on random numbers.
 
     Floats are the mean of the class, itself drawn from a normal distribution, plus noise of the
     same size: mean 0, standard deviation 1. The mean of an image is smooth, so that it survives
-    pooling. Tokens are Markov chains, another for each class.
+    pooling. Tokens are Markov chains, a different one for each class.
 
     Args:
-        inputs: of what kind; sequences of tokens are one token longer, so that there is a next one.
-        classes: how many.
-        count: of samples.
-        seed: of the chance.
+        inputs: Shape and kind of a sample; sequences of tokens are one token longer, so that each
+            token has a next one.
+        classes: Number of classes.
+        count: Number of samples.
+        seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (count,), generator=generator)
@@ -43,10 +44,10 @@ def _means(shape: tuple[int, ...], classes: int, generator: torch.Generator) -> 
 
 
 def _chains(inputs: Inputs, labels: Tensor, classes: int, generator: torch.Generator) -> Tensor:
-    """(samples, tokens + 1) whole numbers below the vocabulary."""
+    """Return (samples, tokens + 1) whole numbers below the vocabulary size."""
     assert inputs.vocabulary is not None
     words = min(_WORDS, inputs.vocabulary)
-    first = inputs.vocabulary - words  # small numbers often are special tokens
+    first = inputs.vocabulary - words  # small numbers are often special tokens
     *places, length = inputs.shape
     follow = torch.randint(words, (classes, words, _SUCCESSORS), generator=generator)
     size = (len(labels), *places)

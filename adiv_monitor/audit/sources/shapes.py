@@ -1,4 +1,4 @@
-"""What a model takes and gives, found from its layers and by trying."""
+"""The inputs that a model takes and the shape of its output, from its layers and by trying."""
 
 import copy
 import math
@@ -13,8 +13,8 @@ from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.sources.losses import first_tensor
 from adiv_monitor.audit.training.setup import seeded
 
-_SIDES = (64, 32, 28, 224, 96, 128, 256, 299, 384, 16, 8)  # of images, pixels
-_LENGTHS = (32, 16, 64, 128, 8, 4)  # of sequences
+_SIDES = (64, 32, 28, 224, 96, 128, 256, 299, 384, 16, 8)  # sides of images in pixels
+_LENGTHS = (32, 16, 64, 128, 8, 4)  # lengths of sequences
 _MOST_TRIED = 60
 _SAMPLES = 2  # batch norm needs more than one
 
@@ -24,15 +24,15 @@ class Inputs:
     """One input of a model.
 
     Attributes:
-        shape: of one sample.
-        vocabulary: inputs are whole numbers below this; None: they are floats.
+        shape: Shape of one sample.
+        vocabulary: Inputs are whole numbers below this; None: they are floats.
     """
 
     shape: tuple[int, ...]
     vocabulary: int | None = None
 
     def sample(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Random samples (count, *shape)."""
+        """Return random samples (count, *shape)."""
         if self.vocabulary is not None:
             return torch.randint(self.vocabulary, (count, *self.shape))
         return torch.randn(count, *self.shape, dtype=dtype)
@@ -44,13 +44,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Fit:
-    """Inputs that a model takes, and what it gives for them.
+    """Inputs that a model takes, and the shape of its output for them.
 
     Attributes:
-        inputs: that were tried.
-        output: shape of the model's output, or of the first of several.
-        several: whether there are several.
-        samples: that were tried.
+        inputs: The inputs that the model accepted.
+        output: Shape of the model's output, or of the first of several.
+        several: Whether there are several outputs.
+        samples: Number of samples in the trial.
     """
 
     inputs: Inputs
@@ -60,16 +60,16 @@ class Fit:
 
 
 def fit(model: nn.Module, shape: tuple[int, ...] | None) -> Fit:
-    """The inputs that a model takes: those that its first layer suggests and its forward accepts.
+    """Find the inputs that a model takes: its layers suggest them, and its forward accepts them.
 
-    Layers are asked in the order in which they were registered.
+    Layers are considered in the order in which they were registered.
 
     Args:
-        model: is copied, so that trying leaves no trace.
-        shape: of one sample, where it is known.
+        model: The model, which is copied, so that a trial does not change it.
+        shape: Shape of one sample, if it is known.
 
     Raises:
-        UsageError: no shape that was tried is accepted; the message says which were.
+        UsageError: The model accepts no shape that was tried; the message lists what was tried.
     """
     try:
         twin = copy.deepcopy(model)
@@ -118,7 +118,7 @@ def _told(
 
 
 def _candidates(model: nn.Module, shape: tuple[int, ...] | None) -> Iterator[Inputs]:
-    """Inputs to try, each once; of the given shape if there is one."""
+    """Yield the inputs to try, each once; only those of the given shape if there is one."""
     seen = set()
     sides = tuple(dict.fromkeys(_own_sides(model) + _SIDES))
     of_sequences = any(isinstance(m, (nn.MultiheadAttention, nn.RNNBase)) for m in model.modules())
@@ -135,7 +135,10 @@ def _candidates(model: nn.Module, shape: tuple[int, ...] | None) -> Iterator[Inp
 
 
 def _taken_by(layer: nn.Module, sides: tuple[int, ...], of_sequences: bool) -> Iterator[Inputs]:
-    """What a model may take that begins with this layer, and is of sequences or not."""
+    """Yield possible inputs of a model that begins with this layer.
+
+    For a linear layer, `of_sequences` decides whether sequences or single vectors are first.
+    """
     if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         yield from (Inputs((length,), layer.num_embeddings) for length in _LENGTHS)
     elif isinstance(layer, nn.RNNBase):
@@ -164,7 +167,7 @@ def _taken_by(layer: nn.Module, sides: tuple[int, ...], of_sequences: bool) -> I
 
 
 def _own_sides(model: nn.Module) -> tuple[int, ...]:
-    """The image size that a model says it is made for, if it takes no other."""
+    """Return the image side that a timm configuration fixes or an attribute declares, if any."""
     config: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     if isinstance(config, dict) and config.get("fixed_input_size") and "input_size" in config:
         return (int(config["input_size"][-1]),)
@@ -174,7 +177,7 @@ def _own_sides(model: nn.Module) -> tuple[int, ...]:
 
 
 def _as_image(features: int) -> tuple[int, ...] | None:
-    """The square image, in colour or not, that has so many entries."""
+    """Return the square image shape, grey or in colour, with that many entries, or None."""
     for channels in (1, 3):
         side = math.isqrt(features // channels)
         if side > 4 and channels * side * side == features:

@@ -1,4 +1,4 @@
-"""Targets that fit what a model gives."""
+"""Targets that fit a model's output."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.sources import losses
 from adiv_monitor.audit.sources.shapes import Fit, Inputs
 
-MOST_CLASSES = 10  # of random data: there must be several samples of each
+MOST_CLASSES = 10  # of random data, so that each class has several samples
 
 Kind = Literal["class", "next token", "class of each token", "class of each place", "values"]
 
@@ -21,12 +21,12 @@ class Form:
     """How samples and their classes become a batch.
 
     Attributes:
-        kind: of targets.
-        inputs: of the model.
-        output: shape of what it gives for one sample.
-        classes: that the output tells apart.
-        loss: name of the loss for these targets.
-        stand_ins: where targets are values: those of each class, (classes, *output); else None.
+        kind: Kind of the targets.
+        inputs: The model's inputs.
+        output: Shape of the output for one sample.
+        classes: Number of classes that the output distinguishes.
+        loss: Name of the loss for these targets.
+        stand_ins: Target values of each class, (classes, *output); None: targets are not these.
     """
 
     kind: Kind
@@ -38,11 +38,11 @@ class Form:
 
     @property
     def takes_classes(self) -> bool:
-        """Whether targets follow from class labels alone."""
+        """Whether the targets follow from class labels alone."""
         return self.kind in ("class", "class of each place")
 
     def batch(self, x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets; sequences of tokens come with one token more than the model takes."""
+        """Return inputs and targets; `x` holds one token more than the model takes."""
         if self.kind == "next token":
             return x[..., :-1], x[..., 1:]
         if self.inputs.vocabulary is not None:
@@ -56,21 +56,25 @@ class Form:
         return x, label
 
     def _everywhere(self, label: Tensor) -> Tensor:
-        """The sample's class at all places; classes are the output's first or last dimension."""
+        """Expand each sample's class to all places.
+
+        The classes are the output's first or last dimension.
+        """
         places = self.output[1:] if self.output[0] == self.classes else self.output[:-1]
         return label.reshape(-1, *(1 for _ in places)).expand(-1, *places)
 
 
 def form(fit: Fit, config: Config) -> Form:
-    """The targets that a model's outputs and the loss that was asked for suggest.
+    """Choose the targets that fit a model's outputs and the requested loss.
 
-    One number for each of several classes: the sample's class. For tokens: the next one where there
-    is an output for each of the vocabulary, else a class of each. Anything else: values of the
-    output's shape, unless --num-classes or the loss ask for classes: the input itself where the
-    output has its shape, else random values that stand for the sample's class.
+    One number for each of several classes: the sample's class. For tokens: the next token if the
+    output has one entry for each of the vocabulary, else a class of each token. Anything else:
+    values of the output's shape, unless --num-classes or the loss request classes. The values are
+    the input itself if the output has its shape, else random values that stand for the sample's
+    class.
 
     Raises:
-        UsageError: the output has not as many samples as the input, or too few classes.
+        UsageError: The output does not have as many samples as the input.
     """
     if fit.output[:1] != (fit.samples,):
         raise UsageError(

@@ -13,14 +13,14 @@ from adiv_monitor.audit.sources.shapes import Inputs
 def examples(
     file: str, inputs: Inputs, tokenizer: Callable[[str], list[int]] | None
 ) -> tuple[TensorDataset, int]:
-    """Pieces of the text, one token longer than the model's inputs, with the last token of each.
+    """Return pieces of the text with the last token of each, and the number of tokens.
 
-    And how many different tokens there may be: one more than the largest.
-
-    Without a tokenizer each different byte of the file is a token, numbered from 0.
+    A piece is one token longer than the model's inputs. The number of different tokens is one more
+    than the largest token. Without a tokenizer each different byte of the file is a token, numbered
+    from 0.
 
     Raises:
-        UsageError: the model takes no tokens, or fewer different ones; or the file can't be read or
+        UsageError: The model takes no tokens, or fewer different ones; or the file can't be read or
             is too short.
     """
     where = f"--data text:{file}"

@@ -1,1 +1,1 @@
-"""What is trained, copies of it, and how: setups, their forks, batches, the loop."""
+"""The training runs of an audit: setups, their forks (copies to train), batches, the loop."""

@@ -1,4 +1,4 @@
-"""Batches of any structure: taken, copied, moved to a device, and how large they are."""
+"""Batches of any structure: taking, copying and moving them to a device, and their sizes."""
 
 import copy
 import dataclasses
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 
 def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any, ...]:
-    """Copies of the first batches, on the device, as many as there are steps at most.
+    """Return copies, on the device, of the first batches, at most one for each step.
 
-    Of one that is given again, with the same tensors as they were, the copy is the same.
+    A batch that occurs again with unchanged tensors gets the same copy.
 
     Raises:
-        TypeError: `batches` can't be iterated over, or a batch not copied.
-        ValueError: there is none, or one without samples.
+        TypeError: `batches` can't be iterated over, or a batch can't be copied.
+        ValueError: There is no batch, or one without samples.
     """
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
         raise TypeError(
@@ -25,7 +25,7 @@ def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any
             "such as a DataLoader, or a list of what loss(model, batch) takes"
         )
     found: list[Any] = []
-    given: dict[tuple[int, ...], tuple[Any, Any]] = {}  # what is held keeps its id
+    given: dict[tuple[int, ...], tuple[Any, Any]] = {}  # a tensor that is held keeps its id
     for number, batch in enumerate(itertools.islice(batches, steps)):
         if any(x.ndim and not x.numel() for x in tensors(batch)):
             raise ValueError(
@@ -44,17 +44,17 @@ def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any
 
 
 def _alike(batch: Any, copied: Any) -> bool:
-    """Whether a batch has nothing but tensors, and those that a copy of it has."""
+    """Return whether a batch consists only of tensors that are equal to those of a copy of it."""
     some, others = list(tensors(batch)), list(tensors(copied))
     plain = isinstance(batch, (tuple, list, Mapping, Tensor)) and size_of(batch) > 0
     return plain and all(torch.equal(x.to(y.device), y) for x, y in zip(some, others, strict=True))
 
 
 def copied(batch: Any) -> Any:
-    """A copy that a model may write into.
+    """Return a copy of the batch that a model may write into.
 
     Raises:
-        TypeError: it can't be copied.
+        TypeError: The batch can't be copied.
     """
     try:
         return copy.deepcopy(batch)
@@ -67,7 +67,7 @@ def copied(batch: Any) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors, and what else has a `to(device)`, on a device."""
+    """Return the batch with its tensors, and all else that has a `to(device)`, on a device."""
     return mapped(batch, lambda x: x.to(device), lambda x: callable(getattr(x, "to", None)))
 
 
@@ -76,7 +76,7 @@ def mapped(
     change: Callable[[Any], Any],
     is_leaf: Callable[[Any], bool] = torch.is_tensor,
 ) -> Any:
-    """The same structure with its tensors changed; what is not known stays as it is."""
+    """Return the same structure with its tensors changed; objects of unknown types stay."""
     if is_leaf(batch):
         return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -97,7 +97,7 @@ def mapped(
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """All tensors of a batch."""
+    """Yield all tensors of a batch."""
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
@@ -109,12 +109,12 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def size_of(batch: Any) -> int:
-    """Samples of a batch: the length of its first tensor that has one; 0 where none has."""
+    """Return the number of samples: the length of the first tensor that has one, or else 0."""
     return next((len(x) for x in tensors(batch) if x.ndim), 0)
 
 
 def called(model: nn.Module, batch: Any) -> Any:
-    """What the model gives for a batch: `model(**batch)`, `model(*batch)` or `model(batch)`."""
+    """Call the model on a batch: `model(**batch)`, `model(*batch)` or `model(batch)`."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Hooks that copies lose, on parameters and on the optimizer; what they refer to is copied, too."""
+"""Hooks on parameters and optimizers, which copies lose: they are registered on copies again."""
 
 import copy
 from collections.abc import Callable
@@ -16,17 +16,17 @@ def carry_over(
 ) -> list[str]:
     """Register the hooks of a model's parameters and of its optimizer on their copies.
 
-    What a hook refers to, in its closure or as a global, is copied as well, so that nothing of the
-    user's is changed.
+    The objects that a hook refers to, in its closure or as globals, are copied too, so that nothing
+    of the user's is changed.
 
     Args:
-        model: the model that was given.
-        copied: its copy.
-        optimizers: the optimizer that was given, and its copy; None: it was made for the copy.
+        model: The user's model.
+        copied: Its copy.
+        optimizers: The user's optimizer and its copy; None if the optimizer was made for the copy.
         memo: id of an original → its copy.
 
     Returns:
-        The hooks that can't be copied, by what they are on.
+        The owners of the hooks that can't be copied: parameters by name, or the optimizer.
     """
     lost = []
     for (name, p), q in zip(model.named_parameters(), copied.parameters(), strict=True):
@@ -55,7 +55,10 @@ def carry_over(
 
 
 def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Take off a copy what changes gradients between backward() and the step; was there any?"""
+    """Remove the hooks of a copy that change gradients between backward() and the step.
+
+    Returns whether there were any.
+    """
     held = [
         *(p._backward_hooks for p in model.parameters()),
         *(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()),
@@ -70,7 +73,7 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any] | None:
-    """The same function of copies; None where something that it refers to can't be copied."""
+    """Return the hook bound to copies of its objects; None if one of them can't be copied."""
     try:
         if not isinstance(hook, FunctionType):
             return copy.deepcopy(hook, memo)  # a method, or an object that is called
@@ -84,13 +87,13 @@ def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any] | None:
         if hook.__defaults__:
             made.__defaults__ = tuple(_copied(x, memo) for x in hook.__defaults__)
         return made
-    except Exception:  # whatever can't be copied
+    except Exception:  # copying user objects may raise anything
         return None
 
 
 def _copied(value: Any, memo: Memo) -> Any:
-    """A copy, so that nothing of the user's is changed; modules of code, which have none, stay.
+    """Return a copy of an object that a hook refers to; Python modules are returned as they are.
 
-    Functions and classes are their own copies.
+    `copy.deepcopy` also returns functions and classes as they are.
     """
     return value if isinstance(value, ModuleType) else copy.deepcopy(value, memo)

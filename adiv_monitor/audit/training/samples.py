@@ -1,4 +1,4 @@
-"""Fewer samples, or more, than a batch has."""
+"""Batches with fewer samples, or with those of two batches."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 
 
 def first(batch: Any, samples: int) -> Any:
-    """The first samples of a batch; the batch as it is, if it has no more of them.
+    """Return the first samples of a batch; the batch itself if it has no more samples than that.
 
-    Every tensor as long as the batch is cut, others are shared by all samples.
+    Every tensor of the batch's length is cut; all samples share the other tensors.
     """
     size = size_of(batch)
     if size <= samples:
@@ -20,11 +20,11 @@ def first(batch: Any, samples: int) -> Any:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """A batch of the samples of both.
+    """Return a batch of the samples of both batches.
 
     Raises:
-        ValueError: they differ in structure, or in what all samples share.
-        RuntimeError: samples differ in shape.
+        ValueError: The batches differ in structure, or in a tensor that all samples share.
+        RuntimeError: The samples differ in shape.
     """
     mine, theirs = list(tensors(one)), list(tensors(other))
     size, added = size_of(one), size_of(other)

@@ -9,16 +9,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 def lifted(optimizer: Optimizer, steps: int) -> set[int]:
-    """Groups of rate zero that a scheduler raises within so many of its steps, as a warm-up does.
+    """Return the groups whose learning rate of 0 a scheduler raises within the steps.
 
-    A copy of the scheduler is stepped.
+    A warm-up does so. A copy of the scheduler is stepped.
     """
     groups = optimizer.param_groups
     zero = {i for i, group in enumerate(groups) if group.get("lr") == 0 and "initial_lr" in group}
     found: set[int] = set()
     for scheduler in _schedulers(optimizer) if zero else []:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a step before the optimizer's
+            warnings.simplefilter("ignore")  # the scheduler steps before the optimizer does
             moved = copy.deepcopy(scheduler)
             for _ in range(steps):
                 moved.step()
@@ -27,7 +27,7 @@ def lifted(optimizer: Optimizer, steps: int) -> set[int]:
 
 
 def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
-    """Those of torch's schedulers that hold this optimizer, wherever they are kept."""
+    """Return the torch schedulers that hold this optimizer, wherever they are kept."""
     holders = gc.get_referrers(optimizer)
     attributes = [x for x in holders if isinstance(x, dict) and x.get("optimizer") is optimizer]
     found = [*holders, *(gc.get_referrers(*attributes) if attributes else ())]

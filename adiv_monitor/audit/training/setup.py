@@ -1,4 +1,4 @@
-"""What is audited, and forks of it: copies that train on the same batches by the same chance."""
+"""Setups, and their forks: copies that train on the same batches with the same random numbers."""
 
 import copy
 import itertools
@@ -23,16 +23,16 @@ OptimizerFactory = Callable[[nn.Module], Optimizer]
 
 @dataclass
 class Fork:
-    """A copy that is trained: fixes change it before it runs.
+    """A copy to train, which a fix may change before it runs.
 
     Attributes:
-        model: the copy.
-        optimizer: over the copy's parameters.
+        model: The copy of the model.
+        optimizer: Optimizer over the copy's parameters.
         loss: model, batch → scalar.
-        batches: one of each step.
-        clip_norm: largest norm of the gradient; None: not clipped.
-        seed: of the run's random numbers.
-        lost: the hooks that it could not be given, by what they are on.
+        batches: One batch per step.
+        clip_norm: Largest norm of the gradient; None: not clipped.
+        seed: Seed of the run's random numbers.
+        lost: The hooks that could not be copied, by their owners.
     """
 
     model: nn.Module
@@ -46,16 +46,16 @@ class Fork:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a run is made of. The model is never trained; its forks are.
+    """Everything that a run consists of. The model itself is never trained; its forks are.
 
     Attributes:
-        model: the model as it was given.
-        optimizer: one over its parameters, or what makes one for a model.
+        model: The user's model.
+        optimizer: An optimizer over the model's parameters, or a function model → optimizer.
         loss: model, batch → scalar.
-        batches: the batches that there are, on the model's device.
-        steps: steps to train; batches are repeated if there are fewer.
-        clip_norm: largest norm of the gradient; None: not clipped.
-        seed: of the run's random numbers.
+        batches: The available batches, on the model's device.
+        steps: Number of training steps; batches are repeated if there are fewer.
+        clip_norm: Largest norm of the gradient; None: not clipped.
+        seed: Seed of the run's random numbers.
     """
 
     model: nn.Module
@@ -67,11 +67,11 @@ class Setup:
     seed: int = 0
 
     def fork(self) -> Fork:
-        """A copy in training mode, with an optimizer of its own, as they were given.
+        """Return a copy of the model in training mode with its own copy of the optimizer.
 
         Raises:
-            TypeError: the model can't be copied, or the factory gave no optimizer.
-            ValueError: the optimizer holds none of the model's parameters.
+            TypeError: The model can't be copied, or the factory returned no optimizer.
+            ValueError: The optimizer holds none of the model's parameters.
         """
         memo: dict[int, Any] = {}
         try:
@@ -107,15 +107,16 @@ class Setup:
 
 
 def _own_modules(loss: Loss) -> Loss | None:
-    """The loss, where it is a module, which may have parameters and buffers of its own."""
+    """Return the loss if it is a module, which may have parameters and buffers of its own."""
     is_module = isinstance(getattr(loss, "__self__", loss), nn.Module)
     return loss if is_module else None
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy over the parameters that `memo` has copies of, with the same state; hooks come later.
+    """Copy an optimizer, with its state, over the parameters that `memo` has copies of.
 
-    Torch copies state and groups alone; attributes of optimizers' own, LBFGS's say, come here.
+    Torch copies only the state and the groups. Other attributes, such as LBFGS's, are copied here;
+    hooks are registered later.
     """
     copied = copy.deepcopy(optimizer, memo)
     own = {name: value for name, value in vars(optimizer).items() if not callable(value)}
@@ -141,7 +142,7 @@ def _check_optimizer(model: nn.Module, optimizer: object) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run with random numbers begun at `seed`; afterwards torch's, Python's and numpy's go on."""
+    """Seed torch's, Python's and numpy's random numbers for a block, and restore them after it."""
     on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in on_cuda)]
     with Randomness(devices).again():

@@ -14,20 +14,20 @@ from torch.optim import Optimizer
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork, seeded
 
-Progress = Callable[[str, int, int], None]  # what is done, how far, of how much
+Progress = Callable[[str, int, int], None]  # part of the work, units done, units in all
 
 
 @dataclass
 class Course:
-    """What every training run tells.
+    """The curves that every training run records.
 
     Attributes:
-        losses: of each step's batch before the step; ends with the first that is not finite.
+        losses: Loss of each step's batch before the step; the first that is not finite is the last.
         gradient_norms: ‖gradient of all parameters that the optimizer holds‖, before clipping; NaN
-            where the loss is not finite, which is not differentiated.
-        seconds: that each step took.
+            where the loss is not finite and so not differentiated.
+        seconds: Duration of each step.
         parameter_norms: ‖all parameters that the optimizer holds‖ before each step.
-        interrupted: whether the keyboard ended the run early.
+        interrupted: Whether the keyboard ended the run early.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -38,36 +38,37 @@ class Course:
 
 
 class Watch:
-    """Looks on while a fork is trained; what it does not override it does not look at.
+    """Base class of observers of a fork's training; every callback does nothing unless overridden.
 
-    A batch is the one that the fork holds: a model may write into it, so only a copy is for one.
+    The `batch` is the fork's own, so an observer must call a model on a copy: a model may write
+    into its batch.
     """
 
     def begins(self, step: int, batch: Any) -> None:
-        """The forward pass of a step is about to begin."""
+        """Called before the forward pass of a step."""
 
     def has_loss(self, step: int, batch: Any, loss: float) -> None:
-        """The forward pass of a step has ended. If the loss is not finite, the run ends here."""
+        """Called after the forward pass of a step. If the loss is not finite, the run ends here."""
 
     def has_gradients(self, step: int, loss: Tensor) -> None:
-        """The backward pass of a step has ended; nothing is clipped yet."""
+        """Called after the backward pass of a step, before clipping."""
 
     def has_stepped(self, step: int, batch: Any) -> None:
-        """The optimizer has stepped."""
+        """Called after the optimizer has stepped."""
 
 
 class _NotFinite(Exception):
-    """Ends a step whose loss is not finite, whatever calls its closure."""
+    """Raised inside the closure to end a step whose loss is not finite."""
 
 
 def train(fork: Fork, watch: Watch | None = None) -> Course:
-    """Train a fork on its batches, one step each, until a loss is not finite, or Ctrl-C.
+    """Train a fork on its batches, one step each, until a loss is not finite or Ctrl-C is pressed.
 
-    Random numbers begin at the fork's seed. Where the loss is not finite there is no step: the
-    weights stay what gave it.
+    Random numbers begin at the fork's seed. If the loss is not finite no step is taken: the weights
+    stay those that led to it.
 
     Raises:
-        TypeError, ValueError: the loss is no tensor of one number with a gradient.
+        TypeError, ValueError: The loss is no tensor of one number with a gradient.
     """
     watch = Watch() if watch is None else watch
     course = Course()
@@ -95,7 +96,7 @@ class _Step:
         self._norm: float | None = None
 
     def run(self) -> None:
-        """Take the step, and write it down when it is complete."""
+        """Take the step and record it when it is complete."""
         began = time.perf_counter()
         length = parameter_norm(self._fork.optimizer)
         self._watch.begins(self._number, self._batch)
@@ -138,17 +139,17 @@ class _Step:
 
 
 def gradient_norm(optimizer: Optimizer) -> float:
-    """‖gradient‖ of all parameters that the optimizer holds; 0 where none has one."""
+    """Return ‖gradient‖ of all parameters that the optimizer holds; 0 if none has a gradient."""
     return _norm([p.grad for p in held(optimizer) if p.grad is not None])
 
 
 def parameter_norm(optimizer: Optimizer) -> float:
-    """‖all parameters that the optimizer holds‖."""
+    """Return ‖all parameters that the optimizer holds‖."""
     return _norm([p.detach() for p in held(optimizer)])
 
 
 def held(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters that an optimizer holds."""
+    """Return all parameters that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

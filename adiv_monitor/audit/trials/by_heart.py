@@ -1,4 +1,4 @@
-"""Can the model learn one small batch by heart? If not, something is broken (A. Karpathy 2019)."""
+"""Can the model overfit one small batch? If not, something is broken (A. Karpathy 2019)."""
 
 import math
 from dataclasses import replace

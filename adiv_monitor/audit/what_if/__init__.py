@@ -1,4 +1,4 @@
-"""What a layer's step would be with another map, inputs or rate, without training again."""
+"""A layer's step with another map, other inputs or another learning rate, without retraining."""
 
 from adiv_monitor.audit.what_if.alternatives import what_if
 from adiv_monitor.diagnosis.record import Alternative

@@ -1,4 +1,4 @@
-"""What a layer's step would be with another map, inputs or rate; without training again."""
+"""A layer's step with another map, other inputs or another learning rate, without retraining."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -31,23 +31,23 @@ _KINDS = (
 
 
 def what_if(setup: Setup) -> dict[str, dict[str, Alternative]]:
-    """How a plain gradient step on the first batch would move each layer, as it is and otherwise.
+    """Compute how a plain gradient step on the first batch moves each layer, as it is or changed.
 
-    The gradients that reach a layer are held as they are: with another map the network's outputs,
-    and so the gradients, would differ too. All rows are looked at.
+    The gradients that reach a layer are held fixed: with another map the network's outputs, and so
+    the gradients, would differ too. All rows are used.
 
-    "affine-like" and "norm-like" have the features of those maps (spec, section 1), the norms are
-    without parameters and stand in front of the layer, "centred inputs" have the features
-    [x − x̄, 1], "constant scale" divides the features by one constant, so that their mean scale is
-    1, "rate per layer" evens out the layers' effective rates to their median.
+    "affine-like" and "norm-like" have the features of those maps (spec, section 1). The norms have
+    no parameters and stand in front of the layer. "centred inputs" have the features [x − x̄, 1].
+    "constant scale" divides the features by one constant that makes their mean scale 1. "rate per
+    layer" sets every layer's effective learning rate to the median of all layers.
 
     Args:
-        setup: what is audited; a fork of it runs one forward and one backward pass.
+        setup: The run to audit; a fork of it runs one forward and one backward pass.
 
     Returns:
-        By layer and alternative. Linear layers and convolutions, called as modules with weights of
-        their own that are trained; others are left out, and so is an alternative that a layer
-        can't have (batch norm of one row).
+        Alternatives by layer and name, for linear layers and convolutions that are called as
+        modules and have trained weights of their own. Other layers are left out, and so is an
+        alternative that a layer can't have (batch norm of one row).
     """
     found = {}
     for path, (layer, calls) in _calls(setup.fork()).items():
@@ -73,7 +73,10 @@ def _alternative(step: Step) -> Alternative:
 
 
 def _rescaled(step: Step) -> Alternative:
-    """Features times c have scales times c², and so has e."""
+    """Return the step with all features divided by √scale_mean.
+
+    Features times c have scales times c², and e is multiplied by c², too.
+    """
     rate = step.effective_lr / step.scale_mean if step.scale_mean else float("nan")
     return replace(_alternative(step), effective_lr=rate)
 
@@ -106,7 +109,10 @@ _OTHERS: Mapping[str, Callable[[nn.Module, Calls], Step | None]] = {
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those whose calls say all: plain ones, whose weights no other module uses."""
+    """Yield plain layers without hooks whose weights no other module uses.
+
+    Their module calls are all uses of their weights.
+    """
     owners: dict[int, int] = {}
     for _, module in named_modules(model):
         for parameter in module._parameters.values():
@@ -121,7 +127,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _calls(fork: Fork) -> dict[str, tuple[nn.Module, Calls]]:
-    """A copy of each layer, and what it was called with and got back, on the first batch."""
+    """Return a copy of each layer with its inputs and output gradients on the first batch."""
     layers = dict(_layers(fork.model))
     copies = {path: _exact_copy(module) for path, module in layers.items()}
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in layers}

@@ -1,9 +1,9 @@
-"""How a plain gradient step would move the rows of one layer: as it is, or as it might be.
+"""How a plain gradient step moves the rows of one layer, as it is or with a change.
 
-A layer is linear in its parameters, z = Φ Θᵀ, whatever map and inputs it has. So one backward pass
+A layer is linear in its parameters, z = Φ Θᵀ, whatever its map and inputs are. So one backward pass
 of the incoming gradients G gives the gradient γ = GᵀΦ, and the derivative of the forward pass along
-γ is e = Φ γᵀ, how a step of learning rate 1 would move the rows (spec, section 1): both
-over all rows, and no map's formula is written again.
+γ is e = Φ γᵀ, the movement of the rows by a step of learning rate 1 (spec, section 1). Both are
+over all rows, and no map's formula is implemented twice.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class Calls:
     """All calls of a linear layer or convolution in one step.
 
     Attributes:
-        inputs: what it was called with.
-        gradients: ∂L/∂z of what it gave.
+        inputs: The input of each call.
+        gradients: ∂L/∂z for the output of each call.
     """
 
     inputs: Sequence[Tensor]
@@ -41,13 +41,13 @@ class Calls:
 
 @dataclass(frozen=True)
 class Step:
-    """A plain gradient step of learning rate 1.
+    """The measures of a plain gradient step of learning rate 1.
 
     Attributes:
-        gradient_cosine: as the monitor's measure of that name.
-        effective_lr: as the monitor's measure of that name.
-        scale_mean: as the monitor's measure of that name.
-        scale_cv: as the monitor's measure of that name.
+        gradient_cosine: The monitor's measure of that name.
+        effective_lr: The monitor's measure of that name.
+        scale_mean: The monitor's measure of that name.
+        scale_cv: The monitor's measure of that name.
     """
 
     gradient_cosine: float
@@ -57,10 +57,10 @@ class Step:
 
 
 class Centred(nn.Module):
-    """z = W(x − x̄) + b: the layer with the mean of its features taken out.
+    """z = W(x − x̄) + b: a layer with the mean subtracted from its features.
 
     Args:
-        layer: a linear layer or a convolution.
+        layer: A linear layer or a convolution.
         mean: x̄, the mean patch of every group.
     """
 
@@ -71,13 +71,13 @@ class Centred(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """That of the layer."""
+        """The weight of the layer."""
         weight = self.layer.weight
         assert isinstance(weight, Tensor)
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer, less what the mean gives."""
+        """Return the layer's output minus W x̄."""
         groups, n_feat = self.mean.shape
         blocks = self.weight.reshape(groups, -1, n_feat)
         offset = torch.einsum("gnp,gp->gn", blocks, self.mean).flatten()
@@ -86,11 +86,11 @@ class Centred(nn.Module):
 
 
 def step_of(layer: nn.Module, calls: Calls) -> Step:
-    """The step that the layer would make, given these inputs and gradients.
+    """Compute the step of the layer for given inputs and gradients.
 
     Args:
-        layer: linear in its parameters; those that require no gradient are not stepped.
-        calls: of the layer.
+        layer: Linear in its parameters; those that require no gradient are not stepped.
+        calls: The calls of the layer.
     """
     moved = _moved(layer, calls)
     inner = layer.layer if isinstance(layer, Centred) else layer
@@ -105,7 +105,7 @@ def step_of(layer: nn.Module, calls: Calls) -> Step:
 
 
 def use_of_layer(layer: nn.Module, x: Tensor) -> Use:
-    """The call of a layer as the monitor knows it."""
+    """Return a layer's call in the form that the monitor uses."""
     rule = find_rule(layer)
     if isinstance(rule, Rule):
         return use_of(rule, layer, (x,), {})
@@ -117,7 +117,7 @@ def use_of_layer(layer: nn.Module, x: Tensor) -> Use:
 
 
 def mean_feature(layer: nn.Module, calls: Calls) -> Float[Tensor, "groups n_feat"]:
-    """x̄, the mean input of a linear layer, or the mean patch of every group of a convolution."""
+    """Return x̄: a linear layer's mean input, or the mean patch of each group of a convolution."""
     groups = layer.groups if isinstance(layer, nn.modules.conv._ConvNd) else 1
     total, count = calls.inputs[0].new_zeros(()), 0
     for x, gradient in zip(*_pairs(calls), strict=True):
@@ -136,7 +136,7 @@ def _pairs(calls: Calls) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
 
 
 def _moved(layer: nn.Module, calls: Calls) -> list[Tensor]:
-    """E of every call."""
+    """Return e for every call."""
 
     def run(parameters: Parameters) -> list[Tensor]:
         return [functional_call(layer, dict(parameters), (x,)) for x in calls.inputs]
@@ -153,7 +153,7 @@ def _moved(layer: nn.Module, calls: Calls) -> list[Tensor]:
 def _scales(
     layer: nn.Module, use: Use, x: Tensor, gradient: Tensor
 ) -> Float[Tensor, "rows groups"]:
-    """‖φ_r‖² of the trained parameters' features."""
+    """Return ‖φ_r‖² of the features of the trained parameters."""
     assert use.weight is not None
     trained = {
         "weight": use.weight.requires_grad,
@@ -175,7 +175,7 @@ def _scales(
 def _centred_squares(
     layer: Centred, use: Use, rows: Rows, x: Tensor
 ) -> Float[Tensor, "rows groups"]:
-    """‖x‖² − 2 x·x̄ + ‖x̄‖² of every row and group, in float64, since most of it cancels."""
+    """Return ‖x‖² − 2 x·x̄ + ‖x̄‖² of every row and group, in float64 since most of it cancels."""
     mean = layer.mean.double()
     whole = use_of_layer(layer.layer, x.double()).whole()
     if whole is None or whole.weight_square is None:
@@ -203,7 +203,7 @@ def _dense(use: Use, rows: Rows) -> Float[Tensor, "rows groups n_feat"]:
 
 
 def _measured(G: Tensor, e: Tensor, scale: Tensor) -> Step:
-    """Of the active rows."""
+    """Return the measures of the active rows, those with a gradient."""
     rows = len(G)
     sample = Sample(np.array([float(rows)]), np.ones((1, rows), dtype=bool))
 

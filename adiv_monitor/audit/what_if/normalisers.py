@@ -1,4 +1,4 @@
-"""Normalisers without parameters, as they stand in front of a linear layer or a convolution."""
+"""Normalisers without parameters that stand in front of a linear layer or a convolution."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,20 +10,20 @@ Normaliser = Callable[[nn.Module, Tensor], Tensor]
 
 
 def layer_norm(layer: nn.Module, x: Tensor) -> Tensor:
-    """(x − mean)/std over the features of a row; of a convolution's input, over a whole sample."""
+    """Return (x − mean)/std over a row's features; for convolutions, over a whole sample."""
     return functional.layer_norm(x, _normalised_shape(layer, x))
 
 
 def rms_norm(layer: nn.Module, x: Tensor) -> Tensor:
-    """x·√n/‖x‖ over the same."""
+    """Return x·√n/‖x‖ over a row's n features; for convolutions, over a whole sample."""
     return functional.rms_norm(x, _normalised_shape(layer, x))
 
 
 def batch_norm(layer: nn.Module, x: Tensor) -> Tensor:
-    """(x − mean)/std of every feature, or channel, over the batch's rows, as in training.
+    """Return (x − mean)/std of every feature, or channel, over the batch's rows, as in training.
 
     Raises:
-        ValueError: there is one row only.
+        ValueError: There is only one row.
     """
     if dims := _dims(layer):
         batched = x[None] if x.dim() == dims + 1 else x
@@ -38,7 +38,7 @@ def _normalised_shape(layer: nn.Module, x: Tensor) -> list[int]:
 
 
 def _dims(layer: nn.Module) -> int:
-    """Spatial dimensions; 0 of a linear layer."""
+    """Return the number of spatial dimensions; 0 for a linear layer."""
     return len(layer.kernel_size) if isinstance(layer, nn.modules.conv._ConvNd) else 0
 
 

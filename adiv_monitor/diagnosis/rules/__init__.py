@@ -1,1 +1,1 @@
-"""What rules look for in a record, a file for each family of findings."""
+"""Rules that derive findings from a record, one file for each family of findings."""

@@ -1,4 +1,4 @@
-"""Rules about the code of a run, by what probes asked of copies: facts, each with its place."""
+"""Rules about the code of a run, from the facts that probes of copies found, with their places."""
 
 from collections.abc import Iterator
 
@@ -6,17 +6,18 @@ from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence,
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
-# Of the entries with a gradient, those that a step leaves equal to the last bit: 81 % with faulty
-# bfloat16 weights, 2.6 % at most elsewhere.
+# Share of the entries with a gradient that a step leaves equal to the last bit: 81 % with faulty
+# bfloat16 weights, at most 2.6 % elsewhere.
 ROUNDED_AWAY = 0.5
-# Length of the gradient that is used over that of the backward pass, and their cosine.
+# Limits of the ratio of the applied gradient's length to the backward pass's, and of their cosine.
 CHANGED_LENGTH, TURNED = 10.0, 0.9
-# Loss of the trained model with dropout over that without: a third of it is dropout's.
+# Loss of the trained model with dropout over the loss without: a third of the loss is due to
+# dropout.
 DROPOUT_COSTS = 1.5
 
 
 def hidden_parameters(record: Record) -> Iterator[Finding]:
-    """Parameters in plain lists or tensors, which the model does not know of."""
+    """Find parameters in plain lists or tensors, which the model does not register."""
     facts = record.found_by("hidden-parameters")
     if facts:
         share = sum(fact.numbers["share"] for fact in facts)
@@ -38,7 +39,7 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
 
 
 def rate_zero(record: Record) -> Iterator[Finding]:
-    """Parameter groups whose learning rate is zero, and stays so."""
+    """Find parameter groups whose learning rate is zero and stays zero."""
     facts = record.found_by("rate-zero")
     if facts:
         share = sum(fact.numbers["share"] for fact in facts)
@@ -65,7 +66,7 @@ def rate_zero(record: Record) -> Iterator[Finding]:
 
 
 def rounded_away(record: Record) -> Iterator[Finding]:
-    """Steps of weights of 16 bits that are smaller than their last digit."""
+    """Find 16-bit weights whose steps are smaller than their last digit."""
     for fact in record.found_by("rounded-away"):
         share = fact.numbers["share"]
         if share > ROUNDED_AWAY:
@@ -88,7 +89,7 @@ def rounded_away(record: Record) -> Iterator[Finding]:
 
 
 def gradient_hooks(record: Record) -> Iterator[Finding]:
-    """Hooks that change the gradient between the backward pass and the step."""
+    """Find hooks that change the gradient between the backward pass and the step."""
     for fact in record.found_by("gradient-hooks"):
         ratio, cosine = fact.numbers["ratio"], fact.numbers["cosine"]
         if 1 / CHANGED_LENGTH <= ratio <= CHANGED_LENGTH and cosine >= TURNED:
@@ -114,7 +115,7 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
 
 
 def left_in_eval(record: Record) -> Iterator[Finding]:
-    """Normalisations that run with the statistics that they were made with: they do nothing."""
+    """Find normalisations that run with their initial statistics and so normalise nothing."""
     facts = record.found_by("left-in-eval")
     running = [fact for fact in facts if not fact.numbers["given"]]
     if running:
@@ -143,7 +144,7 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
 
 
 def batch_norm_starved(record: Record) -> Iterator[Finding]:
-    """Batch normalisations whose statistics are those of a handful of values."""
+    """Find batch normalisations whose statistics are computed from a handful of values."""
     facts = record.found_by("batch-norm-starved")
     if facts:
         values = min(fact.numbers["values"] for fact in facts)
@@ -163,7 +164,7 @@ def batch_norm_starved(record: Record) -> Iterator[Finding]:
 
 
 def dropout_too_high(record: Record) -> Iterator[Finding]:
-    """Dropout that drops more than it keeps, and costs the run its loss."""
+    """Find dropout that drops more than it keeps, and compare the losses with and without it."""
     facts = record.found_by("dropout-too-high")
     if facts:
         worst = max(facts, key=lambda fact: fact.numbers["rate"])
@@ -186,7 +187,7 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
 
 
 def _places(facts: tuple[Fact, ...] | list[Fact]) -> str:
-    """The places that facts are about."""
+    """Return the places of facts as text."""
     shown = ", ".join(f"'{fact.place}'" for fact in facts[:3])
     more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
     return f"{shown}{more}"

@@ -1,4 +1,4 @@
-"""Rules about what is drawn: batches, first weights, and logits that can't go far enough."""
+"""Rules about batches, initial weights, and logits of limited range."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,13 @@ from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Findi
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
-# Variance of labels within batches over that of shuffled ones; by so many deviations less.
+# Variance of labels within batches over that of shuffled ones, and by how many standard deviations
+# it must be less.
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
 
 
 def same_batch(record: Record) -> Iterator[Finding]:
-    """The same one or two batches, again and again."""
+    """Find batches that repeat the same one or two."""
     for fact in record.found_by("same-batch"):
         different, given = fact.numbers["different"], fact.numbers["batches"]
         yield Finding(
@@ -28,7 +29,7 @@ def same_batch(record: Record) -> Iterator[Finding]:
 
 
 def unshuffled(record: Record) -> Iterator[Finding]:
-    """Batches whose labels are more alike than those of shuffled ones."""
+    """Find batches whose labels are more alike than those of shuffled batches."""
     for fact in record.found_by("unshuffled"):
         ratio, z = fact.numbers["ratio"], fact.numbers["z"]
         if ratio < UNSHUFFLED and z < -DEVIATIONS:
@@ -51,7 +52,7 @@ def unshuffled(record: Record) -> Iterator[Finding]:
 
 
 def one_sided_weights(record: Record) -> Iterator[Finding]:
-    """First weights that are nearly all of one sign."""
+    """Find initial weights that are nearly all of one sign."""
     facts = record.found_by("one-sided-weights")
     if facts:
         worst = max(facts, key=lambda fact: fact.numbers["share"])
@@ -71,7 +72,7 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
 
 
 def bounded_logits(record: Record) -> Iterator[Finding]:
-    """Logits that lie within ±1 by the way in which they are made; not by a function on them."""
+    """Find logits within ±1 by their construction, not by an activation function on them."""
     if record.activated_output is not None or record.double_softmax:
         return
     for fact in record.found_by("bounded-logits"):

@@ -1,4 +1,4 @@
-"""Rules about how signals pass through the layers as they were initialised."""
+"""Rules about how signals pass through the layers at initialisation."""
 
 from collections.abc import Iterator
 from itertools import takewhile
@@ -14,11 +14,10 @@ from adiv_monitor.diagnosis.rules.remedies import clip_norm
 from adiv_monitor.diagnosis.rules.units import DEAD_ACT, dead_share
 from adiv_monitor.report import StepReport
 
-# First loss over that of a constant prediction. Initialisations as torch has them keep it below
-# 1.5.
+# First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
 FIRST_LOSS = 3.0
-FAR = 3.0  # beyond that limit again
-# rms of a weight's entries · √fan-in, how many times longer it makes signals: 0.58 as torch
+FAR = 3.0  # times that limit is far beyond it
+# rms of a weight's entries · √fan-in, the factor on the length of signals: 0.58 as torch
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
 LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
@@ -26,11 +25,11 @@ ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
 # 2021), there of weights' gradients. Healthy nets read 0.03 to 3.
 VANISHED, EXPLODED = 1e-3, 70.0
-FEWEST_LAYERS = 3  # between fewer there is no way on which a gradient could get lost
+FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
 
 
 def bad_initialisation(record: Record) -> Iterator[Finding]:
-    """Weights that make signals grow or fade, or units that begin alike; a first loss to match."""
+    """Find weights that make signals grow or fade, units that begin alike, a high first loss."""
     evidence = (*_first_loss(record), *_gains(record), *_alike(record))
     if not evidence:
         return
@@ -54,7 +53,7 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
 
 
 def _first_loss(record: Record) -> Iterator[Evidence]:
-    """What large inputs make of it is not the weights' doing."""
+    """Yield evidence of a high first loss, unless large inputs explain it."""
     if any(seen.std > LARGE_STD for seen in record.inputs.values()):
         return
     if record.chance is not None and record.chance > 0 and record.losses:
@@ -64,9 +63,10 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
 
 
 def _gains(record: Record) -> Iterator[Evidence]:
-    """Of all layers but the last, which may begin small; at zero may begin ends of branches.
+    """Yield evidence of gains and biases out of range.
 
-    In front of a normalisation any gain will do.
+    The last layer is exempt, since it may begin small. A gain of zero is accepted, since ends of
+    branches may begin at zero. In front of a normalisation any gain is accepted.
     """
     for path, weight in list(record.weights.items())[:-1]:
         if weight.normalised:
@@ -80,7 +80,10 @@ def _gains(record: Record) -> Iterator[Evidence]:
 
 
 def _alike(record: Record) -> Iterator[Evidence]:
-    """Units that begin alike get the same gradient and stay alike, if the next ones are, too."""
+    """Yield evidence of units that begin alike.
+
+    Such units get the same gradient and stay alike if those of the next layer are alike, too.
+    """
     alike = [path for path, weight in record.weights.items() if weight.alike > ALIKE]
     if len(alike) > 1 and next(iter(record.weights)) in alike:
         yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
@@ -109,10 +112,10 @@ def _layer(record: Record, evidence: Evidence) -> str:
 
 
 def vanishing(record: Record) -> Iterator[Finding]:
-    """Gradients that hardly reach the first layers, from the start.
+    """Find gradients that hardly reach the first layers from the start.
 
-    Of reports alone: one of which nothing at all arrives has not vanished on a long way, but met
-    dead units or a cut, which another rule names.
+    If only reports are known, a gradient of exactly zero does not count: it has not vanished on a
+    long path, but met dead units or a cut, which another rule finds.
     """
     ratios = gradient_ratios(record)
     if ratios and max(ratios) < VANISHED and (record.is_audited or max(ratios) > 0):
@@ -138,7 +141,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
 
 
 def exploding(record: Record) -> Iterator[Finding]:
-    """Gradients that grow on their way to the first layers, from the start."""
+    """Find gradients that grow on their way to the first layers from the start."""
     ratios = gradient_ratios(record)
     if ratios and min(ratios) > EXPLODED:
         norms = gradients(record, record.reports[0])
@@ -162,17 +165,20 @@ def exploding(record: Record) -> Iterator[Finding]:
 
 
 def _everywhere(text: str, fix: str) -> Advice:
-    """What a gradient loses or gains, it does on its way: not in the layers that it reaches."""
+    """Return advice that concerns all layers, not only those that the finding names.
+
+    Gradients shrink or grow on their way through the other layers.
+    """
     return Advice(text, fix, everywhere=True)
 
 
 def gradient_ratios(record: Record) -> list[float]:
-    """‖gradient‖ of the first layer over that of the last, at the first measured steps.
+    """Return ‖gradient‖ of the first layer over that of the last at the first two measured steps.
 
-    Where a look-up table hears more than the first map, the table's: queries and keys, the first
-    maps of many a transformer, hear little as long as all tokens attend alike. Two steps, since a
-    last layer that begins at zero lets no gradient through at first; later ones say what training
-    did.
+    If a look-up table gets a larger gradient than the first map, it takes the map's place: queries
+    and keys, the first maps of many transformers, get little gradient while all tokens attend
+    alike. Two steps are used because a last layer that begins at zero passes no gradient at first;
+    later steps show effects of training.
     """
     found = []
     for report in record.reports[:2]:
@@ -184,11 +190,11 @@ def gradient_ratios(record: Record) -> list[float]:
 
 
 def _first(report: StepReport, norms: dict[str, float]) -> str:
-    """Of the layers that read what the first one reads, the one that hears most of the loss.
+    """Return the layer with the largest gradient among those with the same input as the first one.
 
-    Queries and keys come first in a transformer and hear little as long as attention is even; the
-    values beside them do. Rows of the same scales are taken for the same rows, of three layers at
-    most: behind a normalisation all rows have the same.
+    Queries and keys come first in a transformer and get little gradient while attention is even;
+    the values beside them get more. Rows with the same scales count as the same rows, for at most
+    three layers: behind a normalisation all rows have the same scale.
     """
 
     def scales(path: str) -> tuple[float, ...]:

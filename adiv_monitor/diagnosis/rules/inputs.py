@@ -19,28 +19,29 @@ from adiv_monitor.diagnosis.rules.units import DEAD_ACT, dead_share
 
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2
-FAR_TOO_LARGE = 50.0  # at 30 to 100 AdamW's loss, too, is 1.2 to 2 times that of 1 (thresholds.md)
-SHORT_ROW = 0.5  # ‖x‖²: sparse rows, one-hot ones say, have small entries but a length of about 1
+FAR_TOO_LARGE = 50.0  # at 30 to 100 AdamW's loss, too, is 1.2 to 2 times that at 1 (thresholds.md)
+SHORT_ROW = 0.5  # ‖x‖²: sparse rows, such as one-hot, have small entries but a length of about 1
 # Largest standard deviation of a feature over the median one.
 UNEVEN_FEATURES = 10.0
 # Share of the inputs' mean square that is their features' means.
 COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
-# The same in the first layer's rows, where the inputs were not seen: of patches and of places, too,
-# so that healthy images, pixels in [0, 1] and margins that are always black, read up to 0.8.
+# The same share in the first layer's rows, if the inputs were not observed. It includes patches and
+# places, so that healthy images, pixels in [0, 1] and margins that are always black, have up to
+# 0.8.
 MOSTLY_MEAN = 0.9
-# Loss of a constant prediction: the mean square of the targets, where the loss is one of squares;
-# log of the classes for cross-entropy, which is 11 for 50,000.
+# Loss of a constant prediction: the mean square of the targets for squared errors; log of the
+# number of classes for cross-entropy, which is 11 for 50,000.
 LARGE_TARGETS = 30.0
 # std / mean over samples of ‖x‖².
 LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # An audited run whose first loss is this many times that of a constant prediction begins worse than
-# a model that gives the same answer to all.
+# a model with the same answer to all inputs.
 FAR_ABOVE_CHANCE = 2.0
 _MADE_FOR = "initialisations and learning rates are made for about 1"
 
 
 def input_scale(record: Record) -> Iterator[Finding]:
-    """Inputs, or some of their features, far larger or smaller than initialisations assume."""
+    """Find inputs, or features of them, far larger or smaller than initialisations assume."""
     for name, seen in record.inputs.items():
         evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
         if evidence:
@@ -50,7 +51,7 @@ def input_scale(record: Record) -> Iterator[Finding]:
 
 
 def _scale_by_measures(record: Record) -> Iterator[Finding]:
-    """From what reaches the first layer, where nobody saw the inputs themselves."""
+    """Find badly scaled inputs from the first layer's rows if the inputs were not observed."""
     if (found := entering(record)) is None:
         return
     first, rms = found
@@ -84,7 +85,7 @@ def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Itera
 
 
 def _long_rows(record: Record) -> float:
-    """How many times a few long rows lengthen all of them: √(mean / median) of the rows' scale."""
+    """Return √(mean / median) of the rows' scale: how far a few long rows raise the rms."""
     first = _first(record)
     mean, middle = (
         typical(record, first, m) if first else None for m in ("scale_mean", "scale_p50")
@@ -140,13 +141,13 @@ def _scale_finding(
 
 
 def _mostly_mean(record: Record, first: str) -> Typical | None:
-    """The share of what reaches the first layer that all rows have in common, if that is most."""
+    """Return the first layer's `common_share` if it is most of the rows' mean square, else None."""
     common = typical(record, first, "common_share")
     return common if common is not None and common.above(MOSTLY_MEAN) else None
 
 
 def input_mean(record: Record) -> Iterator[Finding]:
-    """Inputs that are far from centred: all rows share one long common vector."""
+    """Find inputs that are far from centred, so that all rows share one long common vector."""
     if not record.inputs:
         yield from _mean_by_measures(record)
     for name, seen in record.inputs.items():
@@ -197,14 +198,14 @@ def _mean_finding(
 
 
 def common_share(seen: InputStatistics) -> float:
-    """Share of the inputs' mean square that is the square of their features' means, 0 to 1."""
+    """Return the share of the inputs' mean square that is due to their features' means, 0 to 1."""
     means = seen.mean**2 + seen.feature_mean_spread**2
     whole = seen.mean**2 + seen.std**2
     return min(1.0, means / whole) if whole > 0 else 0.0
 
 
 def row_spread(record: Record) -> Iterator[Finding]:
-    """Rows of very different length: the long ones set the step."""
+    """Find rows of very different length, of which the long ones determine the step."""
     first = _first(record)
     spread = typical(record, first, "scale_cv") if first else None
     lengths = [seen.length_cv for seen in record.inputs.values()]
@@ -242,7 +243,7 @@ _ADAMW = Advice(
 
 
 def target_scale(record: Record) -> Iterator[Finding]:
-    """A loss that is large by nature, of targets in large units, or a sum over the batch."""
+    """Find a loss that is large by its unit, from large targets or a sum over the batch."""
     if is_unbounded(record):
         return
     if record.chance is not None and record.chance > LARGE_TARGETS:
@@ -266,7 +267,7 @@ def target_scale(record: Record) -> Iterator[Finding]:
 
 
 def _first(record: Record) -> str | None:
-    """The first map of the model, which reads the inputs."""
+    """Return the path of the model's first map, which reads the inputs."""
     paths = maps(record)
     return paths[0] if paths else None
 
@@ -280,10 +281,10 @@ def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
 
 
 def _costs(record: Record, first: str | None) -> bool:
-    """Whether the first layer trains badly: what makes an odd input a fault.
+    """Return whether the first layer trains badly, which makes an unusual input a fault.
 
-    Not where a normalisation right behind it takes the scale out again; nor where the optimizer's
-    step does not depend on it, as long as the loss begins where it should and falls.
+    It does not if a normalisation right behind it removes the scale, or if the optimizer's step
+    does not depend on the scale while the loss begins where it should and falls.
     """
     if first is not None and _is_normalised(record, first):
         return False
@@ -296,7 +297,7 @@ def _costs(record: Record, first: str | None) -> bool:
 
 
 def _is_normalised(record: Record, layer: str) -> bool:
-    """Whether the layer right behind holds the gain of a normalisation."""
+    """Return whether the layer right behind holds the gain of a normalisation."""
     for report in record.reports:
         paths = list(report.layers)
         if layer in paths[:-1]:

@@ -6,12 +6,12 @@ from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import by_layer, named
 from adiv_monitor.diagnosis.record import Record
 
-LOW_COSINE = 0.1  # of the gradient step with the ideal one
-ROOM = 5.0  # the ceiling over the cosine: how much better a step could do
+LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
+ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
 
 
 def interference(record: Record) -> Iterator[Finding]:
-    """Layers whose gradient step loses its direction, where another step could keep it."""
+    """Find layers whose gradient step has a low cosine although a better step exists."""
     cosines = by_layer(record, "gradient_cosine")
     ceilings = by_layer(record, "attainable_cosine")
     lost = {

@@ -1,4 +1,4 @@
-"""Rules about the loss itself: symptoms, whose cause other rules may know."""
+"""Rules about the loss itself: symptoms whose cause other rules may find."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from adiv_monitor.diagnosis.phases import LOOK_AGAIN, RISES_YET, still_rises
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
-# Of the first loss, what is left after overfitting one small batch.
+# Share of the first loss that is left after overfitting one small batch.
 NOT_BY_HEART = 0.5
 _LACK = {
     "relu": "are never below zero, and get no gradient where they are zero",
@@ -32,11 +32,11 @@ _LACK = {
     "hardtanh": "lie within bounds, and get no gradient there",
     "softsign": "lie between −1 and 1",
 }
-LEAST_STEPS = 50  # in which it must be learnt; where steps are slow, fewer are tried
+LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 
 
 def double_softmax(record: Record) -> Iterator[Finding]:
-    """Probabilities whose softmax the loss takes again: it can't come near zero."""
+    """Find probabilities whose softmax the loss takes again, so that it can't come near zero."""
     if record.double_softmax:
         yield Finding(
             "double-softmax",
@@ -54,7 +54,7 @@ def double_softmax(record: Record) -> Iterator[Finding]:
 
 
 def activated_logits(record: Record) -> Iterator[Finding]:
-    """An activation function between the last layer and a loss that has one of its own."""
+    """Find an activation function between the last layer and a loss that has its own."""
     output = record.activated_output
     if output is None or output.function == "softmax":
         return
@@ -75,7 +75,7 @@ def activated_logits(record: Record) -> Iterator[Finding]:
 
 
 def unbounded(record: Record) -> Iterator[Finding]:
-    """A loss that falls ever faster, far below zero: there is no lowest one."""
+    """Find a loss that falls ever faster, far below zero, and so has no minimum."""
     if not is_unbounded(record):
         return
     lowest = min(loss for loss in record.losses if math.isfinite(loss))
@@ -97,7 +97,7 @@ def unbounded(record: Record) -> Iterator[Finding]:
 
 
 def cannot_overfit(record: Record) -> Iterator[Finding]:
-    """The model can't even overfit one small batch."""
+    """Find a model that can't even overfit one small batch."""
     trial = record.overfit
     if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(start(record)):
         return
@@ -122,7 +122,7 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
 
 
 def loss_stuck(record: Record) -> Iterator[Finding]:
-    """The loss does not fall, or no lower than a constant prediction's; or it can't be told."""
+    """Find a loss that does not fall, ends no lower than a constant prediction's, or is unclear."""
     if not is_long_enough(record) or not math.isfinite(end(record)) or tells_nothing(record):
         return
     no_lower = end(record) > (1 - STILL) * start(record) > 0
@@ -162,13 +162,13 @@ def _stuck(record: Record, *, no_lower: bool) -> str:
     elif fell(record) or may_have_fallen(record):
         said = "ends no lower than it began"
     overfits = " One small batch is overfitted, though." * bool(list(_overfits(record)))
-    # An audit looks whether its parts do.
+    # An audit examines whether the parts of the loss oppose each other.
     opposed = " It need not fall where its parts oppose each other, as those of two players."
     return f"The loss {said}: {course}.{overfits}{opposed * (not record.is_audited)}"
 
 
 def _overfits(record: Record) -> Iterator[Evidence]:
-    """That the model fits one small batch, which many batches do not teach it."""
+    """Yield evidence that the model fits one small batch although it does not fit many."""
     trial = record.overfit
     if trial is not None and trial.loss < NOT_BY_HEART * start(record):
         yield Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record))

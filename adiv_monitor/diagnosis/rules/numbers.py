@@ -7,18 +7,18 @@ from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import clip_norm
 
-STEP = "the update"  # as what was not finite begins where the optimizer made it
-DATA = "data"  # where `Record.first_non_finite` puts what came with a batch
+STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
+DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 
 
 def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
-    """In the data, or before the first step has changed anything: weights, or the loss itself."""
+    """Find values that are not finite in the data, the initial weights or the first loss."""
     if _seen(record) and _not_by_training(record):
         yield _finding(record)
 
 
 def became_non_finite(record: Record) -> Iterator[Finding]:
-    """After training for a while: what else was found is likely the cause."""
+    """Find values that became not finite in training; other findings are likely the cause."""
     if _seen(record) and not _not_by_training(record):
         yield _finding(record)
 
@@ -36,7 +36,7 @@ def _not_by_training(record: Record) -> bool:
 
 
 def _since(record: Record) -> int | None:
-    """The step at which it was seen first; None: not known."""
+    """Return the step at which a value was first observed not to be finite; None if unknown."""
     if record.non_finite_since is not None:
         return record.non_finite_since
     losses = zip(record.steps_of_losses, record.losses, strict=True)
@@ -77,15 +77,15 @@ def _finding(record: Record) -> Finding:
 
 
 def _of_the_data(record: Record, step: int | None) -> Iterator[Advice]:
-    """Where nobody saw the data of the steps between: one batch may have done it."""
+    """Yield advice on the batches between measured steps, whose data were not observed."""
     if not record.is_audited:
         yield Advice(f"look at the batches up to step {step or 0:,} for NaN and infinite entries")
 
 
 def _seen_when(record: Record, step: int | None) -> str:
-    if not record.is_audited:  # what came between measured steps, and after them, is not known
+    if not record.is_audited:  # values between measured steps, and after them, are unknown
         is_loss = record.first_non_finite == "the loss"
-        # Lengths are roots of sums of squares.
+        # Norms are roots of sums of squares, which overflow earlier than the values.
         kind = "" if is_loss else " (NaN, infinite or too large to square)"
         before = [r.step for r in record.reports if r.step < (step or 0)]
         after = "" if is_loss or not before else f", after step {before[-1]:,} was finite"

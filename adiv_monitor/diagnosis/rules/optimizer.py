@@ -18,22 +18,22 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.rules.remedies import clip_norm, less_momentum
 
-# A share of the last direction that lasts for 40 steps; 0.9 lasts for 10.
+# Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.
 LONG_MOMENTUM = 0.975
-# Of the run, how many times as long momentum lasts: nothing is left of what the loss says later.
+# Duration of momentum relative to the run; beyond it, later gradients hardly count.
 LONGER_THAN_THE_RUN = 10.0
-# parameter_cosine late in the run; healthy runs with momentum or Adam read 0.25 to 0.5.
+# parameter_cosine late in the run; healthy runs with momentum or Adam have 0.25 to 0.5.
 STALE = 0.2
-# Decay's pull over the gradient's.
+# Pull of the weight decay over the gradient's.
 DECAY_WATCH, DECAY_ACT = 0.3, 1.0
-# ‖parameters‖ at the end over that at the beginning.
-SHRUNK = 0.5  # healthy ones grow: 1.1 to 2.9
-# cos(step as applied, optimizer's step). Where nothing changes weights after the step it is 1.
+# ‖parameters‖ at the end over ‖parameters‖ at the beginning.
+SHRUNK = 0.5  # healthy ratios are 1.1 to 2.9
+# cos(step as applied, optimizer's step). It is 1 if nothing changes weights after the step.
 PROJECTED = 0.98
-# cos(first step, −gradient): with nothing to remember, healthy runs read 0.47 and above.
+# cos(first step, −gradient): the first step has no past, and healthy runs have 0.47 and above.
 FIRST_STEP = 0.2
-# Share of steps that are clipped; above half of them a lower rate is the better remedy (Google's
-# deep learning tuning playbook).
+# Share of clipped steps; above half, a lower learning rate is the better fix (Google's deep
+# learning tuning playbook).
 CLIPPED = 0.5
 CLIPPED_FAR = 10.0
 
@@ -44,7 +44,7 @@ _WRONG_SIGN = Advice(
 
 
 def optimizer_turns(record: Record) -> Iterator[Finding]:
-    """Steps that go uphill, or keep to where the gradient pointed many steps ago."""
+    """Find steps that go uphill or follow gradients of many steps ago."""
     cosines = by_layer(record, "parameter_cosine")
     turned = {p: -t.value for p, t in cosines.items() if t.below(0)}
     descents = [r.descent for r in record.reports[1:] if r.descent is not None]
@@ -88,12 +88,12 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
 
 
 def _straightened(record: Record) -> Iterator[Advice]:
-    """What makes steps follow their gradient: the sign, no memory, or what lies between."""
+    """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
     plain = record.facts.optimizer == "SGD"
     if _sign_is_wrong(record):
         yield _WRONG_SIGN
     if _momentum(record) or not plain:
-        # Whose learning rate says nothing of plain descent's.
+        # Another optimizer's learning rate does not carry over to plain gradient descent.
         rate = " of learning rate 0.1" * (not plain)
         yield Advice(_less_momentum(record), "less-momentum")
         yield Advice(f"plain gradient descent{rate}", "plain-sgd")
@@ -102,7 +102,7 @@ def _straightened(record: Record) -> Iterator[Advice]:
 
 
 def _sign_is_wrong(record: Record) -> bool:
-    """Whether the first step already goes uphill: it has no past that could have turned it."""
+    """Return whether the first step already goes uphill, which no momentum can explain."""
     if record.facts.settings.get("maximize") is True:
         return True
     first = _first_cosines(record)
@@ -123,7 +123,7 @@ def _less_momentum(record: Record) -> str:
 
 
 def _momentum(record: Record) -> float:
-    """What share of the last step's direction the next one keeps; 0 where that isn't known."""
+    """Return the share of the last step's direction that the next one keeps; 0 if it is unknown."""
     settings = record.facts.settings
     betas = settings.get("betas")
     found = betas[0] if isinstance(betas, list | tuple) and betas else settings.get("momentum", 0)
@@ -131,7 +131,7 @@ def _momentum(record: Record) -> float:
 
 
 def _late_cosine(record: Record) -> float:
-    """The median `parameter_cosine` of all layers over the second half of the measured steps."""
+    """Return all layers' median `parameter_cosine` over the second half of the measured steps."""
     readings = [r for report in record.reports for r in report.layers.values()]
     late = readings[len(readings) // 2 :]
     known = [r.parameter_cosine for r in late if r.parameter_cosine is not None]
@@ -139,7 +139,7 @@ def _late_cosine(record: Record) -> float:
 
 
 def decay_fights(record: Record) -> Iterator[Finding]:
-    """Weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
+    """Find weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
     if not record.parameter_norms or record.parameter_norms[0] == 0:
         return
     setting = record.facts.settings.get("weight_decay")
@@ -149,7 +149,7 @@ def decay_fights(record: Record) -> Iterator[Finding]:
     if decay == 0 and any(
         t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
     ):
-        return  # other code makes the weights smaller
+        return  # other code shrinks the weights
     if not (pull > DECAY_WATCH or shrunk < SHRUNK):
         return
     yield Finding(
@@ -186,9 +186,10 @@ def _decay_words(decay: float, pull: float, shrunk: float) -> str:
 
 
 def first_pull(record: Record, decay: float) -> float:
-    """‖decay · θ‖ over what it is added to at the first step: the gradient, or Adam's unit steps.
+    """Return ‖decay · θ‖ over the norm of the update that it is added to, at the first step.
 
-    Later ones say less: where decay wins, weights shrink until it and the gradient balance.
+    The update is the gradient, or Adam's unit steps. Later steps are less informative: where decay
+    wins, weights shrink until it and the gradient balance.
     """
     size = record.gradient_norms[0] if record.gradient_norms else math.nan
     if _decoupled(record):
@@ -202,7 +203,7 @@ def _decoupled(record: Record) -> bool:
 
 
 def projection_fights(record: Record) -> Iterator[Finding]:
-    """Code that changes the weights behind the optimizer's back, after its step or within."""
+    """Find code besides the optimizer that changes the weights, after its step or within it."""
     kept = by_layer(record, "projection_cosine")
     undone = {p: -t.value for p, t in kept.items() if t.below(PROJECTED)}
     first = _first_cosines(record)
@@ -243,7 +244,11 @@ def projection_fights(record: Record) -> Iterator[Finding]:
 
 
 def _within_words(record: Record, layer: str, cosine: float) -> str:
-    """Plain descent's first step is its gradient; another's may have a low cosine by itself."""
+    """Describe a first step with a low cosine to its gradient.
+
+    The first step of plain gradient descent is its gradient; another optimizer's may have a low
+    cosine by itself.
+    """
     where, read = named(record, layer), f"has a cosine of {cosine:.2f} with its gradient"
     if record.facts.optimizer in ("SGD", "ASGD"):
         return (
@@ -259,16 +264,16 @@ def _within_words(record: Record, layer: str, cosine: float) -> str:
 
 
 def _decay_turns(record: Record) -> bool:
-    """Whether weight decay alone is longer than the gradient at the first step, and so turns it."""
+    """Return whether weight decay exceeds the gradient at the first step and so turns it."""
     setting = record.facts.settings.get("weight_decay")
     decay = float(setting) if isinstance(setting, int | float) else 0.0
     return bool(record.parameter_norms) and first_pull(record, decay) > DECAY_ACT
 
 
 def _first_cosines(record: Record) -> dict[str, Typical]:
-    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂).
+    """Return `parameter_cosine` of the first step: 1 for gradient descent, ‖g‖₁/(√n·‖g‖₂) for Adam.
 
-    None of an optimizer that remembers steps before it.
+    It is empty for an optimizer that was resumed and so has a past.
     """
     if record.facts.resumed:
         return {}
@@ -277,7 +282,7 @@ def _first_cosines(record: Record) -> dict[str, Typical]:
 
 
 def clipping_always(record: Record) -> Iterator[Finding]:
-    """Clipping as the rule, not the exception: the gradient's length no longer counts."""
+    """Find clipping of most steps, so that the gradient's length no longer counts."""
     limit = record.facts.clip_norm
     if limit is None or not record.gradient_norms:
         return

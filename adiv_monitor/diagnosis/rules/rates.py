@@ -1,4 +1,4 @@
-"""Rules about the learning rate: too high, too low, or unlike between layers."""
+"""Rules about the learning rate: too high, too low, or uneven between layers."""
 
 import math
 from collections.abc import Iterator
@@ -19,25 +19,26 @@ from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, 
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import own_rates
 
-# How far the loss falls at the rate as it is, over how far it falls at a better one.
+# Fall of the loss at the run's learning rate over its fall at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
-# In few steps a higher rate gets further, as more steps would, and need not be better in the end:
-# AdamW's usual 1e-3 reads 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below 0.11.
+# In few steps a higher learning rate gets further, as more steps would, and need not be better in
+# the end: AdamW's usual 1e-3 has 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below
+# 0.11.
 SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE = 0.125, 0.5, 0.8
 SHARE_OF_FALL_SUFFERS = 0.5
-# ‖Δz‖ / ‖z‖ of the first step, in the median layer: activations that move by as much as they are
-# long are not those that the gradient was taken at. Healthy runs read 0.02 to 0.7 (RMSprop 4).
+# ‖Δz‖ / ‖z‖ of the first step, in the median layer: activations that move by their own length are
+# not those that the gradient was computed at. Healthy runs have 0.02 to 0.7 (RMSprop 4).
 MOVES_TOO_FAR = 1.0
-MOVES_TOO_FAR_UNSEEN = 10.0  # where nobody saw whether the loss comes down all the same
-# ‖Δz‖ / ‖z‖ of a step, typically, of the layer that moves most. Healthy runs read 0.01 to 0.5.
+MOVES_TOO_FAR_UNSEEN = 10.0  # limit if the losses are unknown, so that they may fall all the same
+# Typical ‖Δz‖ / ‖z‖ of a step in the layer that moves most. Healthy runs have 0.01 to 0.5.
 HARDLY_MOVES = 3e-3
-# update_ratio of a layer over the median layer's, at the first step. Healthy nets read 1/25 to 24.
+# update_ratio of a layer over the median layer's, at the first step. Healthy nets have 1/25 to 24.
 OVERDRIVEN, STARVED = 30.0, 50.0
-UNEVEN_ACT = 100.0  # either way, and lasting
+UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 
 def rate_too_high(record: Record) -> Iterator[Finding]:
-    """The steps are longer than the loss is straight."""
+    """Find a learning rate so high that steps leave the range where the loss is nearly linear."""
     if record.rates:
         yield from _too_high_by_trial(record)
     else:
@@ -45,7 +46,7 @@ def rate_too_high(record: Record) -> Iterator[Finding]:
 
 
 def rate_too_low(record: Record) -> Iterator[Finding]:
-    """The steps are so short that nothing is learnt."""
+    """Find a learning rate so low that nothing is learned."""
     if record.rates:
         yield from _too_low_by_trial(record)
     else:
@@ -53,10 +54,10 @@ def rate_too_low(record: Record) -> Iterator[Finding]:
 
 
 def suffers(record: Record) -> bool:
-    """Whether the loss goes badly: it does not fall, or falls far further at another rate.
+    """Return whether the loss goes badly: no fall, or a far greater one at another learning rate.
 
-    What other rules want to see before they say "act". A loss that nobody saw does not, nor one
-    that need not fall.
+    Other rules require it before they return "act". It is False if the loss is unknown, or need not
+    fall.
     """
     if not record.losses or not is_long_enough(record) or tells_nothing(record):
         return False
@@ -72,9 +73,10 @@ def suffers(record: Record) -> bool:
 
 
 def share_of_fall(record: Record, trial: Trial) -> float:
-    """How far the loss falls at the rate as it is, over how far it falls in the trial.
+    """Return the fall of the loss at the run's learning rate over its fall in the trial.
 
-    Where it falls in neither: 1; or −∞, if it rises as it is by more than standing still.
+    If it falls in neither, the share is 1; it is −∞ if the run's loss is not finite, or rises by
+    more than the limit for standing still.
     """
     if not math.isfinite(trial.loss_without):
         return -math.inf
@@ -85,21 +87,25 @@ def share_of_fall(record: Record, trial: Trial) -> float:
 
 
 def _lower(record: Record) -> tuple[float, Trial] | None:
-    """The best of the rates that were tried and its trial, if it is lower than the run's."""
+    """Return the best learning rate factor and its trial if it is below 1, else None."""
     better = _better(record)
     return better if better is not None and better[0] < 1 else None
 
 
 def _higher(record: Record) -> tuple[float, Trial] | None:
-    """The same if it is higher: one rate is best, so that no run's is both too high and too low."""
+    """Return the best learning rate factor and its trial if it is above 1, else None.
+
+    Only one factor is best, so that no learning rate is both too high and too low.
+    """
     better = _better(record)
     return better if better is not None and better[0] > 1 else None
 
 
 def _better(record: Record) -> tuple[float, Trial] | None:
-    """The best rate, if it pays: is better by more than two standard errors, and by 2 %.
+    """Return the best learning rate factor and its trial, if it pays, else None.
 
-    None is where the loss need not fall.
+    It pays if the loss is lower by more than two standard errors, and by 2 %. There is none if the
+    loss need not fall.
     """
     if tells_nothing(record):
         return None
@@ -148,7 +154,7 @@ def _said(factor: float, trial: Trial) -> str:
 
 
 def _too_high_by_measures(record: Record) -> Iterator[Finding]:
-    """The batch's own loss rises in its step, or the first one moves activations too far."""
+    """Find steps that raise their batch's loss, or a first step that moves activations too far."""
     predicted = {r.step: r.descent for r in record.reports if r.descent is not None}
     steps = [s for s in record.realised if predicted.get(s, 0) > 0]
     risen = sum(not record.realised[s] <= 0 for s in steps)
@@ -221,10 +227,10 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     moves = by_layer(at_peak(record), "update_ratio")
     if still_rises(record.reports) or (is_long_enough(record) and fell(record)):
-        return  # its peak is to come, or near the loss's end layers need not move
+        return  # the peak is still to come, or layers need not move near the loss's end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
-        # Reports alone can't tell a training that never began from one that has ended.
+        # Reports alone don't distinguish a training that never began from one that has ended.
         unsure = (
             ": too little to learn from the beginning. Where a training ends, they need not move"
         ) * (not record.is_audited)
@@ -253,16 +259,16 @@ def _too_low(
 
 
 def uneven_rates(record: Record) -> Iterator[Finding]:
-    """Layers whose activations move far less, or far more, than those of the others.
+    """Find layers whose activations move far less, or far more, than those of the others.
 
-    Judged at the first measured step, where training has broken nothing yet. A layer whose output
-    begins near zero moves far there and is well: it must still do so at the next, or the loss go
-    badly, to be more than a note.
+    The first measured step decides, since training has broken nothing yet. A layer whose output
+    begins near zero moves far there and is healthy. So the finding is only a note unless the layer
+    also does so at the next measured step, or the loss goes badly.
     """
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
     lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
-    if len(steps) < 2:  # whether it lasts is not known
+    if len(steps) < 2:  # whether it lasts is unknown
         lasting = {}
     if not off:
         return
@@ -297,7 +303,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
 
 
 def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:
-    """Layers whose activations move unlike the median layer's: the factor, either way."""
+    """Return the layers that move unlike the median layer, with the factor, at least 1."""
     ratios = {path: ratio for path, ratio in ratios.items() if ratio.value > 0}
     if len(ratios) < 3:
         return {}

@@ -1,4 +1,4 @@
-"""The numbers of some fixes, as they follow from the run that they are for."""
+"""Parameters of some fixes, computed from the run that the fix is for."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -10,36 +10,36 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
 USUAL = 0.9  # momentum, and Adam's β₁
-SAID = 6  # layers, at most, whose rates an advice prints
-AT_MOST = 100.0  # a layer's rate is changed by no larger factor
+SAID = 6  # most layers whose learning rates an advice lists
+AT_MOST = 100.0  # largest factor on a layer's learning rate
 
 
 def less_momentum(momentum: float) -> float:
-    """What to try in its place: 0.9, of more than 0.95; half of less."""
+    """Return the momentum to try next: 0.9 if it is above 0.95, else half of it."""
     return USUAL if momentum > (1 + USUAL) / 2 else momentum / 2
 
 
 def clip_norm(record: Record) -> float:
-    """The 90th percentile of the gradient's norms, as Google's tuning playbook advises.
+    """Return the 90th percentile of the gradient's norms, as Google's tuning playbook advises.
 
-    1 where none was seen that is finite.
+    It is 1 if no norm is finite and positive.
     """
     norms = [n for n in record.gradient_norms if math.isfinite(n) and n > 0]
     return float(np.quantile(norms, 0.9)) if norms else 1.0
 
 
 def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:
-    """Layer → the factor on its learning rate that makes it as fast as the others: median(e) / e_l.
+    """Return factors on layers' learning rates that even out their speeds: median(e) / e_l.
 
-    e is the effective learning rate; where the optimizer divides by the gradient's size, how far
-    activations move relative to their own size.
+    e is the effective learning rate for SGD. For optimizers that divide by the gradient's size, it
+    is how far activations move relative to their own size.
 
     Args:
-        record: of the run.
-        layers: which are wanted; empty: all.
+        record: The record of the run.
+        layers: The layers to include; empty: all.
 
     Returns:
-        0.01 to 100; empty where the speeds of fewer than two layers are known.
+        Layer → factor, 0.01 to 100; empty if the speeds of fewer than two layers are known.
     """
     plain = record.facts.optimizer in ("SGD", "ASGD")
     speeds = _speeds(record, "effective_lr" if plain else "update_ratio")
@@ -54,7 +54,10 @@ def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str
 
 
 def own_rates(record: Record, layers: Sequence[str]) -> str:
-    """The same as advice; without numbers where the optimizer, on which they depend, is unknown."""
+    """Return advice with the factors of `rates_per_layer`.
+
+    It has no numbers if the optimizer, on which they depend, is unknown.
+    """
     factors = rates_per_layer(record, layers) if record.facts.optimizer else {}
     said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
     more = f" and {len(said) - SAID} more, each by the median layer's speed over its own"
@@ -63,7 +66,7 @@ def own_rates(record: Record, layers: Sequence[str]) -> str:
 
 
 def _speeds(record: Record, measure: str) -> dict[str, float]:
-    """Each layer's median over the measured steps, where it is positive."""
+    """Return each layer's median of a measure over the measured steps, if it is positive."""
     seen: dict[str, list[float]] = {}
     for report in record.reports:
         for path, reading in report.layers.items():

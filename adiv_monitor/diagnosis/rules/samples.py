@@ -1,4 +1,4 @@
-"""Rules about what reaches what: samples that mix, axes that are scrambled, gradients cut."""
+"""Rules about dependences: samples that mix, scrambled axes, cut gradients, ignored inputs."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,12 @@ from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
-SAID = 3  # parts that are named
-TURNED = 0.99  # cosine of the gradient with that without the cut
+SAID = 3  # most ignored parts that a finding names
+TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
 def samples_mixed(record: Record) -> Iterator[Finding]:
-    """A prediction for one sample that changes with another's input."""
+    """Find predictions for one sample that change with another sample's input."""
     for fact in record.found_by("samples-mixed"):
         share, independent = fact.numbers["share"], fact.numbers["independent"]
         ordered = "batch_first" in fact.words
@@ -37,7 +37,7 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
 
 
 def reshape_scrambles(record: Record) -> Iterator[Finding]:
-    """Reshapes where axes were to be exchanged."""
+    """Find reshapes that were meant to exchange axes."""
     facts = record.found_by("reshape-scrambles")
     if facts:
         of, to = facts[0].words["of"], facts[0].words["to"]
@@ -61,15 +61,15 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
 
 
 def cuts(record: Record) -> list[Fact]:
-    """Where the gradient is cut, if it turns without that."""
+    """Return where the gradient is cut, if it turns when the cut is removed."""
     facts = [f for f in record.found_by("gradient-cut") if f.numbers["cosine"] < TURNED]
     return [] if is_opposed(record) else facts
 
 
 def gradient_cut(record: Record) -> Iterator[Finding]:
-    """A cut in front of parameters that the loss depends on, beside other ways that are whole.
+    """Find cuts in front of parameters that gradients still reach on other paths.
 
-    Where no way is whole, it stands with the parameters that no gradient comes to.
+    If no path is left, `unreached` names the cut instead.
     """
     facts = cuts(record)
     if not facts or set(record.wiring.unreached) - set(record.wiring.unused):
@@ -90,7 +90,7 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
 
 
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
-    """Places, features or patches that no output depends on, neither at first nor at the end."""
+    """Find places, features or patches that no output depends on, before and after training."""
     facts = record.found_by("input-partly-ignored")
     if facts:
         where = ", ".join(fact.place for fact in facts[:SAID])
@@ -115,7 +115,10 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
 
 
 def order_ignored(record: Record) -> Iterator[Finding]:
-    """Places whose order makes no difference: to be acted on only if positions help."""
+    """Find places whose order makes no difference.
+
+    The inputs may be sets, so it should be acted on only if positions help.
+    """
     for fact in record.found_by("order-ignored"):
         count = fact.numbers["places"]
         yield Finding(

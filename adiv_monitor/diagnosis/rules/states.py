@@ -1,4 +1,4 @@
-"""What pictures draw outside of healthy readings, said in words: picture and verdict are one."""
+"""Findings for readings that pictures draw outside the healthy range, so that both agree."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from adiv_monitor.diagnosis.readings import Typical, maps, named, readings
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed
 
-# The findings that speak of a measure: what they name is not said a second time.
+# Findings that already report a measure; a layer that one of them names is not reported again.
 SPEAK_OF: Mapping[str, tuple[str, ...]] = {
     "update_ratio": ("uneven-rates", "rate-too-high", "rate-too-low", "dead-units", "vanishing"),
     GRADIENT: ("vanishing", "exploding", "dead-units"),
@@ -29,9 +29,9 @@ SPEAK_OF: Mapping[str, tuple[str, ...]] = {
     "projection_cosine": ("projection-fights",),
 }
 OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
-# Padding has no gradient, and corrected layers are a choice: others are good to know.
+# Measures that indicate faults. Zero-gradient rows may be padding, and corrected layers a choice.
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
-_WORDS: Mapping[tuple[str, bool], str] = {  # of a measure that is too large, or too small
+_WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large) → words
     ("update_ratio", True): "the activations of {} move by more than {} of their length in a step",
     (GRADIENT, False): "the gradient that reaches {} is less than {} of the last layer's",
     (GRADIENT, True): "the gradient that reaches {} is more than {} times the last layer's",
@@ -44,13 +44,13 @@ _WORDS: Mapping[tuple[str, bool], str] = {  # of a measure that is too large, or
 
 
 def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Layers that typically read outside of what healthy layers do, which no other finding names.
+    """Find layers whose typical readings are outside the healthy range, unless others report them.
 
-    Where learning rates were tried, the loss itself has decided, and nothing is said.
+    If learning rates were tried, the loss itself has decided, and nothing is reported.
 
     Args:
-        record: of a run.
-        found: what the other rules have found in it.
+        record: The record of a run.
+        found: The findings of the other rules.
     """
     if record.rates:
         return
@@ -75,7 +75,7 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
 def _of_moves(
     record: Record, typically: Mapping[str, Typical], spoken_for: Collection[str]
 ) -> Iterator[Finding]:
-    """Layers that hardly move, typically or lately, by why that may be."""
+    """Find layers that hardly move, typically or lately, grouped by the possible reason."""
     lately = {path: t for path, t in _lately(record).items() if path not in spoken_for}
     still = {**typically, **lately}
     unmoved = {path: typical for path, typical in still.items() if typical.value == 0}
@@ -91,7 +91,7 @@ def _of_moves(
 
 
 def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:
-    """Layers typically below, and above, what healthy ones read, by two standard errors."""
+    """Return layers typically below, and above, the healthy range by two standard errors."""
     low, high = HEALTH[measure].healthy
     typically = typical_values(at_peak(record), measure)
     return (
@@ -101,7 +101,7 @@ def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str
 
 
 def _lately(record: Record) -> dict[str, Typical]:
-    """Layers that hardly moved in the last quarter of the steps at the learning rate's peak."""
+    """Return layers that hardly moved in the last quarter of the steps at peak learning rate."""
     peak = at_peak(record).reports
     last = replace(record, reports=peak[-(-len(peak) * 3 // 4) :])
     low = HEALTH["update_ratio"].healthy[0]
@@ -110,7 +110,7 @@ def _lately(record: Record) -> dict[str, Typical]:
 
 
 def _silent(record: Record) -> Iterator[str]:
-    """Maps that had a step of the optimizer, but of which no step told how far it moved them."""
+    """Yield maps that the optimizer stepped, but whose movement no step could measure."""
     told = typical_values(record, "update_ratio")
     for path in maps(record):
         of_layer = readings(record, path).values()
@@ -122,7 +122,7 @@ def _silent(record: Record) -> Iterator[str]:
 
 
 def typical_values(record: Record, measure: str) -> dict[str, Typical]:
-    """Layer → what it typically read of a measure of the pictures: the median over the steps."""
+    """Return layer → typical reading of a measure of the pictures, its median over the steps."""
     seen: dict[str, list[tuple[float, float, int]]] = {}
     for report in record.reports:
         for path, value in value_of(record, report, measure).items():
@@ -136,7 +136,7 @@ def typical_values(record: Record, measure: str) -> dict[str, Typical]:
 
 
 def _strength(record: Record) -> Strength:
-    """A loss that falls shows that it may be meant; one that nobody saw does not."""
+    """Return "note" if the loss falls, which shows that the state may be meant, else "watch"."""
     return "note" if is_long_enough(record) and fell(record) else "watch"
 
 
@@ -217,7 +217,7 @@ def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
 
 
 def _low_since(record: Record, paths: Sequence[str]) -> int | None:
-    """The first of the last measured steps in all of which these layers hardly move."""
+    """Return the first of the last measured steps in all of which these layers hardly move."""
     low, since = HEALTH["update_ratio"].healthy[0], None
     for report in reversed(at_peak(record).reports):
         values = value_of(record, report, "update_ratio")
@@ -228,7 +228,7 @@ def _low_since(record: Record, paths: Sequence[str]) -> int | None:
 
 
 def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
-    """Those that read healthily in the first quarter of the steps at the learning rate's peak."""
+    """Return layers with healthy movement in the first quarter of the steps at the peak."""
     peak = at_peak(record).reports
     first = replace(record, reports=peak[: max(1, len(peak) // 4)])
     begin = typical_values(first, "update_ratio")
@@ -265,7 +265,7 @@ def _where(paths: Sequence[str], record: Record) -> str:
 
 
 def _decayed(record: Record) -> Iterator[Finding]:
-    """What is drawn as standing still since the learning rate has decayed, and was not before."""
+    """Find layers that pictures draw as still only since the learning rate has decayed."""
     since = decayed_since(record.reports)
     if since is None:
         return

@@ -1,4 +1,4 @@
-"""Rules about how outputs meet their targets, by what probes asked of copies."""
+"""Rules about how outputs meet their targets, from the facts that probes found on copies."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,12 @@ from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
-# Share of the targets that lie where the function on the outputs can't come.
+# Share of the targets outside the range of the function on the outputs.
 OUTSIDE = 0.01
 
 
 def broadcast_loss(record: Record) -> Iterator[Finding]:
-    """A loss that compares each output with the targets of all samples."""
+    """Find a loss that compares each output with the targets of all samples."""
     for fact in record.found_by("broadcast-loss"):
         a, b = fact.words["of"], fact.words["and"]
         yield Finding(
@@ -31,7 +31,7 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
 
 
 def no_log(record: Record) -> Iterator[Finding]:
-    """A loss of logarithms that is given probabilities."""
+    """Find a loss that expects logarithms but gets probabilities."""
     for fact in record.found_by("no-log"):
         yield Finding(
             "no-log",
@@ -47,7 +47,7 @@ def no_log(record: Record) -> Iterator[Finding]:
 
 
 def softmax_of_one(record: Record) -> Iterator[Finding]:
-    """A softmax of one class, which is 1."""
+    """Find a softmax over one class, which is always 1."""
     for fact in record.found_by("softmax-of-one"):
         own = fact.words["function"] == "cross_entropy"
         yield Finding(
@@ -70,7 +70,7 @@ def softmax_of_one(record: Record) -> Iterator[Finding]:
 
 
 def softmax_over_samples(record: Record) -> Iterator[Finding]:
-    """A softmax over the first axis, that of the samples."""
+    """Find a softmax over the first axis, that of the samples."""
     for fact in record.found_by("softmax-over-samples"):
         yield Finding(
             "softmax-over-samples",
@@ -85,7 +85,7 @@ def softmax_over_samples(record: Record) -> Iterator[Finding]:
 
 
 def targets_out_of_range(record: Record) -> Iterator[Finding]:
-    """Targets of a regression that the function on its outputs can't give."""
+    """Find regression targets outside the range of the function on the outputs."""
     for fact in record.found_by("targets-out-of-range"):
         share = fact.numbers["share"]
         if share > OUTSIDE:
@@ -105,7 +105,7 @@ def targets_out_of_range(record: Record) -> Iterator[Finding]:
 
 
 def target_is_input(record: Record) -> Iterator[Finding]:
-    """A language model whose labels are not moved on by one."""
+    """Find a language model whose labels are not shifted by one."""
     for fact in record.found_by("target-is-input"):
         yield Finding(
             "target-is-input",
@@ -121,7 +121,7 @@ def target_is_input(record: Record) -> Iterator[Finding]:
 
 
 def future_leak(record: Record) -> Iterator[Finding]:
-    """A model of the next token that is given it."""
+    """Find a model of the next token whose inputs include that token."""
     for fact in record.found_by("future-leak"):
         yield Finding(
             "future-leak",

@@ -9,30 +9,30 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report.wording import listed
 
-# Share of a layer's units that no row of any batch ever woke: half the layer is also where
-# SageMaker Debugger's rule fires.
+# Share of a layer's units that no row of any batch activates; SageMaker Debugger's rule, too, fires
+# at half the layer.
 DEAD_WATCH, DEAD_ACT = 0.25, 0.5
-ALL_DEAD = 0.9  # next to nothing comes through, whatever the loss does yet
-# Fewer batches say little: of one batch, zeros are no fault (DeepDiagnosis took 36 % of healthy
+ALL_DEAD = 0.9  # next to nothing passes, however the loss develops so far
+# Fewer batches prove little: zeros in one batch are no fault (DeepDiagnosis took 36 % of healthy
 # runs for faulty, nearly all by this).
 LEAST_BATCHES = 4
-LEAST_LATE = 3  # measured steps in the second half of a run, where units themselves were not seen
+LEAST_LATE = 3  # measured steps in the second half of a run, if units themselves were not observed
 # Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy
-# tanh nets read up to 0.35.
+# tanh nets have up to 0.35.
 SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
-# Functions are called as their modules are, which readers know.
+# Findings use the modules' names for functions, since readers know them.
 _MODULES = (
     *("ReLU", "ReLU6", "LeakyReLU", "ELU", "CELU", "SELU", "GELU", "SiLU", "Mish", "Softplus"),
     *("Tanh", "Sigmoid", "Hardtanh", "Softsign", "Hardsigmoid", "Hardswish"),
 )
-# Functions with two flat ends; a ReLU's zeros are no saturation.
+# Functions with two flat ends; zeros of a ReLU are no saturation.
 FLAT_AT_BOTH_ENDS = frozenset(
     ("tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf")
 )
 
 
 def dead_share(record: Record) -> float:
-    """Of the layer with most of them; 0 where too few batches were seen."""
+    """Return the largest share of dead units of a layer; 0 if too few batches were observed."""
     return max(_dead_shares(record).values(), default=0.0)
 
 
@@ -45,7 +45,7 @@ def _dead_shares(record: Record) -> dict[str, float]:
 
 
 def dead_units(record: Record) -> Iterator[Finding]:
-    """Units that give the same for every row, and so never learn."""
+    """Find units that are constant over all rows and so never learn."""
     if not record.units:
         yield from _dead_by_measures(record)
     dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_WATCH}
@@ -63,9 +63,9 @@ def dead_units(record: Record) -> Iterator[Finding]:
 
 
 def _dead_by_measures(record: Record) -> Iterator[Finding]:
-    """Layers that no row sends a gradient to, while layers behind them get one.
+    """Find layers that no row sends a gradient to, while layers behind them get one.
 
-    Judged by the second half of the measured steps: a branch may begin at zero.
+    The second half of the measured steps decides, since a branch may begin at zero.
     """
     late = [report.layers for report in record.reports[len(record.reports) // 2 :]]
     if len(late) < LEAST_LATE:
@@ -114,7 +114,7 @@ def _dead(
 
 
 def saturated_units(record: Record) -> Iterator[Finding]:
-    """Entries that lie where the function is flat: no gradient passes."""
+    """Find activation functions with many entries where they are flat and pass no gradient."""
     seen = {
         path: u.saturated
         for path, u in record.units.items()
@@ -142,7 +142,7 @@ def saturated_units(record: Record) -> Iterator[Finding]:
 
 
 def _function(record: Record, path: str) -> str:
-    """An activation function in a sentence, by name and path."""
+    """Return the name and path of an activation function as words for a sentence."""
     name = record.units[path].function
     as_module = {module.lower(): module for module in _MODULES}
     return layer_words(path, as_module.get(name.replace("_", ""), name))

@@ -1,4 +1,4 @@
-"""Rules about wiring: whether all that should take part in training does."""
+"""Rules about wiring: whether all parameters and inputs take part in training."""
 
 import math
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.rules.samples import cuts
 from adiv_monitor.diagnosis.rules.units import ALL_DEAD, dead_share
 
-# Below this relative change of the loss when inputs are exchanged between samples, the model does
-# not look at them: rounding alone gives 1e-7.
+# Smallest relative change of the outputs, when inputs are exchanged between samples, of a model
+# that uses its inputs: rounding alone gives 1e-7.
 INPUT_MATTERS = 1e-4
-ALIKE = 1e-3  # scale_cv of rows that are all the same
-# The gain that torch initialises with, 1/√3, to the sampling error of some thousand weights.
+ALIKE = 1e-3  # scale_cv below which all rows count as equal
+# The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
 UNTRAINED, ABOUT = 3**-0.5, 0.03
 
 
 def not_held(record: Record) -> Iterator[Finding]:
-    """Trainable parameters with a gradient that the optimizer does not hold."""
+    """Find trainable parameters with a gradient that the optimizer does not hold."""
     names = record.wiring.not_held
     if names:
         yield Finding(
@@ -44,9 +44,9 @@ def not_held(record: Record) -> Iterator[Finding]:
 
 
 def unreached(record: Record) -> Iterator[Finding]:
-    """Trainable parameters that no gradient ever comes to."""
+    """Find trainable parameters that no gradient reaches."""
     if record.losses and not math.isfinite(record.losses[0]):
-        return  # nothing was sent back at all
+        return  # no gradient was computed at all
     unused = set(record.wiring.unused)
     names = tuple(n for n in record.wiring.unreached if n not in unused)
     if names:
@@ -80,7 +80,7 @@ def unreached(record: Record) -> Iterator[Finding]:
 
 
 def frozen(record: Record) -> Iterator[Finding]:
-    """Parameters with requires_grad=False, which may be meant; hardly so if they are untrained."""
+    """Find parameters with requires_grad=False; they are unlikely to be meant if untrained."""
     names = record.wiring.frozen
     if not names:
         return
@@ -104,16 +104,16 @@ def frozen(record: Record) -> Iterator[Finding]:
 
 
 def input_lost(record: Record) -> Iterator[Finding]:
-    """Inputs that make no difference, since they are gone before the first layer: a cause."""
+    """Find inputs that are lost before the first layer, which causes other findings."""
     paths = maps(record)
     spread = typical(record, paths[0], "scale_cv") if paths else None
-    silent = spread is None and record.wiring.input_matters == 0  # no row got a gradient
+    silent = spread is None and record.wiring.input_matters == 0  # no row has a gradient
     if (silent and dead_share(record) < ALL_DEAD) or (spread is not None and spread.value < ALIKE):
         yield from _ignored(record)
 
 
 def input_ignored(record: Record) -> Iterator[Finding]:
-    """Inputs that make no difference; where units are dead or gradients vanish, that is why."""
+    """Find inputs that make no difference, unless dead units or vanishing gradients explain it."""
     explained = dead_share(record) > ALL_DEAD or any(vanishing(record))
     if not explained and not any(input_lost(record)):
         yield from _ignored(record)

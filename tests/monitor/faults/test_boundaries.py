@@ -28,7 +28,7 @@ ELSEWHERE = {
     *("messages.py", "soundness.py"),
     *("shard_accumulation.py", "collectives.py", "rows_across_ranks.py", "split_calls.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
-    *("slopes.py", "width.py", "width_plot.py"),  # no part of a training
+    *("slopes.py", "width.py", "width_plot.py", "logits.py"),  # no part of a training
 }
 FILES = sorted(
     str(file.relative_to(HOME))

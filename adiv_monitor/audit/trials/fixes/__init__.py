@@ -1,4 +1,4 @@
-"""What can be tried: every fix by its name."""
+"""The fixes that can be tried, by name."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

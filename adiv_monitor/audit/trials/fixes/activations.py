@@ -1,4 +1,4 @@
-"""Other activation functions, be they modules or functions that a module calls."""
+"""Fixes that replace activation functions, both modules and functions that a module calls."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +37,7 @@ _SATURATING: Functions = frozenset(
 
 
 class _Replaced(TorchFunctionMode):
-    """Within it, another function runs in place of some; how often is counted."""
+    """Replaces some functions by leaky ReLU in its context, and counts their calls."""
 
     def __init__(self, functions: Functions, slope: float) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Replaced(TorchFunctionMode):
         if func not in self._functions:
             return func(*args, **kwargs)
         self.met += 1
-        # No other argument of these functions is a truth value.
+        # The only boolean argument of these functions is `inplace`.
         in_place = func in _IN_PLACE or kwargs.get("inplace", any(x is True for x in args))
         return functional.leaky_relu(args[0] if args else kwargs["input"], self._slope, in_place)
 
@@ -64,9 +64,9 @@ class _Replaced(TorchFunctionMode):
 def _replaced(
     functions: Functions, slope: float, fork: Fork, layers: Sequence[str], record: Record | None
 ) -> None:
-    """Wherever the named modules call one, be it a module inside of them; if none does, anywhere.
+    """Replace the functions wherever the named modules, or modules inside them, call one.
 
-    A ReLU is a leaky one of slope 0.
+    If none of them does, replace them in the whole model. A ReLU is a leaky ReLU of slope 0.
     """
     if layers and _runs_within(
         functions, slope, fork, list(modules_at(fork.model, layers).values())
@@ -79,12 +79,12 @@ def _replaced(
 def _runs_within(
     functions: Functions, slope: float, fork: Fork, modules: Sequence[nn.Module]
 ) -> bool:
-    """Wrap the modules; whether one of the functions was met in a forward pass."""
+    """Wrap the modules; return whether a forward pass calls one of the functions."""
     replaced = _Replaced(functions, slope)
     for module in modules:
         module.forward = _within(replaced, module.forward)
     was_training = [module for module in fork.model.modules() if module.training]
-    fork.model.eval()  # so that nothing is counted: buffers stay
+    fork.model.eval()  # so that buffers, such as running statistics, stay
     with torch.no_grad():
         fork.loss(fork.model, copied(fork.batches[0]))
     for module in was_training:
@@ -101,7 +101,7 @@ def _within(replaced: _Replaced, forward: Callable[..., Any]) -> Callable[..., A
 
 
 def _plain_outputs(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """The module whose outputs a loss takes for logits gives what it is given."""
+    """Replace the activation module whose outputs a loss takes for logits by the identity."""
     output = activated_output(fork)
     if output is None:
         raise DoesNotApply("no activation function stands in front of the loss")

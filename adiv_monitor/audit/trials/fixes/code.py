@@ -1,4 +1,4 @@
-"""What is wrong in the code of a run, done otherwise in a copy."""
+"""Fixes of faults in a run's code, applied to a copy."""
 
 from collections.abc import Callable, Sequence
 
@@ -36,7 +36,10 @@ def _register(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _rate_as_others(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """What a scheduler began with; else the largest of the other groups; else 0.001."""
+    """Replace learning rates of zero.
+
+    The new one is the group's initial learning rate, else the largest of all groups, else 0.001.
+    """
     groups = fork.optimizer.param_groups
     still = [group for group in groups if group.get("lr") == 0]
     if not still:
@@ -47,7 +50,7 @@ def _rate_as_others(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _float32(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """The optimizer steps copies of 32 bits, from which the weights are rounded."""
+    """Let the optimizer step float32 copies, from which the weights are rounded."""
     coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
     if not coarse:
         raise DoesNotApply("no weights are of 16 bits")
@@ -82,7 +85,7 @@ def _train_mode(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _group_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """GroupNorm of one group, which has the same parameters."""
+    """Replace batch normalisations by GroupNorm of one group with the same parameters."""
     found = [(path, m) for path, m in fork.model.named_modules()
              if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # fmt: skip
     if not found:
@@ -102,7 +105,7 @@ def _less_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Each difference that broadcasts is taken of equal shapes."""
+    """Reshape the first operand of each broadcasting difference to the shape of the second."""
 
     def instead(call: Call) -> object:
         a, b, *others = call.args
@@ -115,7 +118,7 @@ def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Softmaxes of one class are left out; a sigmoid where the loss wants probabilities."""
+    """Leave out softmaxes of one class; use a sigmoid if the loss takes probabilities."""
     samples = size_of(fork.batches[0])
     names = _names(fork)
 
@@ -130,7 +133,7 @@ def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Softmaxes over the samples; left out where the loss takes one itself."""
+    """Take softmaxes over samples over the classes; leave them out if the loss takes one itself."""
     samples = size_of(fork.batches[0])
     names = _names(fork)
 
@@ -142,7 +145,7 @@ def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """The function in front of the difference, by its number in the pass, is left out."""
+    """Leave out the function before the difference, identified by its number in the pass."""
     numbers = {last.number for last, _ in targets_out_of_range.beyond(fork)}
     _replace(
         fork,
@@ -161,7 +164,7 @@ def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Where a reshape cuts across axes, a permutation of them, or of an axis' parts."""
+    """Replace a reshape that cuts across axes by a permutation of the axes or of their parts."""
     made: dict[int, tuple[int, ...]] = {}
 
     def look(call: Call) -> None:
@@ -173,7 +176,7 @@ def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
     def change(call: Call) -> object:
         if call.number not in made or call.name not in reshape_scrambles.FUNCTIONS:
             return NotImplemented
-        # Of another batch the first axis may be longer.
+        # The first axis, the samples, may differ in length between batches.
         x, shape = call.args[0], made[call.number]
         found = reshape_scrambles.permuted(x, (len(x), *shape[1:]))
         return NotImplemented if found is None else found.contiguous()
@@ -192,7 +195,7 @@ def _uncut(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Xavier's: N(0, 2/(fan-in + fan-out)), which does not ask which axis is which."""
+    """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
     found = one_sided_weights.one_sided(fork)
     if not found:
         raise DoesNotApply("no weights lie on one side of zero")
@@ -209,14 +212,14 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _names(fork: Fork) -> set[str]:
-    """Of all functions that a pass calls."""
+    """Return the names of all functions that a pass calls."""
     names: set[str] = set()
     see_calls(fork, lambda call: names.add(call.name))
     return names
 
 
 def _replace(fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]) -> None:
-    """From now on, calls of a kind give something else."""
+    """Replace the results of calls of a kind from now on."""
     met: list[Call] = []
     see_calls(fork, lambda call: met.append(call) if is_met(call) else None)
     if not met:

@@ -1,4 +1,4 @@
-"""What a fix is: a change of a fork before it is trained."""
+"""A fix: a change of a fork before its training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Change = Callable[[Fork, Sequence[str], Record | None], None]
 
 
 class DoesNotApply(ValueError):
-    """A fix has nothing to change in this fork; the message says why."""
+    """Raised if a fix has nothing to change in a fork; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Fix:
     """A change of a fork: of its model, optimizer, batches, loss or clipping.
 
     Attributes:
-        name: what rules call it in `Advice.fix`.
-        text: what a user would do, in plain words.
-        change: fork, paths of layers (empty: wherever it applies), the record of the run that the
-            fix is for (None: nothing is known of it) → nothing; the fork is changed.
-        rescales: whether another learning rate may be right with it, so that it is fair to try it
-            with several, as the model as it is was.
+        name: The name that rules use in `Advice.fix`.
+        text: What a user would do, in plain words.
+        change: Function that changes a fork in place, from fork, paths of layers (empty: wherever
+            it applies) and the record of the run that the fix is for (None: unknown).
+        rescales: Whether the fix may need another learning rate, so that a fair trial uses several,
+            as for the unchanged model.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Fix:
     rescales: bool = False
 
     def apply(self, fork: Fork, layers: Sequence[str] = (), record: Record | None = None) -> None:
-        """Change a fork in place; what it draws by chance follows from the fork's seed.
+        """Change a fork in place; random numbers follow from the fork's seed.
 
         Raises:
-            DoesNotApply: there is nothing to change.
+            DoesNotApply: There is nothing to change.
         """
         with seeded(fork.seed):
             self.change(fork, layers, record)

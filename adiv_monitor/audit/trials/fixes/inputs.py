@@ -1,4 +1,4 @@
-"""Other inputs: standardised, centred or scaled on their way into the model; larger batches."""
+"""Fixes of inputs: standardised, centred or scaled in front of the model; larger batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.diagnosis.record import Record
 
-_CONSTANT = 1e-6  # a standard deviation this far below the largest is rounding
+_CONSTANT = 1e-6  # a smaller standard deviation relative to the largest is rounding
 
 
 @dataclass(frozen=True)
 class _Moments:
-    """Of one argument of the model, over all batches, shaped to broadcast against it."""
+    """Moments of an argument of the model over all batches, shaped to broadcast against it."""
 
     mean: Tensor
     std: Tensor
@@ -43,7 +43,7 @@ def _scaled(x: Tensor, moments: _Moments) -> Tensor:
 
 
 def _transformed(transform: Transform) -> Callable[[Fork, Sequence[str], Record | None], None]:
-    """What the model is called with goes through the transform first."""
+    """Return a fix that transforms the model's inputs by a forward pre-hook."""
 
     def change(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
         moments = _moments(fork)
@@ -65,7 +65,7 @@ def _transformed(transform: Transform) -> Callable[[Fork, Sequence[str], Record 
 def _inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[int | str, Tensor]]:
-    """The arguments that are real numbers and no labels or masks, by place or name."""
+    """Yield the floating-point arguments that are inputs, by position or name."""
     names = names_by_place(model, len(args))
     given: list[tuple[int | str, str, Any]] = [(i, names[i], x) for i, x in enumerate(args)]
     given += [(name, name, x) for name, x in kwargs.items()]
@@ -83,14 +83,15 @@ def _replaced(
 
 
 class _Seen(BaseException):
-    """The model was called: the forward pass need not go on."""
+    """Raised by a hook once the inputs are seen, so that the forward pass does not run."""
 
 
 def _moments(fork: Fork) -> dict[int | str, _Moments]:
-    """Of every input, over the different batches; the model itself does not run.
+    """Return the moments of every input over the different batches; the model itself does not run.
 
     Raises:
-        DoesNotApply: the model is called with no real numbers, or with some that are not finite.
+        DoesNotApply: The model is called without floating-point inputs, or with ones that are not
+            finite.
     """
     seen: dict[int | str, list[Tensor]] = {}
 
@@ -130,11 +131,11 @@ def _moments_of(tensors: list[Tensor], model: nn.Module) -> _Moments:
 
 
 def feature_axis(x: Tensor, model: nn.Module) -> int | None:
-    """Where the features, or channels, of an input are; None where each entry is a sample.
+    """Return the axis of an input's features, or channels; None if each entry is a sample.
 
-    The last of (samples, features) and (samples, places, features); the second of images, and
-    before a one-dimensional convolution of as many channels; but the last where the second is
-    longer than it and the last is like that of an image's colours.
+    It is the last of (samples, features) and (samples, places, features). It is the second for
+    images, and before a one-dimensional convolution of as many channels. It is the last of an image
+    if the second is longer than the last and the last has at most 4 entries, like colours.
     """
     if x.dim() < 2:
         return None
@@ -147,12 +148,12 @@ def feature_axis(x: Tensor, model: nn.Module) -> int | None:
 
 
 def different(batches: Sequence[Any]) -> list[Any]:
-    """Each batch once, in order."""
+    """Return each batch once, in order."""
     return list({id(batch): batch for batch in batches}.values())
 
 
 def _larger_batch(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Step i gets batches 2i and 2i + 1, beginning anew where they end: as many steps."""
+    """Join batches 2i and 2i + 1, cyclically, for step i; the number of steps stays."""
     batches = different(fork.batches)
     n = len(batches)
     if n < 2:

@@ -1,4 +1,4 @@
-"""Other maps, or a normaliser in front of them."""
+"""Fixes that replace a layer's map or put a normaliser in front of it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +22,10 @@ def _converted(
     layers: Sequence[str],
     record: Record | None,
 ) -> None:
-    """The new layers hold the very same parameters, so that the optimizer stays right."""
+    """Convert layers in place.
+
+    The new layers hold the same parameters, so that the optimizer's state stays valid.
+    """
     wanted = {id(module) for module in affine_at(fork.model, layers)}
     report = convert(fork.model, to, lambda path, module: id(module) in wanted)
     if not report.swapped:
@@ -35,7 +38,7 @@ def _converted(
 def _normalised(
     normaliser: Normaliser, fork: Fork, layers: Sequence[str], record: Record | None
 ) -> None:
-    """What each of these modules is called with goes through the normaliser first."""
+    """Normalise the inputs of these modules by a forward pre-hook."""
 
     def hook(layer: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (normaliser(layer, args[0]), *args[1:])

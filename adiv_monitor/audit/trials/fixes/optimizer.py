@@ -1,4 +1,4 @@
-"""Changes of the optimizer: decay, momentum, clipping, another optimizer."""
+"""Fixes of the optimizer: weight decay, momentum, clipping, another optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ def _decay(factor: float) -> Callable[[Fork, Sequence[str], Record | None], None
 
 
 def _less_momentum(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """0.9, or half of less; where momentum adds steps up, at the same rate in the long run.
+    """Lower the momentum to 0.9, or to half of a smaller value.
 
-    That is η/(1 − m).
+    Where momentum adds steps up, η/(1 − m), the learning rate in the long run, is kept.
     """
     changed = [_lowered(group) for group in fork.optimizer.param_groups]
     if not any(changed):
@@ -54,14 +54,17 @@ def _no_clip(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
 
 
 def _clip(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """At the 90th percentile of the norms that were seen (Google's tuning playbook), else at 1."""
+    """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
     if fork.clip_norm is not None:
         raise DoesNotApply("gradients are clipped already")
     fork.clip_norm = 1.0 if record is None else clip_norm(record)
 
 
 def _plain_sgd(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Of SGD with momentum, at the same rate in the long run; of others at 0.1."""
+    """Use plain SGD.
+
+    SGD with momentum keeps its learning rate in the long run; other optimizers get 0.1.
+    """
     before = fork.optimizer
     if not isinstance(before, SGD):
         fork.optimizer = SGD(held(before), lr=0.1)
@@ -82,7 +85,7 @@ def _adamw(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
 
 
 def _no_projection(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Without what changes weights after a step: hooks of the optimizer, embeddings' max_norm."""
+    """Remove later changes of the stepped weights: the optimizer's hooks, embeddings' max_norm."""
     hooks = fork.optimizer._optimizer_step_post_hooks
     bounded = [
         module

@@ -1,4 +1,4 @@
-"""Which modules and parameters of a fork a fix is about."""
+"""Selection of the modules and parameters of a fork that a fix changes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,12 +11,12 @@ AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def modules_at(model: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules at these paths, as reports name them; all modules if there are no paths.
+    """Return the modules at these paths, as reports name them; all modules if there are no paths.
 
-    Several functions of one module are told apart as `path#2`: that is the module at `path`.
+    Several functions of one module have names such as `path#2`, which is the module at `path`.
 
     Raises:
-        DoesNotApply: there is a path, but no module at any of them.
+        DoesNotApply: There are paths, but no module at any of them.
     """
     every = dict(named_modules(model))
     if not layers:
@@ -29,23 +29,23 @@ def modules_at(model: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def affine_at(model: nn.Module, layers: Sequence[str]) -> list[nn.Module]:
-    """The linear layers and convolutions at these paths, or inside the modules there.
+    """Return the linear layers and convolutions at these paths, or inside the modules there.
 
-    Where there is none, as in an activation function, it is the one before it. All, if there are
-    no paths.
+    A module without any, such as an activation function, stands for the layer before it. Without
+    paths all such layers are returned.
 
     Raises:
-        DoesNotApply: there are none.
+        DoesNotApply: There are none.
     """
     found = [layer for _, layer in in_front(model, layers)]
     return list(dict.fromkeys(found))
 
 
 def in_front(model: nn.Module, layers: Sequence[str]) -> list[tuple[nn.Module, nn.Module]]:
-    """Modules at these paths, or inside, each with the layer of `affine_at` that it is or follows.
+    """Return modules at or inside these paths, each with the affine layer that it is or follows.
 
     Raises:
-        DoesNotApply: there are none.
+        DoesNotApply: There are none.
     """
     affine = _affine(model)
     found = []
@@ -59,19 +59,22 @@ def in_front(model: nn.Module, layers: Sequence[str]) -> list[tuple[nn.Module, n
 
 
 def _affine(model: nn.Module) -> set[nn.Module]:
-    """Those that are called as modules: attention reads its last layer's weight itself."""
+    """Return the affine layers that are called as modules.
+
+    Attention uses the weight of its last layer without a call.
+    """
     read = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     return {m for m in model.modules() if isinstance(m, AFFINE) and m not in read}
 
 
 def _before(model: nn.Module, module: nn.Module, affine: set[nn.Module]) -> list[nn.Module]:
-    """The last of these before the module, in the model's order."""
+    """Return the last affine layer before the module in the model's order, as a list."""
     order = list(model.modules())
     return [m for m in order[: order.index(module)] if m in affine][-1:]
 
 
 def parameters_at(model: nn.Module, layers: Sequence[str]) -> Iterator[nn.Parameter]:
-    """The parameters of these names, and those of the modules at these paths; all if none."""
+    """Yield the parameters of these names or inside the modules at these paths; by default all."""
     modules = {path: module for path, module in named_modules(model) if path in layers}
     inside = {id(p) for module in modules.values() for p in module.parameters()}
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Other learning rates: for all parameters, for each layer, and at the beginning."""
+"""Fixes of learning rates: for all parameters, for each layer, and at the beginning."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,19 +14,19 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
 
 FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
-FAR_FACTORS = tuple(10.0**n for n in range(3, 10))  # where layers stand still
+FAR_FACTORS = tuple(10.0**n for n in range(3, 10))  # for layers that stand still
 
 
 def rate_name(factor: float) -> str:
-    """The name of the fix that multiplies the learning rate by this factor."""
+    """Return the name of the fix that multiplies the learning rate by this factor."""
     return f"rate*{factor:g}"
 
 
 def scale_rate(optimizer: Optimizer, factor: float) -> None:
-    """Multiply every learning rate.
+    """Multiply every learning rate by a factor.
 
     Raises:
-        DoesNotApply: the optimizer has none.
+        DoesNotApply: The optimizer has no learning rate.
     """
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), (float, int, Tensor)):
@@ -35,10 +35,10 @@ def scale_rate(optimizer: Optimizer, factor: float) -> None:
 
 
 def scale_rates(optimizer: Optimizer, factors: Mapping[int, float]) -> None:
-    """Multiply the learning rates of single parameters, by id; groups are divided for that.
+    """Multiply the learning rates of single parameters, by id; parameter groups are split for that.
 
     Raises:
-        DoesNotApply: the optimizer takes one group only, or has no learning rate.
+        DoesNotApply: The optimizer takes only one group, or has no learning rate.
     """
     if hasattr(optimizer, "_params"):  # LBFGS
         raise DoesNotApply(f"{type(optimizer).__name__} has one learning rate for all parameters")
@@ -58,7 +58,7 @@ def _rate(factor: float, fork: Fork, layers: Sequence[str], record: Record | Non
 
 
 def _per_layer(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """As `remedies.rates_per_layer` has them."""
+    """Scale the learning rates as `remedies.rates_per_layer` recommends."""
     wanted = {} if record is None else rates_per_layer(record, layers)
     if not wanted:
         raise DoesNotApply("the speeds of fewer than two layers are known")
@@ -72,7 +72,7 @@ def _per_layer(fork: Fork, layers: Sequence[str], record: Record | None) -> None
 
 
 def _warm_up(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Linearly from a hundredth of the rate over the first third of the steps."""
+    """Raise the learning rate linearly from a hundredth over the first third of the steps."""
     scale_rate(fork.optimizer, 1.0)
     steps = max(len(fork.batches) // 3, 1)
     schedule = LinearLR(fork.optimizer, start_factor=0.01, total_iters=steps)

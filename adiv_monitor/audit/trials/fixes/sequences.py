@@ -1,4 +1,4 @@
-"""What a model sees of its inputs, done otherwise in a copy: positions, masks."""
+"""Fixes of sequence models, applied to a copy: positions and masks."""
 
 import math
 from collections.abc import Sequence
@@ -16,14 +16,17 @@ from adiv_monitor.diagnosis.record import Record
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Sines and cosines of place / 10000^(2i/width), (length, width): Vaswani et al. 2017, 3.5."""
+    """Return sines and cosines of place / 10000^(2i/width), (length, width).
+
+    Source: Vaswani et al. 2017, section 3.5.
+    """
     rates = torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
     angles = torch.arange(length)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
 
 
 def _positions(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Sinusoids, as large as they are, are added to what the first layer makes of the places."""
+    """Add sinusoids to the first layer's vectors of the places, with the vectors' own rms."""
     batch = fork.batches[0]
     inputs = ChangedInputs(fork, batch).inputs
     count = places(inputs[0], patch_size(fork, batch)) if inputs else 0
@@ -52,7 +55,7 @@ def _positions(fork: Fork, layers: Sequence[str], record: Record | None) -> None
 
 
 def _makes_places(call: Call, count: int) -> bool:
-    """Whether a layer gives a vector for each place."""
+    """Return whether the call is a layer that gives a vector for each place."""
     made = call.result
     if not isinstance(made, Tensor) or not any(
         isinstance(x, Tensor) and x.requires_grad and x.is_leaf

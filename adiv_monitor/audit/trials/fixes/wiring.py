@@ -1,4 +1,4 @@
-"""Parameters that the optimizer does not hold, or that are frozen; weights drawn anew."""
+"""Fixes that let the optimizer hold parameters, unfreeze them, or draw weights anew."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from adiv_monitor.diagnosis.record import Record
 
 
 def _hold(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Into the first group, with its settings."""
+    """Add missing trainable parameters to the optimizer, with the settings of its first group."""
     trainable = [p for p in fork.model.parameters() if p.requires_grad]
     if not hold(fork, trainable):
         raise DoesNotApply("the optimizer holds all trainable parameters")
@@ -31,7 +31,7 @@ def _unfreeze(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
 
 
 def hold(fork: Fork, parameters: Sequence[Tensor]) -> bool:
-    """Give the optimizer those that it does not hold yet; whether there were any."""
+    """Let the optimizer hold the parameters; return whether it lacked any."""
     groups = fork.optimizer.param_groups
     held = {id(p) for group in groups for p in group["params"]}
     missing = [p for p in parameters if id(p) not in held]
@@ -43,10 +43,11 @@ def hold(fork: Fork, parameters: Sequence[Tensor]) -> bool:
 
 
 def _reinitialise(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """N(0, gain²/fan-in), bias 0 (He et al. 2015; Glorot and Bengio 2010); others as torch does.
+    """Draw affine layers from N(0, gain²/fan-in) with bias 0; reset other modules as torch does.
 
-    The gain is √2, but 1 where the model has saturating activations, and for the layer that runs
-    last; where that is not known, the one that is registered last.
+    The initialisation is that of He et al. 2015 and Glorot and Bengio 2010. The gain is √2, but 1
+    if the model has saturating activations, and for the layer that runs last; if that is unknown,
+    for the one that is registered last.
     """
     saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
     named = list(modules_at(fork.model, layers).values()) if layers else []
