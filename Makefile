@@ -29,6 +29,7 @@ test-all: lint
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest --quiet tests/test_words.py
 	$(BIN)/mypy
 
 # The site, into site/. Every link and anchor must hold.

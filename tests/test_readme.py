@@ -50,6 +50,23 @@ def test_how_often_the_audit_is_right_is_what_the_benchmark_counted() -> None:
     assert told.groups() == (*counted[:5], "no" if counted[5] == "0" else counted[5])
 
 
+def test_what_it_costs_is_what_the_docs_say() -> None:
+    """The smallest and the largest of a measured step, and of a whole training."""
+    text = " ".join(README.read_text().split())
+    step = re.search(r"a measured step of five networks took ([\d.]+) to ([\d.]+) times", text)
+    whole = re.search(r"every 50th step measured took (\d+) to (\d+) % longer", text)
+    assert step and whole
+    page = (ROOT / "docs" / "cost.md").read_text()
+    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines()}
+    steps = [float(n) for n in re.findall(r"\| ([\d.]+)", rows["measured, default `max_rows`"])]
+    trainings = [
+        int(n) for n in re.findall(r"\+(\d+) %", rows["*151 steps, logged every 50*: adiv-monitor"])
+    ]
+    assert len(steps) == len(trainings) == 5
+    assert [float(n) for n in step.groups()] == [min(steps), max(steps)]
+    assert [int(n) for n in whole.groups()] == [min(trainings), max(trainings)]
+
+
 AUDIT = "adiv-audit "
 
 

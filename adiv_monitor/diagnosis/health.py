@@ -73,7 +73,7 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
         ),
         "idle_share": Health(
             "zero-gradient rows",
-            "Rows without a gradient: padding, masked tokens, dead units. Healthy: below 0.15.",
+            "Rows whose gradient is zero: padding, masked tokens, dead units. Healthy: below 0.15.",
             False,
             ((0, 0), (0.15, 0.5), (1, 1)),
         ),
@@ -86,8 +86,8 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             "1: activations moved straight downhill. Dark: least so.",
         ),
         "effective_lr": Health(
-            "effective rate",
-            "The rate at which activations move downhill. Even between layers is best.",
+            "effective learning rate",
+            "The learning rate at which activations move downhill: best alike in all layers.",
             of_maps=True,
         ),
         "scale_mean": Health(

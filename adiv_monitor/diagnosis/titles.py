@@ -49,7 +49,7 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         ),
         "effective_lr": Title(
             "Effective learning rate",
-            "⟨d, G⟩ / ‖G‖²: the rate at which the activations really move downhill",
+            "⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill",
         ),
         "update_ratio": Title(
             "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step"
@@ -62,7 +62,7 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
             "Harmed rows", "share of rows with d_r·g_r < 0: the step raises their own loss"
         ),
         "idle_share": Title(
-            "Idle rows", "share of rows with g_r = 0: padding, masked tokens, dead units"
+            "Zero-gradient rows", "share of rows with g_r = 0: padding, masked tokens, dead units"
         ),
         "bias_share": Title(
             "Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"

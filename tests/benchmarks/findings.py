@@ -804,7 +804,7 @@ def picture(name: str) -> list[str]:
     for read, value in shown.reads.items():
         rows.append((read, *(f"{value(r.record):.3g}" for r in (well, faulty))))
     others = [f"{f.name} ({f.strength})" for f in faulty.findings if f.name != name]
-    lines = [f"Sick: {shown.what}.", "", *table(("", "healthy", "faulty"), rows)]
+    lines = [f"Faulty: {shown.what}.", "", *table(("", "healthy", "faulty"), rows)]
     lines += ["Found in the healthy run: " + _names(well.findings), ""]
     for finding in faulty.findings:
         if finding.name == name:

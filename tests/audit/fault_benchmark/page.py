@@ -63,7 +63,7 @@ p(x)·p(y). If nothing was shuffled but x has no information on y, it is p(x)·p
 is computed from the samples, a model's whole training included, is distributed alike in both, so
 no rule is right more often in one than it is wrong in the other. What can be told is that no
 relation was found, which a hard task and a short run give, too: so the finding is `loss-stuck`, to
-be watched, and says that a few samples are overfitted, which rules out most other causes.
+be watched, and says that one small batch is overfitted, which rules out most other causes.
 Where labels are unevenly frequent the loss falls to their entropy, and nothing is said.
 
 **Adversarial losses** are only told apart, not judged: of their learning rates, and of what is
