@@ -236,6 +236,8 @@ class Record:
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
         non_finite_since: the step at which `first_non_finite` was seen; None: not known.
         probed: name of a probe → what it found; empty: not asked.
+        lost: what the copy could not be given of the run, or does otherwise, in a few words each.
+        own_losses: step → the loss of the user's own run at that step; empty: not given.
     """
 
     facts: Facts
@@ -262,6 +264,8 @@ class Record:
     loss_steps: tuple[int, ...] = ()
     non_finite_since: int | None = None
     probed: Mapping[str, Probed] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+    own_losses: Mapping[int, float] = field(default_factory=dict)
 
     def found_by(self, probe: str) -> tuple[Fact, ...]:
         """What a probe found; empty where it found nothing, or was not asked."""
