@@ -140,8 +140,8 @@ def test_the_page_of_reported_bugs_counts_both_halves_and_the_twins() -> None:
         {"name": other.twin.name, "seed": 0, "findings": [["loss-stuck", "act"]]},
     ]
     text = reported_page.page(rows, ["--reported", "all"])
-    assert text.count("The cause first: 1 of 1; named at all: 1 of 1.") == 1
-    assert text.count("The cause first: 0 of 1; named at all: 0 of 1.") == 1
+    assert text.count("The cause first: 1 of 1 (1 to act on, the others to watch)") == 1
+    assert text.count("The cause first: 0 of 1 (0 to act on, the others to watch)") == 1
     assert "Alarms (*act*): 1 of 2." in text
     assert (
         f"| {other.name} | {other.kind} |" in text and "dead-units (act), a (note) | no |" in text
