@@ -9,6 +9,7 @@ import torch
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
 from audit.fault_benchmark.run import Case, Healthy
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from trial_setups import batches, loss, mlp, setup
@@ -17,6 +18,7 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.seen.probes import PROBES, asked
+from adiv_monitor.audit.seen.probes.no_log import lacks_log, lacks_softmax
 from adiv_monitor.audit.seen.probes.reshape_scrambles import is_cut_across, permuted, takes_parts
 from adiv_monitor.audit.seen.wiring import input_matters
 from adiv_monitor.audit.training.batches import taken
@@ -400,6 +402,31 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 # Calls
+
+
+def scores_in(x: Tensor) -> str:
+    """What the probe says of a call of `nll_loss`."""
+    call = Call(0, "nll_loss", None, (x, torch.zeros(len(x)).long()), {}, None, functional.nll_loss)
+    return "probabilities" if lacks_log(call) else "logits" if lacks_softmax(call) else ""
+
+
+def test_a_loss_of_log_probabilities_is_told_what_it_is_given() -> None:
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+    assert scores_in(logits) == scores_in(logits / 10) == "logits"
+    assert scores_in(logits.softmax(1)) == "probabilities"
+    assert scores_in(logits.log_softmax(1)) == scores_in(logits.half().log_softmax(1)) == ""
+    assert scores_in(logits.log_softmax(0)) == ""  # this is softmax-over-samples
+    assert scores_in(logits[..., None].expand(8, 5, 3).log_softmax(1)) == ""
+    masked = logits.masked_fill(torch.arange(5) == 2, -math.inf).log_softmax(1)
+    assert scores_in(masked) == ""
+
+
+def test_logits_given_to_nll_loss_are_named_before_the_rate_that_seems_too_low() -> None:
+    def nll(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.nll_loss(model(batch[0]), batch[1])
+
+    names = [f.name for f in audit(mlp(), batches(), loss=nll, steps=16, try_fixes=False).findings]
+    assert names[0] == "no-log"
 
 
 def test_calls_are_told_with_their_place_and_can_be_changed() -> None:

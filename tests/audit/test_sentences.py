@@ -183,6 +183,7 @@ SAME = probed("same-batch", Fact("", {"different": 1.0, "batches": 60.0}))
 BOUNDED = probed(
     "bounded-logits", Fact("cross_entropy", {"share": 1.0, "classes": 10.0, "floor": 0.8})
 )
+LOGITS = probed("no-log", Fact("nll_loss", {}, {"given": "logits"}))
 BROADCAST = probed(
     "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
 )
@@ -467,6 +468,13 @@ ROWS: list[Row] = [
         probed("no-log", Fact("nll_loss")), record(probed={"no-log": Probed()})),
     Row("no-log", "take the logarithm first: log_softmax in place of softmax, or cross_entropy of "
         "what goes into the softmax", probed("no-log", Fact("nll_loss")), record()),
+    Row("no-log", "nll_loss is given logits, whose exponentials do not sum to 1, and takes them "
+        "for log-probabilities. The loss has no lower bound: it falls as the outputs grow, "
+        "whatever the model learns", LOGITS, probed("no-log", Fact("nll_loss"))),
+    Row("no-log", "cross_entropy in place of nll_loss, or log_softmax in front of it", LOGITS,
+        probed("no-log", Fact("nll_loss"))),
+    Row("no-log", "A higher learning rate lets the outputs grow faster", LOGITS,
+        probed("no-log", Fact("nll_loss"))),
     Row("softmax-of-one", "softmax of (64, 1) is over one class: it gives 1, or a loss of 0, "
         "whatever the model does, and no gradient", of_one("softmax"), record()),
     Row("softmax-of-one", "take the softmax off, or put a sigmoid in its place", of_one("softmax"),

@@ -31,8 +31,23 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
 
 
 def no_log(record: Record) -> Iterator[Finding]:
-    """Find a loss that expects logarithms but gets probabilities."""
+    """Find a loss that expects log-probabilities but gets probabilities or logits."""
     for fact in record.found_by("no-log"):
+        if fact.words.get("given") == "logits":
+            yield Finding(
+                "no-log",
+                (),
+                "act",
+                (Evidence("the loss takes logits for log-probabilities", 1.0, step=0),),
+                (Advice("cross_entropy in place of nll_loss, or log_softmax in front of it"),),
+                f"{fact.place} is given logits, whose exponentials do not sum to 1, and takes them "
+                "for log-probabilities. The loss has no lower bound: it falls as the outputs grow, "
+                "whatever the model learns.",
+                "A higher learning rate lets the outputs grow faster.",
+                0,
+                RATES,
+            )
+            continue
         yield Finding(
             "no-log",
             (),

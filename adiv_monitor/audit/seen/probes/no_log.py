@@ -1,4 +1,4 @@
-"""Is a loss given probabilities where it wants their logarithms?"""
+"""Is a loss of log-probabilities given probabilities, or logits?"""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,19 @@ from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 LOSSES = ("nll_loss", "kl_div")
-_CLOSE = 1e-3
+_CLOSE = 1e-3  # rounding of a sum of probabilities
+_FAR = 0.1  # of the logarithm of that sum: not rounding in half precision
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """What `nll_loss` and `kl_div` are given: it sums to 1, and its exponential does not."""
+    """Report inputs of `nll_loss` and `kl_div` whose exponentials do not sum to 1."""
     found: dict[str, Fact] = {}
 
     def look(call: Call) -> None:
-        if lacks_log(call):
-            found.setdefault(call.place, Fact(call.place, {}, {"function": call.name}))
+        given = "probabilities" if lacks_log(call) else "logits" if lacks_softmax(call) else ""
+        if given:
+            words = {"function": call.name, "given": given}
+            found.setdefault(call.place, Fact(call.place, {}, words))
 
     with torch.no_grad():
         see_calls(setup.fork(), look)
@@ -26,12 +29,35 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 @torch.no_grad()
 def lacks_log(call: Call) -> bool:
-    """Whether its input is probabilities of several classes."""
-    x = call.argument(0, "input") if call.name in LOSSES else None
-    if not isinstance(x, Tensor) or x.ndim < 2:
+    """Return whether the input is probabilities of several classes."""
+    x = _input(call)
+    return x is not None and any(
+        _is_one(x, axis) and not _is_one(x.exp(), axis) for axis in _class_axes(x)
+    )
+
+
+@torch.no_grad()
+def lacks_softmax(call: Call) -> bool:
+    """Return whether the input of `nll_loss` can't be log-probabilities along any axis.
+
+    Log-probabilities are at most 0, and the sum of their exponentials is 1. Scores of which most
+    rows violate this, some with positive entries, are not normalised.
+    """
+    x = _input(call)
+    if x is None or call.name != "nll_loss" or lacks_log(call) or not bool(x.isfinite().all()):
         return False
-    axes = [axis for axis in {1, x.ndim - 1} if x.shape[axis] > 1]
-    return any(_is_one(x, axis) and not _is_one(x.exp(), axis) for axis in axes)
+    sums = (x.float().logsumexp(axis).abs() for axis in range(x.ndim) if x.shape[axis] > 1)
+    return bool(x.max() > 0) and all(bool(off.median() > _FAR) for off in sums)
+
+
+def _input(call: Call) -> Tensor | None:
+    x = call.argument(0, "input") if call.name in LOSSES else None
+    is_scores = isinstance(x, Tensor) and x.ndim >= 2 and x.is_floating_point() and bool(x.numel())
+    return x if is_scores and _class_axes(x) else None
+
+
+def _class_axes(x: Tensor) -> list[int]:
+    return [axis for axis in {1, x.ndim - 1} if x.shape[axis] > 1]
 
 
 def _is_one(x: Tensor, axis: int) -> bool:
