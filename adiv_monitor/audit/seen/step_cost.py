@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Setup
@@ -67,6 +66,9 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # imports triton, if that is there
+
+        self._flops_of = flop_registry
         self.flops = self.entries = self.calls = 0
 
     def __torch_dispatch__(
@@ -75,7 +77,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = dict(kwargs or {})
         result = func(*args, **given)
         self.calls += 1
-        flops = flop_registry.get(func._overloadpacket)
+        flops = self._flops_of.get(func._overloadpacket)
         if flops is not None:
             self.flops += int(flops(*args, **given, out_val=result))
         if not _is_view(func):
