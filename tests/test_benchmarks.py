@@ -48,7 +48,7 @@ def test_runs_and_writes_what_it_found(
 def test_bugs_in_larger_networks_are_audited_from_the_command_line(tmp_path: Path) -> None:
     result = tmp_path / "result.md"
     larger_faults.main(["--quick", "--only", "gru", "--write", str(result)])
-    assert "| `gru` | 0.99 M | `sequences` | nothing |" in result.read_text()
+    assert "| `gru_not_batch_first` | 0.99 M | `sequences` | samples-mixed |" in result.read_text()
 
 
 @pytest.mark.parametrize("job", scale.SIZES[-2:])

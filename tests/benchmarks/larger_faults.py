@@ -39,18 +39,18 @@ class Planted(NamedTuple):
 
 
 RUNS = [
-    Planted("resnet", "images", "", ""),
-    Planted("resnet_softmax", "images", "", "double-softmax"),
-    Planted("resnet_frozen_statistics", "images", "", "left-in-eval"),
-    Planted("resnet_listed", "images", "", "hidden-parameters"),
-    Planted("gpt", "text", "by_word", ""),
-    Planted("gpt_without_a_mask", "text", "by_word", "future-leak"),
-    Planted("gpt", "text_not_moved", "by_word", "target-is-input"),
-    Planted("gpt_heads_by_view", "text", "by_word", "reshape-scrambles"),
-    Planted("gru", "sequences", "", ""),
     Planted("gru_not_batch_first", "sequences", "", "samples-mixed"),
+    Planted("gpt_without_a_mask", "text", "by_word", "future-leak"),
+    Planted("resnet_listed", "images", "", "hidden-parameters"),
     Planted("gru_first_output", "sequences", "", "input-partly-ignored"),
+    Planted("gpt", "text_not_moved", "by_word", "target-is-input"),
+    Planted("resnet_softmax", "images", "", "double-softmax"),
     Planted("gru_clamped", "sequences", "", "gradient-hooks"),
+    Planted("gpt_heads_by_view", "text", "by_word", "reshape-scrambles"),
+    Planted("resnet_frozen_statistics", "images", "", "left-in-eval"),
+    Planted("gru", "sequences", "", ""),
+    Planted("gpt", "text", "by_word", ""),
+    Planted("resnet", "images", "", ""),
 ]
 
 
