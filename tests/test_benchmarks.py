@@ -17,7 +17,8 @@ import pytest
 import rows
 import scale
 import torch
-import transfer_training as transfer
+import transfer
+import transfer_training
 from models import Trainer, images, mlp
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -208,21 +209,32 @@ def test_functions_that_take_parameters_are_told() -> None:
 def test_models_that_train_together_train_as_they_would_alone(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(transfer.STEPS, kind, 10)
-    setting = transfer.Setting(kind, name, "mup", 64)
-    losses, _ = transfer.train(setting, [(-20, 1), (-15, 0), (-25, 1)])
+    monkeypatch.setitem(transfer_training.STEPS, kind, 10)
+    setting = transfer_training.Setting(kind, name, "mup", 64)
+    losses, _ = transfer_training.train(setting, [(-20, 1), (-15, 0), (-25, 1)])
     torch.manual_seed(0)
-    model, groups = transfer.prepared(setting)
+    model, groups = transfer_training.prepared(setting)
     rates = [group["lr"] * 10**-1.5 for group in groups]
     plain = [
         {"params": group["params"], "lr": rate} for group, rate in zip(groups, rates, strict=True)
     ]
     optimizer = torch.optim.Adam(plain) if name == "adam" else torch.optim.SGD(plain, momentum=0.9)
-    for t, (x, y) in enumerate(transfer.batches(kind)):
+    for t, (x, y) in enumerate(transfer_training.batches(kind)):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(t + 1, (10 - t) / 9)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[0]), y[0]).backward()
         optimizer.step()
-    x, y = transfer.judged(kind)
+    x, y = transfer_training.judged(kind)
     assert nn.functional.cross_entropy(model(x), y).item() == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_what_is_written_of_transfer_is_what_was_run() -> None:
+    results = Path(transfer.__file__).parent / "results"
+    runs, held_out = (transfer.read(results / "transfer.jsonl", m) for m in ("loss", "held_out"))
+    lines = [*transfer.transfer_lines(runs, held_out), *transfer.kinds_lines(runs)]
+    assert "\n".join(lines).rstrip() in (results / "transfer.md").read_text()
+    for kind, name in (("mlp", "adam"), ("mlp", "sgd"), ("gpt", "adam"), ("gpt", "sgd")):
+        curves = [runs[kind, name, "mup", width] for width in transfer.WIDTHS[kind]]
+        rates = [transfer.best(curve) for curve in curves]
+        assert max(rates) - min(rates) <= 5  # half a decade

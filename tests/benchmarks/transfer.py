@@ -21,13 +21,15 @@ torch at its own best one. With SGD the differences are small: hidden weights wo
 (The first runs judged the MLP on held-out digits in half decades: there muP with SGD was worse than
 torch, as was mup, 0.098 against 0.079 at 256. The question is what rates do to training.)
 
-`kinds` is another comparison: what a factor of ten for one kind of parameter does, with a base and
-without one ("absolute"). Expected: with a base no factor is better than 1 in all settings; without
-one, vectors that learn at η itself (a factor of 10^1.8) are worse.
+`--kinds` is another comparison, at the base width: what a factor of η for one kind of parameter
+does, with a base and without one ("absolute"). Expected: with a base no factor is better than 1 in
+all settings; without one, vectors that learn at η itself (a factor of 10^1.8) are worse. What came
+out is that inputs bear ten times the rate and readouts three times: muP with these constants, and
+the solver's, are two more arms.
 
     python tests/benchmarks/transfer.py train --runs runs.jsonl --minutes 20     again, to go on
     python tests/benchmarks/transfer.py train --runs runs.jsonl --kinds
-    python tests/benchmarks/transfer.py report --runs runs.jsonl --write FILE.md --picture FILE.png
+    python tests/benchmarks/transfer.py report --runs runs.jsonl --write FILE.md
 """
 
 import argparse
@@ -36,28 +38,28 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-from matplotlib.figure import Figure
-from transfer_training import SEEDS, Setting, train
+from transfer_training import BASE, SEEDS, Setting, train
 from write_up import heading, table, write
 
 WIDTHS = {"mlp": (32, 64, 128, 256), "gpt": (32, 64, 128)}
 OPTIMIZERS = ("adam", "sgd")
-ARMS = ("torch", "mup", "solver", "package")
-TITLES = {
-    "torch": "torch's own",
-    "mup": "muP",
-    "solver": "SP, solver's rates",
-    "package": "mup package",
-}
-KINDS_WIDTH = 64
-# Factors of η, by kind and tenfold exponent, with a base and without one.
+# Factors of η by kind, as tenfold exponents: what is best at the base width (`--kinds`).
+CONSTANTS = "input=10,readout=5"
+ARMS = ("torch", "mup", "solver", "package", f"mup:{CONSTANTS}", f"solver:{CONSTANTS}")
+# What `--kinds` tries at the base width, with a base and without one.
 FACTORS = {
-    "mup": ("", *(f"{k}={x}" for k in ("vector", "input", "hidden", "readout") for x in (-10, 10))),
+    "mup": (
+        "",
+        *(f"{kind}={x}" for kind in ("vector", "hidden") for x in (-5, 5)),
+        *(f"{kind}={x}" for kind in ("input", "readout") for x in (5, 10)),
+        CONSTANTS,
+    ),
     "absolute": ("", "vector=-10", "vector=10", "vector=18"),
 }
 # Tenfold the exponents of rates that are tried first, from which to which, and how far apart they
@@ -72,13 +74,13 @@ Runs = dict[Setting, Curve]
 
 def settings(kinds: bool) -> Iterator[Setting]:
     """All that are compared, small ones first."""
-    arms = ARMS if has_package() else ARMS[:-1]
+    arms = [arm for arm in ARMS if arm != "package" or has_package()]
     for kind in WIDTHS:
         for width, name, arm in product(WIDTHS[kind], OPTIMIZERS, arms) if not kinds else ():
             yield Setting(kind, name, arm, width)
         for name, arm in product(OPTIMIZERS, FACTORS) if kinds else ():
             for factor in FACTORS[arm]:
-                yield Setting(kind, name, f"{arm}:{factor}" if factor else arm, KINDS_WIDTH)
+                yield Setting(kind, name, f"{arm}:{factor}" if factor else arm, BASE)
 
 
 def read(file: Path, measure: str = "loss") -> Runs:
@@ -154,6 +156,12 @@ def power(tenfold: float) -> str:
     return f"10^{tenfold / 10:g}"
 
 
+def factors_named(factors: str) -> str:
+    """What factors by kind are, to be read."""
+    chosen = [factor.split("=") for factor in filter(None, factors.split(","))]
+    return ", ".join(f"{kind} × {power(int(x))}" for kind, x in chosen) or "all × 1"
+
+
 def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
     """A table for each model and optimizer."""
     lines = []
@@ -170,13 +178,15 @@ def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
             if not all(curves):
                 continue
             rates = [best(curve) for curve in curves]
+            name_of, _, factors = arm.partition(":")
+            named = f"{name_of}, {factors_named(factors)}" if factors else name_of
             carried = mean_and_error(curves[-1][rates[0]])
             errors = math.hypot(carried[1], tuned[1])
             worse = (carried[0] - tuned[0]) / errors
             of_held_out = held_out[Setting(kind, name, arm, last)][rates[0]]
             rows.append(
                 [
-                    arm,
+                    named,
                     *map(power, rates),
                     written(mean_and_error(curves[-1][rates[-1]])),
                     written(carried),
@@ -203,50 +213,15 @@ def kinds_lines(runs: Runs) -> list[str]:
     for arm, factors in FACTORS.items():
         for factor in factors:
             full = f"{arm}:{factor}" if factor else arm
-            curves = [runs.get(Setting(*pair, full, KINDS_WIDTH), {}) for pair in pairs]
-            if all(curves):
-                shown = [
-                    f"{written(mean_and_error(c[best(c)]))} at {power(best(c))}" for c in curves
-                ]
-                kind, _, tenfold = factor.partition("=")
-                what = f"{kind} × {power(int(tenfold))}" if factor else "all × 1"
-                rows.append([{"mup": "base 32"}.get(arm, "no base"), what, *shown])
-    title = [f"## Factors of η by kind, muP, width {KINDS_WIDTH}", ""]
+            curves = [runs.get(Setting(*pair, full, BASE), {}) for pair in pairs]
+            cells = [
+                f"{written(mean_and_error(c[best(c)]))} at {power(best(c))}" if c else "–"
+                for c in curves
+            ]
+            if any(curves):
+                rows.append([{"mup": "base 32"}.get(arm, "no base"), factors_named(factor), *cells])
+    title = ["## Factors by kind", "", f"Of η, muP, {BASE} wide: the loss at the best rate.", ""]
     return [*title, *table(["", "", *(f"{k}, {o}" for k, o in pairs)], rows)] if rows else []
-
-
-def picture(runs: Runs, file: Path) -> None:
-    """Loss over rate, a line for each width, with the range over seeds."""
-    figure = Figure(figsize=(11, 10.5), layout="constrained")
-    pairs = list(product(WIDTHS, OPTIMIZERS))
-    grid = figure.subplots(len(pairs), len(ARMS), sharey="row", sharex="row")
-    for (kind, name), line in zip(pairs, grid, strict=True):
-        ends = []
-        for arm, axes in zip(ARMS, line, strict=True):
-            for place, width in enumerate(WIDTHS[kind]):
-                curve = runs.get(Setting(kind, name, arm, width), {})
-                rates = [r for r in sorted(curve) if math.isfinite(mean(curve[r].values()))]
-                if not rates:
-                    continue
-                means = [mean(curve[rate].values()) for rate in rates]
-                ends += [min(means), *(x for x in means if x < 2.2 * min(means))]
-                colour = f"C{place}"
-                powers = [10 ** (rate / 10) for rate in rates]
-                for low, rate in zip(powers, rates, strict=True):
-                    axes.plot(
-                        [low] * len(SEEDS), list(curve[rate].values()), ".", ms=3, color=colour
-                    )
-                axes.plot(powers, means, color=colour, label=f"{width} wide")
-                axes.plot(powers[means.index(min(means))], min(means), "o", color=colour)
-            axes.set_xscale("log")
-            axes.set_title(f"{kind}, {name}: {TITLES[arm]}", fontsize=9)
-        if ends:
-            line[0].set_ylim(0.95 * min(ends), 1.02 * max(ends))
-        line[0].set_ylabel("loss")
-        line[0].legend(fontsize=8)
-    for axes in grid[-1]:
-        axes.set_xlabel("η")
-    figure.savefig(file, dpi=110)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -257,7 +232,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--kinds", action="store_true", help="train with factors by kind")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--picture", type=Path)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.what == "train":
@@ -270,10 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "`--kinds`, and `report`: means over three seeds ± standard errors; in brackets, how many "
         "standard errors the difference is."
     )
+    if has_package():
+        lines[4] += f" mup {version('mup')}."
     lines += [*transfer_lines(runs, read(given.runs, "held_out")), *kinds_lines(runs)]
     print(write(lines, given.write))
-    if given.picture is not None:
-        picture(runs, given.picture)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def batches(model: str) -> Iterator[tuple[Tensor, Tensor]]:
 def prepared(setting: Setting) -> tuple[nn.Module, list[dict[str, Any]]]:
     """A model, and groups of its parameters with rates for η = 1, as an arm has them."""
     kind, name, arm, width = setting
-    arm, _, factor = arm.partition(":")
+    arm, _, factors = arm.partition(":")
     if arm == "package":
         import mup
 
@@ -144,8 +144,8 @@ def prepared(setting: Setting) -> tuple[nn.Module, list[dict[str, Any]]]:
     probe = Probe(held_out(kind)[0][:4])
     base = None if arm == "absolute" else Alignment(build(kind, BASE), probe).layers
     layers = parametrize_model(model, probe, NAMES[arm], base=base)
-    of, _, tenfold = factor.partition("=")
-    kinds = {of: 10 ** (int(tenfold) / 10)} if factor else {}
+    chosen = (factor.split("=") for factor in filter(None, factors.split(",")))
+    kinds = {of: 10 ** (int(tenfold) / 10) for of, tenfold in chosen}
     return model, optimizer_groups(
         *(model, layers, NAMES[arm], name), lr=1.0, base=base, kinds=kinds
     )
