@@ -21,6 +21,7 @@ from adiv_monitor.report.wording import NOT_FINITE, not_measured, number, percen
 
 # Measures that fit a terminal of 120 columns beside a short name; then the optional measures.
 TABLE_MEASURES: tuple[str, ...] = (
+    "update_ratio",
     "update_cosine",
     "gradient_cosine",
     "diagonal_cosine",
@@ -39,7 +40,7 @@ MOST_ROWS = 30
 MOST_LINES = 10  # most lines of its alarms, and of its notes
 
 MARKS: Mapping[str, str] = {
-    "*": "the worst layer, where the errors tell which that is",
+    "*": "the worst layer, if the standard errors allow to say which",
     "≈0": "nearer to zero than its standard error",
     "?": "with an error that is not known",
     "–": "no direction (a vector of length zero has none)",
