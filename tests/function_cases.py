@@ -123,7 +123,7 @@ def randn(*shapes: tuple[int, ...]) -> Callable[[], list[Tensor]]:
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """`torch.nn.functional.grouped_mm` for float64, which torch's own does not support."""
+    """Compute `torch.nn.functional.grouped_mm` in float64, which torch's own does not support."""
     if has_torch_function((x, w)):
         return handle_torch_function(grouped_mm, (x, w), x, w, offs=offs)
     starts, ends = [0, *offs[:-1].tolist()], offs.tolist()
@@ -133,7 +133,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 X = 4  # number of inputs
 W = Of("w")
-ALLbags_of_three = Of("w", one_pass=False)
+W_SAMPLED_ONLY = Of("w", one_pass=False)
 
 
 def gain(*channels: int, groups: int, name: str = "w") -> Of:
@@ -330,7 +330,7 @@ einsum("bsd,de->be", (4, 3), (2, 5, 4))  # s occurs only in the data
 einsum("bd,de->ebd", (4, 3), (5, 4), Of("w", channels=(0,)))  # d is a block dimension
 einsum("bd,de->eb", (4, 3), (5, 4), Of("w", channels=(0,)))
 einsum("bi,bj,oij->bo", (2, 3, 4), randn((5, 3), (5, 4)))
-einsum("bqk,bkd,de->bqe", (4, 3), randn((2, 3, 5), (2, 5, 4)), ALLbags_of_three)
+einsum("bqk,bkd,de->bqe", (4, 3), randn((2, 3, 5), (2, 5, 4)), W_SAMPLED_ONLY)
 einsum("bi,j,oij->bo", (2, 3, 4), randn((5, 3), (4,)))
 einsum("bhi,bhj,hij->bh", (2, 3, 4), randn((5, 2, 3), (5, 2, 4)), gain(1, groups=2))
 einsum("bi,i,io->bo", (3, 2), randn((5, 3), (3,)))

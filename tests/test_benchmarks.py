@@ -6,6 +6,7 @@ from types import ModuleType
 
 import covered
 import host
+import larger_faults
 import launches
 import least_work
 import mode
@@ -41,6 +42,13 @@ def test_runs_and_writes_what_it_found(
     assert capsys.readouterr().out.strip() == text.strip()
     assert f"`python tests/benchmarks/{script.__name__}.py --threads" in text
     assert "| MLP" in text
+
+
+@pytest.mark.slow
+def test_bugs_in_larger_networks_are_audited_from_the_command_line(tmp_path: Path) -> None:
+    result = tmp_path / "result.md"
+    larger_faults.main(["--quick", "--only", "gru", "--write", str(result)])
+    assert "| `gru` | 0.99 M | `sequences` | nothing |" in result.read_text()
 
 
 @pytest.mark.parametrize("job", scale.SIZES[-2:])

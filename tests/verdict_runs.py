@@ -177,7 +177,7 @@ class Seen:
 
     @property
     def findings_text(self) -> str:
-        """The text of the last findings in TensorBoard."""
+        """Return the text of the last findings in TensorBoard."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(self.folder / "board")).Reload()

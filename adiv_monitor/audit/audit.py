@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.what_if import what_if as alternatives
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.own_run import compared
 from adiv_monitor.diagnosis.record import Alternative, Record
 
 
@@ -41,6 +42,7 @@ def audit(
     try_seconds: float = math.inf,
     what_if: bool = True,
     seed: int = 0,
+    own_losses: Mapping[int, float] | Sequence[float] | None = None,
     progress: Progress | None = None,
     try_mends: bool | None = None,
 ) -> AuditReport:
@@ -72,6 +74,8 @@ def audit(
             the steps and from what one costs (`record.facts.step_cost`).
         what_if: say how the steps of layers would be with other maps or inputs.
         seed: of the run's random numbers.
+        own_losses: of the run itself: those of its steps 0, 1, 2, …, or by step. The verdict says
+            if the copy behaves otherwise.
         progress: called with (what is done, how far, of how much).
         try_mends: the old name of `try_fixes`, until 1.0.
 
@@ -107,8 +111,19 @@ def audit(
             alignment=alignment,
             progress=progress,
         )
+        record = _beside(record, own_losses)
         cap = trials.Cap(try_seconds) if try_fixes and record.repeats else None
         return _Diagnosis(setup, record, progress).report(cap, what_if)
+
+
+def _beside(record: Record, losses: Mapping[int, float] | Sequence[float] | None) -> Record:
+    """With the losses of the user's own run, and a note on how they compare."""
+    if losses is None:
+        return record
+    by_step = losses if isinstance(losses, Mapping) else dict(enumerate(losses))
+    record = replace(record, own_losses={int(s): float(x) for s, x in by_step.items()})
+    said = compared(record)
+    return replace(record, notes=(*record.notes, said) if said else record.notes)
 
 
 class _Diagnosis:

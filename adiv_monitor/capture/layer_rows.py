@@ -25,7 +25,7 @@ from adiv_monitor.maths.ceiling import Ceiling
 _WAITING = 8
 
 
-class Late(Protocol):
+class Replay(Protocol):
     """Computes features, outputs and gradients together in the backward pass."""
 
     def settle(self) -> None:
@@ -76,7 +76,7 @@ class Call:
         self._backward = -1  # the backward pass in which it arrived
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
-        self.replay: weakref.ref[Late] | None = None  # dies with the graph too
+        self.replay: weakref.ref[Replay] | None = None  # dies with the graph too
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.tells_sums = False  # a second pass through the graph, or merged rows

@@ -1,9 +1,11 @@
-"""The three vectors of a parameter step: gradient γ, the optimizer's update u, applied update a.
+"""The three vectors of a parameter step: its gradient γ, and what was subtracted, w and a.
 
-They cover all layers, parameter by parameter. Keeping all three until the next forward pass takes
-three copies of the parameters. This is only needed where something changes the weights after the
-step. Elsewhere a = u, which is proven by products of every row of θ with a fixed vector, taken
-twice. The first measured step of a layer keeps everything, and its result decides (`RunHistory`).
+w = θ before − θ after the optimizer's step is the negative of the update u; a is the same of the
+applied update, up to the next forward pass. They cover all layers, parameter by parameter. Keeping
+all three until the next forward pass takes three copies of the parameters. This is only needed
+where something changes the weights after the step. Elsewhere a = w, which is proven by products of
+every row of θ with a fixed vector, taken twice. The first measured step of a layer keeps
+everything, and its result decides (`RunHistory`).
 """
 
 from collections import Counter, defaultdict
@@ -57,7 +59,7 @@ class RunHistory:
         gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
         weights_change: whether the weights change after the step, so a differs from u.
         learnt: whether a first step was measured.
-        suspected: layers whose gradient seemed to exceed ΦᵀG of their rows at the last step.
+        suspected: layers whose gradient seemed to exceed GᵀΦ of their rows at the last step.
         distrusted: layers whose gradient was once not that of their rows times a known factor.
         idle: layers that had zero-gradient rows.
         seen: layers that were measured, or found to be unmeasurable.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from adiv_monitor.diagnosis import own_run
 from adiv_monitor.diagnosis.finding import WIRING, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Alternative, Record
@@ -41,6 +42,9 @@ class Diagnosis:
         """The result in one or two sentences."""
         if not self.record.is_audited:
             return f"{running_headline(self.findings, self.record)}."
+        return own_run.said(self.record) + self._of_the_copy() + own_run.lacks(self.record)
+
+    def _of_the_copy(self) -> str:
         act = [f for f in self.findings if f.strength == "act"]
         clock = (
             " The time for trials (try_seconds) was over before all of them had run: this depends "

@@ -236,8 +236,10 @@ class Record:
         hurried: the time for trials (try_seconds) was over before all of them had run: what they
             gave depends on the clock.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
-        non_finite_since: step at which `first_non_finite` was seen; None: unknown.
-        probed: name of a probe → its result; empty: no probe ran.
+        non_finite_since: the step at which `first_non_finite` was seen; None: not known.
+        probed: name of a probe → what it found; empty: not asked.
+        lost: what the copy could not be given of the run, or does otherwise, in a few words each.
+        own_losses: step → the loss of the user's own run at that step; empty: not given.
     """
 
     facts: Facts
@@ -264,6 +266,8 @@ class Record:
     loss_steps: tuple[int, ...] = ()
     non_finite_since: int | None = None
     probed: Mapping[str, Probed] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+    own_losses: Mapping[int, float] = field(default_factory=dict)
 
     def found_by(self, probe: str) -> tuple[Fact, ...]:
         """Return the facts that a probe found; empty if it found none, or did not run."""

@@ -260,6 +260,15 @@ def test_options_reach_the_run(options: tuple[str, ...]) -> None:
         assert "of_model_and_batch" in command_models.calls
 
 
+def test_the_losses_of_ones_own_run_reach_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("losses.json").write_text(json.dumps([50.0] * 12))
+    assert run(NET, "--losses", "losses.json", "--steps", "12") == 0
+    assert report().record.own_losses == dict.fromkeys(range(12), 50.0)
+    assert "does not train as your run did" in capsys.readouterr().out.replace("\n", " ")
+    assert run(NET, "--losses", "none.json") == 2
+    assert "--losses none.json: can't be read" in capsys.readouterr().err
+
+
 def test_it_tries_fixes_unless_told_not_to() -> None:
     assert main([NET, "--steps", "4", "--out", "out"]) == 0
     assert report().record.rates

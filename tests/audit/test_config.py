@@ -34,6 +34,7 @@ ALL = Config(
     alignment=True,
     try_fixes=False,
     try_seconds=7.0,
+    losses="metrics.csv",
     fail_if=("scale_cv > 1", "act"),
     out="elsewhere",
 )

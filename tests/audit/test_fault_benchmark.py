@@ -5,12 +5,14 @@ All of them, with several seeds: `python tests/audit/fault_benchmark/benchmark.p
 
 import pytest
 import torch
-from audit.fault_benchmark import verdicts
+from audit.fault_benchmark import reported_page, verdicts
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course
 from audit.fault_benchmark.every_run import every_run
 from audit.fault_benchmark.judge import diagnosed, judge
 from audit.fault_benchmark.page import page
+from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY
+from audit.fault_benchmark.reported_sources import SOURCES
 from audit.fault_benchmark.reports import reported
 from audit.fault_benchmark.run import BATCHES
 
@@ -140,3 +142,26 @@ def test_every_run_stands_in_a_file_of_its_own() -> None:
     cells = ["`input-scale`", "1 of 1", "`input-scale` 1", "`scale-inputs`", "1 of 1", "1", "0.5"]
     assert line.split(" | ")[1:8] == cells
     assert name not in page(rows, [])
+
+
+def test_the_page_of_reported_bugs_counts_both_halves_and_the_twins() -> None:
+    case, other = SET_BY[0], HELD_OUT[0]
+    rows = [
+        {"name": case.name, "seed": 0, "findings": [[case.expected[0], "act"]]},
+        {"name": other.name, "seed": 0, "findings": [["dead-units", "act"], ["a", "note"]]},
+        {"name": case.twin.name, "seed": 0, "findings": [["loss-stuck", "watch"]]},
+        {"name": other.twin.name, "seed": 0, "findings": [["loss-stuck", "act"]]},
+    ]
+    text = reported_page.page(rows, ["--reported", "all"])
+    assert text.count("The cause first: 1 of 1 (1 to act on, the others to watch)") == 1
+    assert text.count("The cause first: 0 of 1 (0 to act on, the others to watch)") == 1
+    assert "Alarms (*act*): 1 of 2." in text
+    assert (
+        f"| {other.name} | {other.kind} |" in text and "dead-units (act), a (note) | no |" in text
+    )
+    assert "benchmark.py --reported all`" in text
+
+
+def test_sources_are_those_of_cases_there_are() -> None:
+    assert SOURCES.keys() <= REPORTED.keys()
+    assert all(link.startswith("https://") for link in SOURCES.values())

@@ -430,8 +430,9 @@ ROWS: list[Row] = [
         in_order(0.5, -3.0)),
     Row("unshuffled", "A larger batch of sorted data is sorted as well", in_order(0.1, -20.0),
         in_order(0.8, -20.0)),
-    Row("input-partly-ignored", "No output depends on places 1 to 7 of the input, of shape (64, 8),"
-        " neither before training nor after it: exchanged between samples, they change nothing",
+    Row("input-partly-ignored", "No output depends on places 1 to 7 of the input, of shape "
+        "(64, 8), neither before training nor after it: exchanged between samples, they change "
+        "nothing",
         ignored(1), record(probed={"input-partly-ignored": Probed()})),
     Row("input-partly-ignored", "places 1 to 7 of the input and 1 more, of shape (64, 8)",
         ignored(4), ignored(3)),

@@ -1,7 +1,8 @@
-"""What reading alignments costs: a reading's time over a training step's, interleaved.
+"""The cost of reading alignments: a reading's time over a training step's, interleaved.
 
-At a reading every 25 steps the share of the training time is a twenty-fifth of the ratio. Times are
-those of the process on a CPU, where other processes don't count; on a GPU, until it has finished.
+With a reading every 25 steps, the share of the training time is a twenty-fifth of the ratio. On a
+CPU, times are the process's own, so other processes do not count; on a GPU they include the wait
+for the device.
 
     python tests/benchmarks/alignment.py [--device cuda] [--samples 16] [--rounds 12]
 """
@@ -23,14 +24,14 @@ INTERVAL = 25
 
 
 def resnet18(device: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """As it is trained on ImageNet."""
+    """Return ResNet-18 with ImageNet's batch shape."""
     rows = 32 if device == "cpu" else 256
     x = torch.randn(rows, 3, 224, 224, device=device)
     return torchvision.models.resnet18(num_classes=10), x, torch.randint(10, (rows,))
 
 
 def gpt(device: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """Blocks of the width that people train on that device."""
+    """Return a GPT with blocks of the width that is usual on this device."""
     width, depth, rows, length = (256, 4, 8, 256) if device == "cpu" else (1024, 8, 16, 1024)
     tokens = torch.randint(1000, (rows, length + 1))
     model = GPT(1000, length, width, depth, width // 64)
@@ -38,7 +39,7 @@ def gpt(device: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def seconds(function: Callable[[], object], device: str) -> float:
-    """Of the processor; on a GPU, until it is done."""
+    """Return processor time; on a GPU the time until the device is done."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     start = clock()
     function()

@@ -1,13 +1,13 @@
-"""Which models are measured, by which functions, as which kinds of layers, and at what cost.
+"""Coverage of every model of the zoo: functions, kinds of layers, and the cost of a step.
 
 Every model of the zoo (`tests/zoo`) takes three steps, of which the last one's report counts.
-Coverage: share of the trained parameters' elements that lies in measured layers. Functions: those
-that a parameter, or a view of it, is an argument of, with the number of parameters; counted without
-the monitor (`uses.py`). Kinds: of the layers in the report, with their number.
-Cost: a measured step over a plain one, the median over rounds in each of which a step of an equal
-model with the monitor is timed between two steps of one without. The models and their data are as
-small as can be, so a step is short and the ratio high: what a step of ordinary size costs is
-measured by `monitor.py`.
+Coverage: share of the trained parameters' elements that lie in measured layers. Functions: those
+that take a parameter, or a view of it, as an argument, with the number of parameters; counted
+without the monitor (`uses.py`). Kinds: of the layers in the report, with their number. Cost: a
+measured step over a plain one, the median over rounds, each of which times a step of an equal model
+with the monitor between two steps of one without. The models and their data are as small as
+possible, so a step is short and the ratio high; `monitor.py` measures the cost of a step of
+ordinary size.
 
     python tests/benchmarks/covered.py [--models resnet18 gpt2] [--rounds 20] [--threads 2]
         [--write FILE]
@@ -31,7 +31,7 @@ from write_up import heading, parser, table, write
 
 from adiv_monitor import Monitor, StepReport
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the zoo is
+sys.path.append(str(Path(__file__).parents[1]))  # location of the zoo
 
 from zoo import ZOO, Specimen, Training, seed
 
@@ -50,7 +50,7 @@ Models and batches are as small as can be, where measuring costs most beside a p
 
 
 def trained(training: Training) -> list[dict[str, Tensor]]:
-    """By name, the parameters that each of the optimizers trains."""
+    """Return, for each optimizer, the parameters that it trains by name."""
     return [
         {name: p for name, p in each.model.named_parameters() if p.requires_grad}
         for each in training.trained
@@ -65,7 +65,7 @@ def monitored(training: Training, stack: ExitStack) -> list[Monitor]:
 
 
 def reports(specimen: Specimen) -> list[StepReport]:
-    """Of the third step, one for each optimizer."""
+    """Return the reports of the third step, one for each optimizer."""
     seed(0)
     training = specimen.build()
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def reports(specimen: Specimen) -> list[StepReport]:
 
 
 def functions(specimen: Specimen) -> Counter[str]:
-    """By functions, how many parameters they take; those with several have a "+" between them."""
+    """Count the parameters by the functions that take them; several functions are joined by "+"."""
     seed(0)
     training = specimen.build()
     parameters = [p for named in trained(training) for p in named.values()]
@@ -86,7 +86,7 @@ def functions(specimen: Specimen) -> Counter[str]:
 
 
 def ratios(specimen: Specimen, rounds: int) -> list[float]:
-    """Times of measured steps over those of the plain ones around them."""
+    """Return the times of measured steps over those of the plain steps around them."""
     seed(0)
     plain, measured = specimen.build(), specimen.build()
     found = []
@@ -124,7 +124,7 @@ def model_row(specimen: Specimen, found: list[StepReport], rounds: int) -> tuple
 
 
 def percent(missing: int, whole: int) -> str:
-    """Coverage; never rounded up to all of it."""
+    """Return the coverage in percent, rounded down, so that only full coverage is 100 %."""
     return f"{10_000 * (whole - missing) // whole / 100:.2f} %" if missing else "100 %"
 
 
@@ -133,7 +133,7 @@ def counted(counts: Counter[str]) -> str:
 
 
 def missing_rows(specimen: Specimen, found: Iterable[StepReport]) -> list[tuple[str, ...]]:
-    """What is not measured, by the reason that the monitor gives; "*" is the number of a block."""
+    """Return unmeasured parameters with the monitor's reason; "*" stands for a block's number."""
     elements: defaultdict[tuple[str, str], int] = defaultdict(int)
     for report in found:
         for name, size in report.unmeasured.items():
@@ -144,7 +144,7 @@ def missing_rows(specimen: Specimen, found: Iterable[StepReport]) -> list[tuple[
 
 
 def reason(name: str, report: StepReport) -> str:
-    """What the report says of this parameter, or of the innermost module around it."""
+    """Return the report's reason for this parameter, or for the innermost module around it."""
     places = (
         path for path in report.unsupported if f"{name}.".startswith(f"{path}." if path else "")
     )

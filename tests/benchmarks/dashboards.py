@@ -1,13 +1,13 @@
-"""Dashboards of whole trainings, to be looked at: a ResNet-18, 300 layers, a GPT, a GAN.
+"""Dashboards of whole trainings, for inspection: a ResNet-18, 300 layers, a GPT, a GAN.
 
     python tests/benchmarks/dashboards.py runs/dashboards [--only resnet …] [--write FILE]
     python tests/benchmarks/dashboards.py runs/dashboards --only resnet \\
         --picture docs/images/dashboard.png
 
 Each is trained with the callback and nothing else, which leaves an event file in a folder of its
-own. In the ResNet two layers have a learning rate 1,000 times too low; in the 300 layers one branch
-is dead; nothing is planted in the GPT and in the GAN. TensorBoard then reads each file, and a
-headless Chromium draws its first page; `--picture` keeps that of the first run.
+own. In the ResNet two layers have a learning rate 1,000 times too low. In the 300 layers one branch
+is dead. The GPT and the GAN have no planted fault. TensorBoard then reads each file, and a headless
+Chromium draws its first page; `--picture` keeps that of the first run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the package of the browser is
+sys.path.append(str(Path(__file__).parents[1]))  # location of the browser's package
 
 from audit.browser import Browser, chromium
 
@@ -42,7 +42,7 @@ Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
 class Training(NamedTuple):
-    """What is trained, and for how long."""
+    """A training: its model and its length."""
 
     module: pl.LightningModule
     batches: list[Any]
@@ -50,7 +50,7 @@ class Training(NamedTuple):
 
 
 class Plain(pl.LightningModule):
-    """One network, one loss, one optimizer."""
+    """One network with one loss and one optimizer."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Plain(pl.LightningModule):
 
 
 def digits(size: int, count: int, batch: int) -> list[Batch]:
-    """Standardised handwritten digits, drawn anew for every batch."""
+    """Return a batch of standardised handwritten digits, drawn anew each time."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -80,7 +80,7 @@ def digits(size: int, count: int, batch: int) -> list[Batch]:
 
 
 def resnet() -> Training:
-    """ResNet-18; the second block of its second stage hardly learns."""
+    """Return ResNet-18 whose second stage's second block hardly learns."""
     from torchvision.models import resnet18
 
     net = resnet18(num_classes=10)
@@ -92,7 +92,7 @@ def resnet() -> Training:
 
 
 class Branch(nn.Module):
-    """x + W₂ ReLU(W₁ LayerNorm(x))."""
+    """A residual branch: x + W₂ ReLU(W₁ LayerNorm(x))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Branch(nn.Module):
 
 
 def deep() -> Training:
-    """Residual branches, 300 layers in all; the first layer of branch 100 is dead."""
+    """Return residual branches of 300 layers in all; the first layer of branch 100 is dead."""
     branches = [Branch(24) for _ in range(149)]
     with torch.no_grad():
         branches[100].first.bias.fill_(-100)
@@ -113,7 +113,7 @@ def deep() -> Training:
 
 
 class GPT(nn.Module):
-    """Four blocks of torch's own, causal."""
+    """Four causal blocks of torch's own transformer layer."""
 
     def __init__(self, letters: int, width: int, length: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class GPT(nn.Module):
 
 
 def gpt() -> Training:
-    """A small GPT that learns to spell the licence."""
+    """Return a small GPT that learns to spell the licence."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     letters = sorted(set(text))
     codes = torch.tensor([letters.index(letter) for letter in text])
@@ -146,7 +146,7 @@ def gpt() -> Training:
 
 
 class GAN(pl.LightningModule):
-    """Generator and discriminator, an optimizer each."""
+    """A generator and a discriminator with one optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class GAN(pl.LightningModule):
 
 
 def gan() -> Training:
-    """Digits that look like digits."""
+    """Return a GAN that generates digits."""
     return Training(GAN(), digits(8, 200, 64), 4)
 
 
@@ -193,7 +193,10 @@ RUNS: dict[str, Callable[[], Training]] = {"resnet": resnet, "deep": deep, "gpt"
 
 
 def train(name: str, folder: Path) -> tuple[list[str], int]:
-    """Leave an event file; a table's cells: layers, reports, size, verdicts; and the last step."""
+    """Train, leaving an event file; return a table's cells and the last step.
+
+    The cells are layers, reports, size and verdicts.
+    """
     pl.seed_everything(0, verbose=False)
     module, batches, every = RUNS[name]()
     memory = MemorySink()
@@ -222,7 +225,7 @@ def train(name: str, folder: Path) -> tuple[list[str], int]:
 
 
 def look(folder: Path, last: int, browser: Browser, picture: Path) -> float:
-    """Seconds from TensorBoard's start until the browser shows the whole run's overview."""
+    """Return the seconds from TensorBoard's start until the browser shows the last overview."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -241,7 +244,7 @@ def look(folder: Path, last: int, browser: Browser, picture: Path) -> float:
         _wait(lambda: any(_drawn(browser)))
         seconds = time.perf_counter() - began
         browser.run(_CLOSE_SETTINGS)
-        time.sleep(4)  # for the pictures beside the first
+        time.sleep(4)  # until the other pictures are loaded
         browser.driver.save_screenshot(str(picture))
         return seconds
     finally:
@@ -255,7 +258,7 @@ _CLOSE_SETTINGS = (
 
 
 def _last_drawn(address: str) -> int | None:
-    """The step of the newest overview that the server has read."""
+    """Return the step of the newest overview that the server has read."""
     tags = json.load(urlopen(f"{address}/tags")).get(".", {})
     overviews = [tag for tag in tags if tag.startswith("adiv/overview")]
     steps = [

@@ -1,25 +1,25 @@
-"""What the corrected linear layers must cost on a GPU at least, from bytes, operations, launches.
+"""The least cost of the corrected linear layers on a GPU, from bytes, operations, launches.
 
 x, y, w: bytes of input, output and weight. A plain layer costs its three products and one pass over
 the output's gradient for its bias. Dividing the input reads x, writes x̂, reads u and x̂ and writes
-the input's gradient: 5x. The affine-like bias rides in the product as one more column, at the price
-of a copy of the weight, 2w, and of one more step of the product's sum; or is added behind it, 2y.
-Its gradient's pass over y is the plain layer's own. Dividing the output costs 4x + 4y. Every kernel
-beyond those of the plain layer takes a launch, also one that moves next to nothing: the sum of
-partial sums of a bias's gradient.
+the input's gradient: 5x. The affine-like bias is either one more column of the product, at the
+price of a copy of the weight, 2w, and of one more step of the product's sum; or it is added after
+the product, 2y. Its gradient's pass over y is the plain layer's own. Dividing the output costs 4x +
+4y. Every kernel beyond those of the plain layer costs a launch, even one that moves next to
+nothing, such as the sum of partial sums of a bias's gradient.
 
-With products of cuBLAS none of the 5x can go: the forward product needs x̂ in memory, and a row's
-u·x̂, without which no part of its gradient is known, is complete only after the product that made u.
-Less takes products of one's own, which scale what they load and what they store: x + y. `par` says
-how fast these would have to be.
+With products of cuBLAS none of the 5x can be saved. The forward product needs x̂ in memory. A row's
+u·x̂, which every part of its gradient needs, is complete only after the product that made u. Only
+custom products that scale what they load and what they store cost less: x + y. `par` computes how
+fast these would have to be.
 
     python tests/benchmarks/expected.py > tests/benchmarks/results/expected-gpu.md
 """
 
 STEP = 64  # inputs that a product sums over at once
-FLOPS, BANDWIDTH, CACHE = 790e12, 4.3e12, 50 * 2**20  # assumed of an H200, bf16
-LAUNCH = 2e-6  # assumed: begin and end of a kernel, in which nothing else runs
-# By way, kernels beyond those of the plain layer (tests/layers/test_launches.py).
+FLOPS, BANDWIDTH, CACHE = 790e12, 4.3e12, 50 * 2**20  # assumed for an H200, bf16
+LAUNCH = 2e-6  # assumed: start and end of a kernel, in which nothing else runs
+# By way: kernels beyond those of the plain layer (tests/layers/test_launches.py).
 LAUNCHES = {"norm-like": 2, "column": 4, "pass": 4, "output": 4, "own products": 0}
 GOALS = {(8192, 4096, 4096): 1.06, (8192, 1024, 4096): 1.06, (65536, 768, 3072): 1.10}
 
@@ -36,10 +36,12 @@ def ratio(
     itemsize: int = 2,
     cached: int = 0,
 ) -> float:
-    """Forward and backward of a corrected layer as a multiple of `nn.Linear`, nothing overlapping.
+    """Return the cost of a corrected layer, forward and backward, relative to `nn.Linear`.
+
+    Nothing is assumed to overlap.
 
     Args:
-        rows: of the input.
+        rows: rows of the input.
         n_in: numbers in a row of the input.
         n_out: numbers in a row of the output.
         way: "norm-like" (5x), "column" (5x + 2w), "pass" (5x + 2y), "output" (4x + 4y),
@@ -60,7 +62,7 @@ def ratio(
 
 
 def par(rows: int, n_in: int, n_out: int, way: str) -> float:
-    """Share of cuBLAS's rate at which products of one's own cost as much as this; bytes alone."""
+    """Return the share of cuBLAS's speed at which custom products cost the same; bytes alone."""
     products = 6 * rows * n_in * n_out / FLOPS
     plain = products + 2 * rows * n_out / BANDWIDTH
     one, own = (ratio(rows, n_in, n_out, w, launch=0.0) for w in (way, "own products"))
@@ -93,7 +95,7 @@ products with kernels around them, which is what there is.
 
 
 def table() -> str:
-    """What the goals ask for and what is possible, with cuBLAS's products and with one's own."""
+    """Return the table of goals and possible costs, with cuBLAS's and with custom products."""
     lines, own = [], []
     for shape, goal in GOALS.items():
         rows, n_in, n_out = shape

@@ -1,8 +1,8 @@
-"""What a measured step launches where fused kernels do the work, counted without a GPU.
+"""Kernel launches of a measured step with fused kernels, counted without a GPU.
 
-Triton's interpreter runs the kernels on CPU tensors, one of them counted as one launch, and nothing
-of what the interpreter does inside; a program gets larger tiles than on a GPU, which changes no
-count. Called by launches.py, in a process of its own: prints JSON.
+Triton's interpreter runs the kernels on CPU tensors. Each counts as one launch; operations inside
+the interpreter do not count. A program gets larger tiles than on a GPU, which changes no count.
+launches.py runs this script in a separate process and reads its JSON.
 
     TRITON_INTERPRET=1 python tests/benchmarks/fused_launches.py MODEL ...
 """
@@ -28,12 +28,12 @@ ROOMS = ("looks", "moments", "products", "steps", "totals")
 
 
 def large_tile(view: Tensor) -> tuple[int, int]:
-    """In place of `looks._tile`."""
+    """Return larger tiles than `looks._tile`, which this replaces."""
     _, positions, width = view.shape
     return min(2**13, power_of_two(positions)), min(2**8, power_of_two(width))
 
 
-# By room, larger tiles: the interpreter's time goes by programs, not by entries.
+# Larger tiles by module: the interpreter's time depends on programs, not on entries.
 LARGE: dict[str, dict[str, Any]] = {
     "looks": {"_tile": large_tile},
     "moments": {"_TILE": 2**16},
@@ -44,7 +44,7 @@ LARGE["steps"] = {"_BLOCK": 2**18, "_CHUNK": 2**18}
 
 @contextlib.contextmanager
 def kernels_on_cpu(launched: Callable[[str], None]) -> Iterator[None]:
-    """Within, the kernels take CPU tensors; `launched` is told the name of each that starts."""
+    """Let the kernels take CPU tensors; call `launched` with the name of each that starts."""
     assert os.environ.get("TRITON_INTERPRET") == "1"  # otherwise they need a GPU
 
     def telling(run: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +57,7 @@ def kernels_on_cpu(launched: Callable[[str], None]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "DEVICES", {"cpu"}))
-        # It is the counting one.
+        # This `run` is the counting one.
         stack.enter_context(mock.patch.object(devices, "_get_current_dispatch_mode", lambda: None))
         for name in ROOMS:
             room = importlib.import_module(f"adiv_monitor.kernels.{name}")
@@ -67,7 +67,7 @@ def kernels_on_cpu(launched: Callable[[str], None]) -> Iterator[None]:
 
 
 def count(name: str) -> dict[str, Any]:
-    """Kernels of a measured step of a model, its layers, and places by how much they launch."""
+    """Return a measured step's kernels, its number of layers, and the places that launch."""
     active: list[Launches] = []
 
     def launched(kernel: str) -> None:

@@ -1,23 +1,23 @@
-"""All that is to be measured on a GPU: parts, each in a process of its own, within one deadline.
+"""All GPU measurements: parts, each in a process of its own, within one deadline.
 
-Nothing need be installed but torch with its Triton, and what adiv_monitor imports; for the tests
-also pytest, for the monitor's cost torchvision.
+Requires only torch with its Triton, and the imports of adiv_monitor; the tests also require pytest,
+and the monitor's cost torchvision.
 
     python3 tests/benchmarks/gpu.py [--only PART ...] [--minutes 30] [--write FOLDER]
         [--dry-run] [--tiny]
 
-A row is written to FOLDER/gpu.jsonl as soon as it is known, so a part that fails or is cut leaves
-what it measured, and the others run. FOLDER/gpu.md is made of these lines, of a part that ran more
-than once of the last time; lines of several machines can be put into one file, and `--only` without
-a part makes the page of it. What a part prints goes to the terminal. --dry-run says what is run, in
-which order, and how long that is expected to take; where a command may take ten minutes, these:
+A row is written to FOLDER/gpu.jsonl as soon as it is known, so a part that fails or is stopped
+leaves its measurements, and the others run. FOLDER/gpu.md is made from these lines, for a part that
+ran more than once from its last run. Lines of several machines can be put into one file; `--only`
+without a part makes its page. The parts' output goes to the terminal. --dry-run prints the parts in
+order with their expected times; where a command may take ten minutes, these:
 
     python3 tests/benchmarks/gpu.py --minutes 9.5 --only tests calibration rows
     python3 tests/benchmarks/gpu.py --minutes 9.5 --only layers layers-compiled
     python3 tests/benchmarks/gpu.py --minutes 9.5 --only monitor monitor-compiled layers-graph
 
-Other libraries' layers take part where they can be imported, and read "not measured" elsewhere.
-Without a registry they come as wheels, of another machine's `pip download`:
+Other libraries' layers participate where they can be imported, and read "not measured" elsewhere.
+Without a registry they can be installed from wheels of another machine's `pip download`:
 
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=site python3 tests/benchmarks/gpu.py --only layers
@@ -41,8 +41,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 SCRIPT = Path(__file__).with_name("gpu_parts.py")
 NOT_MEASURED = "not measured"
-PATIENCE = 5.0  # seconds for a process that was killed to be gone
-# Expected seconds of every part, by what one command of ten minutes holds.
+PATIENCE = 5.0  # seconds to wait for a killed process to end
+# Expected seconds of every part, grouped into commands of at most ten minutes.
 COMMANDS = (
     {"tests": 270, "calibration": 40, "rows": 70},
     {"layers": 90, "layers-compiled": 330},
@@ -54,7 +54,7 @@ Record = dict[str, Any]
 
 
 def plan() -> str:
-    """What is run, in which order, and how long it is expected to take."""
+    """Return the parts in order, with their expected times."""
     lines = []
     for parts in COMMANDS:
         lines.append(f"python3 tests/benchmarks/gpu.py --minutes 9.5 --only {' '.join(parts)}")
@@ -65,13 +65,13 @@ def plan() -> str:
 
 
 def append(lines: Path, **record: object) -> None:
-    """Write one record, so that it is there whatever happens next."""
+    """Write one record at once, so that no later failure loses it."""
     with lines.open("a") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def run_part(name: str, script: Sequence[str], seconds: float, lines: Path) -> bool:
-    """Run the process of a part for at most so many seconds; whether all of it went well."""
+    """Run a part's process for at most this many seconds; return whether it succeeded."""
     run = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
     paths = [str(ROOT), str(ROOT / "layers"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -80,7 +80,7 @@ def run_part(name: str, script: Sequence[str], seconds: float, lines: Path) -> b
     }
     command = [sys.executable, *script, "--run", run, "--lines", str(lines.resolve())]
     start = time.perf_counter()
-    # In a group of its own with all that it starts: compilers, pytest's workers.
+    # In its own process group, with the compilers and pytest workers that it starts.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=os.setpgrp)
     try:
         status = process.wait(seconds)
@@ -96,15 +96,15 @@ def run_part(name: str, script: Sequence[str], seconds: float, lines: Path) -> b
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End it and all that it started and left: who works on disturbs the next part's times."""
+    """Kill the process and its group, which would disturb the next part's times."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # a driver that hangs may keep it, but not us
+    with suppress(subprocess.TimeoutExpired):  # a hanging driver may keep it
         process.wait(PATIENCE)
 
 
 def page(lines: Iterable[str]) -> str:
-    """Of every part the last run, as Markdown."""
+    """Return the last run of every part as Markdown."""
     runs: dict[str, dict[str, list[Record]]] = {name: {} for name in PARTS}
     for line in lines:
         record = json.loads(line)
@@ -119,7 +119,7 @@ def page(lines: Iterable[str]) -> str:
 
 
 def section(run: str, records: list[Record]) -> list[str]:
-    """Neighbours with the same columns are a table; what has one column is a line."""
+    """Return a table for adjacent rows with the same columns, and a line for a single column."""
     text = [f"{run[:16].replace('T', ' ')} UTC", ""]
     for columns, group in itertools.groupby(records, key=tuple):
         rows = [[str(v).replace("|", "¦") for v in record.values()] for record in group]
@@ -150,7 +150,7 @@ def main(given: list[str] | None = None) -> None:
     failed = []
     chosen = [name for name in PARTS if name in arguments.only]
     for place, name in enumerate(chosen):
-        # What is left is shared by what is expected: a slow part leaves the later ones their time.
+        # The remaining time is shared by expected times: a slow part leaves the later ones theirs.
         share = PARTS[name] / sum(PARTS[later] for later in chosen[place:])
         script = [str(SCRIPT), name, *(["--tiny"] if arguments.tiny else [])]
         if not run_part(name, script, share * (deadline - time.monotonic()), lines):
@@ -163,6 +163,6 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Who is told to end, as by `timeout`, ends the part that runs, too.
+    # SIGTERM, as from `timeout`, also ends the running part.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

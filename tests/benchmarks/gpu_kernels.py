@@ -1,7 +1,7 @@
-"""Rates of a GPU, and of the kernels on it: a copy's bandwidth, a plain layer's operations.
+"""Speeds of a GPU and of the kernels on it: a copy's bandwidth, a plain layer's operations.
 
-All data are random: products of zeros run faster. What could stay in the L2 cache, or takes no
-longer than its launch, is timed in a CUDA graph that goes through several sets of data.
+All data are random, because products of zeros run faster. Kernels whose data could stay in the L2
+cache, or which take no longer than their launch, are timed in a CUDA graph over several data sets.
 """
 
 import math
@@ -16,11 +16,11 @@ from expected import GOALS, ratio
 from timing import Step, copies, here, in_a_graph, seconds, take_turns
 from torch import Tensor
 
-ROUNDS, SMALL = 15, 100  # SMALL: launches of nearly nothing, one after the other
+ROUNDS, SMALL = 15, 100  # SMALL: number of near-empty launches in a row
 
 
 def calibration(tiny: bool, emit: Callable[..., None]) -> None:
-    """Bandwidth of a copy, rate of a plain layer, and what the corrected layers then must cost."""
+    """Measure a copy's bandwidth and a plain layer's speed; derive the corrected layers' cost."""
     device = here()
     x = torch.randn(2**10 if tiny else 2**27, device=device).bfloat16()
     y = torch.empty_like(x)
@@ -47,13 +47,13 @@ def calibration(tiny: bool, emit: Callable[..., None]) -> None:
 
 
 def middle(step: Step, device: str) -> float:
-    """Median time of one call."""
+    """Return the median time of one call."""
     step()
     return statistics.median(seconds(step, device) for _ in range(ROUNDS))
 
 
 def plain_step(rows: int, n_in: int, n_out: int, device: str) -> Step:
-    """Forward and backward of `nn.Linear` in bf16."""
+    """Return a step of forward and backward of `nn.Linear` in bf16."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).bfloat16()
@@ -64,7 +64,7 @@ def plain_step(rows: int, n_in: int, n_out: int, device: str) -> Step:
 
 
 def row_kernels(tiny: bool, emit: Callable[..., None]) -> None:
-    """Every kernel's bandwidth as a share of a copy's: median over rounds [quartiles]."""
+    """Return every kernel's bandwidth as a share of a copy's: median over rounds [quartiles]."""
     device = here()
     for title, kernels in kernels_by_data(device, tiny):
         steps, moved = {}, {}
@@ -72,7 +72,7 @@ def row_kernels(tiny: bool, emit: Callable[..., None]) -> None:
             sets = copies(size)
             try:
                 steps[name] = in_a_graph([make() for _ in range(sets)])
-            except Exception as cause:  # of one kernel: the others may be measured all the same
+            except Exception as cause:  # the other kernels may still be measured
                 emit(kernel=name, on=title, failed=repr(cause.__cause__ or cause)[:300])
                 continue
             moved[name] = size * sets
@@ -90,12 +90,12 @@ def row_kernels(tiny: bool, emit: Callable[..., None]) -> None:
             )
 
 
-# By kernel: bytes that it must move, and what makes one set of data and the call.
+# By kernel: the bytes that it must move, and functions that make one data set and the call.
 Kernels = dict[str, tuple[int, Callable[[], Step]]]
 
 
 def kernels_by_data(device: str, tiny: bool) -> Iterator[tuple[str, Kernels]]:
-    """Title of the data, and the kernels on it; first a copy."""
+    """Yield the title of a data set, and the kernels on it; the first is a copy."""
     shapes = ((16384, 4096), (65536, 1000), (65536, 1001))
     for count, width in ((8, 16), (8, 17)) if tiny else shapes:
         yield f"{count} × {width} bf16", row_steps(count, width, device)
@@ -114,7 +114,7 @@ def kernels_by_data(device: str, tiny: bool) -> Iterator[tuple[str, Kernels]]:
 
 
 def row_steps(count: int, width: int, device: str) -> Kernels:
-    """The kernels over rows, and those over channels of the same numbers."""
+    """Return the kernels over rows, and those over channels of the same numbers."""
     from adiv_layers.kernels import rows
 
     def x() -> Tensor:
@@ -145,7 +145,7 @@ def row_steps(count: int, width: int, device: str) -> Kernels:
 
 
 def channel_steps(size: int, make: Callable[[], Tensor]) -> Kernels:
-    """A copy, and the kernels over channels: (images, channels, positions), of so many bytes."""
+    """Return a copy and the kernels over channels: (images, channels, positions), `size` bytes."""
     from adiv_layers.kernels import channels
 
     def factor(x: Tensor) -> Tensor:

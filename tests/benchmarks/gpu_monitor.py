@@ -1,8 +1,8 @@
-"""What the monitor costs on a GPU, at sizes that are real there, in bfloat16 by autocast.
+"""The monitor's cost on a GPU, at realistic sizes, in bfloat16 by autocast.
 
-Ratios are those of monitor.py: each step between two plain ones, eager or compiled as it is itself;
-the steps of a compiled model that are measured run eagerly. Host time is that of a step on one
-sample, where the device waits for the host: what a measured step takes longer, by layer.
+Ratios are those of monitor.py: each step lies between two plain ones, eager or compiled as it is
+itself. The measured steps of a compiled model run eagerly. Host time is that of a step on one
+sample, for which the device waits for the host: the extra time of a measured step, per layer.
 """
 
 import gc
@@ -63,11 +63,11 @@ class Unfused:
 
 
 def measure(task: Task, compiled: bool, tiny: bool, emit: Callable[..., None]) -> None:
-    """All there is to know of one model, a row at a time."""
+    """Yield all measurements of one model, a row at a time."""
     if compiled:
         torch.compiler.reset()
     device = here()
-    eager = "eager" if tiny else "inductor"  # what a compiled model is compiled by
+    eager = "eager" if tiny else "inductor"  # the backend for the compiled model
     backend = eager if compiled else None
 
     def trainer(monitor: dict[str, object] | None = None) -> Trainer:
@@ -98,7 +98,7 @@ def measure(task: Task, compiled: bool, tiny: bool, emit: Callable[..., None]) -
 
 
 def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
-    """Launches, copies to the host, memory and host time of a plain and of a measured step."""
+    """Return launches, copies to the host, memory and host time of a plain and a measured step."""
     device = here()
     plain, measured = Trainer(task, None, device), Trainer(task, MEASURED, device)
     unfused = Unfused(Trainer(task, MEASURED, device))
@@ -110,7 +110,7 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
     for subject in steps.values():
         for _ in range(3):
             subject.step()
-            wait(device)  # a report comes when the device has found it
+            wait(device)  # a report is complete when the device has computed it
     assert measured.monitor is not None and measured.monitor.latest is not None
     layers = len(measured.monitor.latest.layers)
     for name, subject in steps.items():
@@ -142,13 +142,13 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
 
 
 def host_time(subject: Subject, device: str, rounds: int) -> float:
-    """Median time of a step."""
+    """Return the median time of a step."""
     subject.step()
     return statistics.median(timed(subject, device) for _ in range(rounds))
 
 
 def launches(subject: Subject, device: str) -> tuple[int, int]:
-    """Kernels that a step launches, and copies to the host; without a GPU none."""
+    """Return a step's kernel launches and copies to the host; without a GPU none."""
     activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
     with profile(activities=activities) as profiler:
         subject.step()

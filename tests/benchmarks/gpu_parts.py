@@ -1,6 +1,6 @@
-"""One part of what gpu.py runs: its rows go to the file of results as they are found, and out.
+"""One part of gpu.py, whose rows go to the file of results as they are found, and to stdout.
 
-Nothing of one part is imported by another, so that what is missing stops only who needs it.
+No part imports another's modules, so that a missing package stops only the parts that need it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ Emit = Callable[..., None]
 
 
 def tests(tiny: bool, emit: Emit) -> None:
-    """Those that need a GPU; by several processes, as most of their time goes to compiling."""
+    """Run the tests that need a GPU, in several processes: most of their time is compilation."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of whatever is installed there
     import pytest
 
@@ -34,7 +34,7 @@ def tests(tiny: bool, emit: Emit) -> None:
                 emit(test=report.nodeid, failed=" ".join(cause))
 
     files = [str(ROOT / "tests" / name / "test_gpu.py") for name in ("layers", "monitor")]
-    # A kernel that does not start warns; what torch or Python warn of here is not what is tested.
+    # A kernel that does not start warns; warnings of torch or Python are not tested here.
     options = ["-q", "-W", "default", "-W", "error::RuntimeWarning", "-p", "no:cacheprovider"]
     if not tiny and importlib.util.find_spec("xdist"):
         options += ["-p", "xdist.plugin", "--numprocesses", "8"]
@@ -98,13 +98,13 @@ PARTS = {
 
 
 def short(cause: BaseException) -> str:
-    """In one cell of a table."""
+    """Shorten a row's values for one table cell."""
     cause = cause.__cause__ or cause
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 
 
 def machine() -> dict[str, str]:
-    """What it runs on, and with which versions."""
+    """Return the hardware and the versions."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     found = importlib.util.find_spec("triton")
     triton = importlib.import_module("triton").__version__ if found else "none"

@@ -1,14 +1,14 @@
-"""What the host does in a measured step, layer by layer: time, calls, garbage.
+"""Work of the host in a measured step, per layer: time, calls, garbage collection.
 
-Every step is measured, as the one that costs; plain steps, the monitor's and those of
-`wandb.watch(log="all", log_freq=1)`, where it is installed, are interleaved, and CPU time is taken:
-of one thread, so that what other programs do counts little. The step is ratio to the plain one by
-medians, and by means, in which collections of garbage show.
+Every step is measured. Plain steps, the monitor's and those of `wandb.watch(log="all",
+log_freq=1)`, where it is installed, are interleaved. CPU time of one thread is taken, so that other
+programs hardly count. The step is the ratio to the plain one by medians, and by means, in which
+garbage collections show.
 
-Host time is what a measured step takes beyond the operations that it dispatches, the model's and
-the optimizer's included, called once more one after the other; by layer. Calls are those of Python
-functions and of functions in C, as `cProfile` counts them, beyond a plain step's; by layer: a
-number that no machine changes.
+Host time is the time of a measured step beyond that of the operations it dispatches (the model's
+and the optimizer's included), called once more one after the other; per layer. Calls are those of
+Python functions and of C functions, as counted by `cProfile`, beyond a plain step's, per layer: a
+number that is the same on every machine.
 
     python tests/benchmarks/host.py [--models layers mlp] [--steps 30] [--write FILE]
 """
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 class Collections:
-    """Milliseconds that Python takes to collect garbage, while it is entered."""
+    """Milliseconds that Python spends on garbage collection inside the block."""
 
     def __init__(self) -> None:
         self.milliseconds = 0.0
@@ -59,14 +59,14 @@ class Collections:
 
 
 def taken(step: Trainer | Operations | Runner) -> float:
-    """Milliseconds of CPU time."""
+    """Return a step's milliseconds of CPU time."""
     start = time.process_time()
     step.step()
     return 1e3 * (time.process_time() - start)
 
 
 def calls(trainer: Trainer, steps: int = 3) -> float:
-    """In one step."""
+    """Return the number of calls in one step."""
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(steps):

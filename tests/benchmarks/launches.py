@@ -1,20 +1,20 @@
-"""How many kernels a measured step dispatches, how many a plain one, and who asks for them.
+"""Kernel launches of a measured and of a plain step, and the code that makes them.
 
 On a GPU a measured step of small layers costs what it launches, not what it computes; a count is
-exact and the same on every machine. Counted is every operation that reaches a backend, in the
-forward pass, the backward pass, the optimizer and the monitor, with a `TorchDispatchMode`. Left out
-is what moves no data:
+exact and the same on every machine. A `TorchDispatchMode` counts every operation that reaches a
+backend, in the forward pass, the backward pass, the optimizer and the monitor. Excluded are
+operations that move no data:
 
 - views and aliases, by their schema (view, t, select, split, as_strided, expand, detach, ...), and
-  those that don't say so: `_unsafe_view`, `lift_fresh`, `_reshape_alias`, `t_` and the like;
+  those without such a schema: `_unsafe_view`, `lift_fresh`, `_reshape_alias`, `t_` and the like;
 - memory without contents: every `empty`, `resize_`, `set_`;
-- what only asks: sizes, strides, devices, `_local_scalar_dense` (it is a copy to the host), and the
+- queries: sizes, strides, devices, `_local_scalar_dense` (it is a copy to the host), and the
   profiler's marks.
 
-A `_foreach` operation counts once, as it is launched on a GPU (on a CPU it is a loop inside).
-A measured step is one in the middle of a run in which every step is measured: it begins with the
+A `_foreach` operation counts once, as it is launched on a GPU (on a CPU it is a loop inside). A
+measured step is one in the middle of a run in which every step is measured: it begins with the
 report of the step before. Copies from the device to the host are counted too, on any machine: see
-`Launches`. Default `max_rows`.
+`Launches`. `max_rows` has its default.
 
 "Fused kernels" are those that a GPU gets (`adiv_monitor/kernels/`), counted in Triton's interpreter
 (fused_launches.py); a GPU's own time is not measured here.
@@ -57,7 +57,7 @@ EXPECTED = {
 }
 
 _MONITOR = Path(adiv_monitor.__file__).parent
-# Where calls that a function mode was handed go on to torch: they are whoever's who made them.
+# Places that pass a mode's intercepted calls on to torch: the calls belong to their callers.
 _HANDED_ON = (Path("capture/forwards.py"), Path("capture/watching.py"))
 _aten = torch.ops.aten
 _NO_KERNEL = {
@@ -67,7 +67,7 @@ _NO_KERNEL = {
     *(_aten.t_, _aten.transpose_, _aten.squeeze_, _aten.unsqueeze_, _aten.as_strided_),
     _aten.detach_,
 }
-# These wait until the device has told the host what it needs to know.
+# Operations that wait until the device has given the host a value.
 _WAIT = {
     *(_aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.masked_select, _aten._unique2),
     *(_aten.unique_consecutive, _aten.unique_dim, _aten.bincount),
@@ -76,17 +76,17 @@ _TO_HOST = {"cpu", "tolist", "numpy", "__array__"}
 
 
 class Launches:
-    """Counts what happens inside its `with` block, in this thread and its backward passes.
+    """Counts of the launches inside its `with` block, in this thread and its backward passes.
 
-    Copies to the host are told by where tensors come from, so that they can be counted on a CPU:
-    what is computed from `resident` tensors (the model's, its data) would lie on the device; what
-    is not (rows chosen by a generator on the host) would not. `.cpu()`, `.item()`, `bool(...)`,
-    `.tolist()`, `nonzero` and the like of a resident tensor are copies; what was copied lies on the
-    host. A copy into a buffer that was made on the host beforehand is not recognised.
+    Copies to the host are recognised by the tensors' provenance, so that they can be counted on a
+    CPU. Tensors computed from `resident` ones (the model's, its data) would lie on the device;
+    others, such as rows chosen by a generator on the host, would not. `.cpu()`, `.item()`,
+    `bool(...)`, `.tolist()`, `nonzero` and the like of a resident tensor are copies, whose results
+    lie on the host. A copy into a buffer that was made on the host beforehand is not recognised.
 
     Attributes:
         operators: kernels by name.
-        places: kernels by file:function of adiv_monitor, the nearest on the stack; "" where there
+        places: kernels by the nearest file:function of adiv_monitor on the stack; "" where there
             is none: the training step itself.
         copies: copies to the host by file:function of adiv_monitor.
     """
@@ -126,7 +126,7 @@ class Launches:
             self.places[_place()] += 1
 
     def launched(self, kernel: str) -> None:
-        """A kernel of our own was."""
+        """Count a launch of one of the monitor's own kernels."""
         self.operators[kernel] += 1
         self.places[_place()] += 1
 
@@ -157,7 +157,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """What a CPU tensor answers without dispatching anything."""
+    """Mode for methods that read a CPU tensor without dispatching an operation."""
 
     def __init__(self, launches: Launches) -> None:
         super().__init__()
@@ -188,13 +188,13 @@ def is_kernel(func: Any) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """All its results are aliases of its arguments, and nothing is written."""
+    """Whether all results are aliases of the arguments, and none is written."""
     returns = [result.alias_info for result in func._schema.returns]
     return bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
 
 
 def _by_mask(packet: Any, inputs: list[Tensor]) -> bool:
-    """Indexing by a mask: how many entries it keeps must be known."""
+    """Whether an operation indexes by a mask, and so must know how many entries that keeps."""
     return packet in (_aten.index, _aten.index_put_) and any(
         t.dtype == torch.bool for t in inputs[1:]
     )
@@ -214,7 +214,7 @@ def _place() -> str:
 
 
 def resident(model: nn.Module, optimizer: torch.optim.Optimizer, *data: Tensor) -> list[Tensor]:
-    """Everything that lives on the device between steps."""
+    """Return all tensors that live on the device between steps."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     state = tensors([dict(held) for held in optimizer.state.values()])
     return [*model.parameters(), *model.buffers(), *gradients, *state, *data]
@@ -225,7 +225,7 @@ def count(
     resident: Iterable[Tensor] = (),
     begins: Callable[[Launches], None] = lambda _: None,
 ) -> Launches:
-    """What one call of `step` launches; `begins` is given the count when it begins."""
+    """Count the launches of one call of `step`; `begins` is called with the empty count first."""
     with Launches(resident) as launches:
         begins(launches)
         step()
@@ -237,7 +237,7 @@ def count_task(
     monitor: dict[str, object] | None = None,
     begins: Callable[[Launches], None] = lambda _: None,
 ) -> tuple[Launches, int]:
-    """The third step of a task, and how many layers were measured in it."""
+    """Count the third step of a task; return the count, and the number of measured layers."""
     trainer = Trainer(task, monitor)
     for _ in range(2):
         trainer.step()
@@ -249,7 +249,7 @@ def count_task(
 
 
 def fused(chosen: list[str]) -> dict[str, dict[str, Any]]:
-    """What fused_launches.py counts."""
+    """Return the counts of fused_launches.py."""
     script = Path(__file__).with_name("fused_launches.py")
     paths = [str(script.parent), str(_MONITOR.parent), *sys.path]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}

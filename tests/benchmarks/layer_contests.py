@@ -1,4 +1,4 @@
-"""Which layers the benchmark lets compete, on which inputs."""
+"""The layers that the benchmark compares, and their inputs."""
 
 import importlib
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Contest:
-    """Layers that do the same job on the same input.
+    """Layers for the same task on the same input.
 
-    The first of `layers` is the floor, the next two are the peers; all run in every mode, but those
-    in `not_captured` in no CUDA graph.
+    The first of `layers` is the baseline, the next two are the peers. All run in every mode, but
+    those in `not_captured` in no CUDA graph.
     """
 
     title: str
@@ -46,7 +46,7 @@ def linear_contest(rows: int, n_in: int, n_out: int, device: str, dtype: torch.d
         "GradientOnlyLinear": lambda: GradientOnlyLinear(n_in, n_out),
         "GradientOnlyLinear(batch)": lambda: GradientOnlyLinear(n_in, n_out, form="batch"),
     }
-    if dtype == torch.bfloat16:  # where their kernels are meant to run
+    if dtype == torch.bfloat16:  # the dtype for which their kernels are made
         layers |= third_party(n_in, n_out)
     batch = ("GradientOnlyLinear(batch)",)  # its solver may wait for the device
     return Contest(
@@ -55,7 +55,7 @@ def linear_contest(rows: int, n_in: int, n_out: int, device: str, dtype: torch.d
 
 
 def third_party(n_in: int, n_out: int) -> dict[str, Callable[[], nn.Module]]:
-    """RMSNorm of other kernel libraries, imported when the layer is made."""
+    """Return RMSNorm of another kernel library, imported when the layer is made."""
 
     def norm_then_linear(module: str, norm: str) -> nn.Module:
         make = getattr(importlib.import_module(module), norm)
@@ -90,7 +90,7 @@ def conv_contest(images: int, device: str, dtype: torch.dtype) -> Contest:
 
 
 class SelfAttention(nn.Module):
-    """Attention of one input to itself, by the fused route."""
+    """Self-attention of one input, by the fused function."""
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -130,10 +130,10 @@ def attention_contest(
 
 
 def mlp_contest(device: str) -> Contest:
-    """A small network, in which the number of operations counts more than the arithmetic.
+    """Return a small network's contest: the number of operations matters more than arithmetic.
 
-    The kernels for few rows (layers/adiv_layers/kernels/small.py) are worth having only if, in a
-    CUDA graph, it takes less time with them than torch's layers do.
+    The kernels for few rows (layers/adiv_layers/kernels/small.py) are worthwhile only if, in a CUDA
+    graph, the network takes less time with them than with torch's layers.
     """
 
     def mlp(linear: type[nn.Linear], norm: Callable[[int], nn.Module] | None = None) -> nn.Module:
@@ -161,7 +161,7 @@ CUDA = [
     attention_contest(16, 1024, 1024, "cuda", torch.bfloat16),
     mlp_contest("cuda"),
 ]
-# As on a GPU, but small and not really compiled: a trial of the code that measures.
+# As on a GPU, but small and not really compiled: a trial of the measuring code.
 TINY = [replace(linear_contest(8, 12, 24, here(), torch.bfloat16), backend="eager")]
 CPU = [
     linear_contest(512, 3072, 512, "cpu", torch.float32),

@@ -1,6 +1,6 @@
-"""What the corrected layers cost: forward and backward against torch's own layers, as one table.
+"""The cost of the corrected layers: forward and backward against torch's own layers, as one table.
 
-On a CPU; gpu.py lets the same layers compete on a GPU.
+It runs on a CPU; gpu.py compares the same layers on a GPU.
 
 All candidates of a contest take turns within every round, so that a busy machine slows them alike;
 a ratio is the median over rounds of the two times within a round, with its quartiles.
@@ -36,7 +36,7 @@ HEADER = ("case", "layer", "mode", "µs", "x floor", "x 1st peer", "x 2nd peer",
 
 
 def training_step(module: nn.Module, x: Tensor) -> Callable[[], None]:
-    """Forward and backward as in training: the gradients are fresh every time."""
+    """Return a training step of forward and backward, which makes fresh gradients every time."""
     upstream = torch.randn_like(module(x))
     leaves = [x, *module.parameters()]
 
@@ -49,7 +49,7 @@ def training_step(module: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def in_mode(mode: str, make: Callable[[], nn.Module], data: Contest) -> Callable[[], object]:
-    """The step, ready to be timed; of a graph so many steps, each on data of its own."""
+    """Return the step in a mode, ready to be timed; a graph has several, each on its own data."""
     steps = []
     for _ in range(sets_of(data) if mode == "graph" else 1):
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ def in_mode(mode: str, make: Callable[[], nn.Module], data: Contest) -> Callable
 
 
 def sets_of(contest: Contest) -> int:
-    """Sets of data that a graph goes through, by the size of the input and the plain layer."""
+    """Return the number of a graph's data sets, from the sizes of the input and the plain layer."""
     plain = next(iter(contest.layers.values()))()
     numbers = math.prod(contest.shape) + sum(p.numel() for p in plain.parameters())
     return copies(numbers * contest.dtype.itemsize)
@@ -89,7 +89,7 @@ def peak_memory(step: Callable[[], object], device: str) -> str:
 
 
 def run(contest: Contest, modes: Sequence[str], rounds: int | None) -> list[tuple[str, ...]]:
-    """Table rows of one contest; the floor is always the first layer in the first mode."""
+    """Return the table rows of one contest; the baseline is the first layer in the first mode."""
     if "compiled" in modes:
         torch.compiler.reset()
     title = f"{contest.title}, {contest.device} {str(contest.dtype).removeprefix('torch.')}"
@@ -101,7 +101,7 @@ def run(contest: Contest, modes: Sequence[str], rounds: int | None) -> list[tupl
                 continue
             try:
                 steps[mode, name] = in_mode(mode, make, contest)
-            except Exception as cause:  # one peer that cannot run must not end the others' contest
+            except Exception as cause:  # a peer that cannot run must not end the contest
                 print(f"{title}: {name}, {mode}: {cause!r}", file=sys.stderr)
                 missing = f"not measured: {type(cause).__name__}"
                 rows.append((title, name, mode, missing, *["–"] * 4))
@@ -155,7 +155,7 @@ def main() -> None:
     for contest in CPU:
         for row in run(contest, ("eager", "compiled"), 3 if arguments.quick else None):
             lines.append(line_of(row))
-            print(lines[-1], flush=True)  # so that whoever runs out of time has these
+            print(lines[-1], flush=True)  # kept if time runs out
     if arguments.write:
         arguments.write.write_text("\n".join([head, *lines]) + "\n")
 

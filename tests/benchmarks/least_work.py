@@ -1,14 +1,14 @@
-"""The least that measuring a step can cost, with the estimators that the monitor uses.
+"""The least work of measuring a step with the monitor's estimators.
 
-For linear layers and convolutions alone. What is exact comes from the parameters and from one pass:
+For linear layers and convolutions alone. Exact values come from the parameters and from one pass:
 ⟨d, G⟩ = −⟨γ, u⟩ and ⟨e, G⟩ = ⟨γ, γ⟩ from parameter dot products, one pass over the input for the
-scales, one over the output's gradient for ‖G‖². Only d = −ΦΔΘᵀ and e = Φγᵀ are taken on rows, at
-most `max_rows`; where these are all rows of the layer and R (P + N) < P N, e = (ΦΦᵀ)G by the Gram
+scales, one over the output's gradient for ‖G‖². Only d = −ΦΔΘᵀ and e = Φγᵀ are computed on rows, at
+most `max_rows`. Where these are all rows of the layer and R (P + N) < P N, e = (ΦΦᵀ)G by the Gram
 matrix of the rows, which is cheaper than the product with γ. The copy and the subtraction of the
 weights give u = ΔΘ.
 
-Every buffer is made before, and the rows of convolutions too. Left out: choosing and gathering
-rows, interference, quantiles, biases, gains, embeddings, checks, reports and failures.
+Every buffer is allocated beforehand, also that of the rows of convolutions. Excluded are choosing
+and gathering rows, interference, quantiles, biases, gains, embeddings, checks, reports, failures.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ Rows = tuple[Tensor, Tensor, bool]
 
 
 class LeastWork:
-    """Does that work around every step of an optimizer.
+    """Hooks that do this work around every step of an optimizer.
 
     Args:
-        model: its weights are looked at.
+        model: its weights are measured.
         optimizer: steps them.
-        max_rows: of every layer.
+        max_rows: rows per layer.
         stage: 0: the two products alone; 1: also the copy and the subtraction; 2: also the dot
             products; 3: also the passes over inputs and output gradients, which is everything.
     """
@@ -90,19 +90,19 @@ class LeastWork:
         self._gradients.clear()
 
     def _rows_of(self, layer: nn.Linear | nn.Conv2d) -> Rows:
-        """Φ as (groups, rows, P), G as (groups, rows, N), and whether these are all rows."""
+        """Return Φ as (groups, rows, P), G as (groups, rows, N), and whether these are all rows."""
         x, gradient = self._inputs[layer], self._gradients[layer]
         if isinstance(layer, nn.Linear):
             rows = x.flatten(0, -2), gradient.flatten(0, -2)
             seen = len(rows[0]) <= self._max_rows
             return rows[0][None, : self._max_rows], rows[1][None, : self._max_rows], seen
-        if layer not in self._rows:  # once: always the same input in this benchmark
+        if layer not in self._rows:  # only once: this benchmark's input never changes
             self._rows[layer] = self._patches(layer, x, gradient)
         return self._rows[layer]
 
     def _patches(self, layer: nn.Conv2d, x: Tensor, gradient: Tensor) -> Rows:
         places = gradient[0, 0].numel()
-        few = -(-self._max_rows // places)  # so many images hold all rows that are looked at
+        few = -(-self._max_rows // places)  # the number of images that hold the sampled rows
         shape = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
         columns = functional.unfold(x[:few], *shape), gradient[:few].flatten(2)
         phi, G = (
@@ -114,13 +114,13 @@ class LeastWork:
 
 
 def _grouped(layer: nn.Linear | nn.Conv2d, weight: Tensor) -> Tensor:
-    """The weight as (groups, N, P)."""
+    """Return the weight as (groups, N, P)."""
     return weight.flatten(1).unflatten(0, (getattr(layer, "groups", 1), -1))
 
 
 def _squares(layer: nn.Module, x: Tensor) -> Tensor:
-    """‖·‖² of every row, or of every pixel."""
-    if isinstance(layer, nn.Conv2d):  # a CPU takes norms across memory entry by entry
+    """Return ‖·‖² of every row, or of every pixel."""
+    if isinstance(layer, nn.Conv2d):  # a CPU computes strided norms entry by entry
         return x.square().sum(1)
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return norms.square_()

@@ -1,4 +1,4 @@
-"""How long the solver takes, and what of it is the linear program: milliseconds of processor time.
+"""The solver's time, and that of its linear program, in milliseconds of processor time.
 
 python tests/benchmarks/max_lr.py
 """
@@ -16,7 +16,7 @@ REPEATS = 40
 
 
 def milliseconds(function: Callable[[], object]) -> tuple[float, float]:
-    """Median and least processor time of a call."""
+    """Return the median and the minimum processor time of a call."""
     function()
     times = []
     for _ in range(REPEATS):

@@ -1,13 +1,13 @@
-"""What it costs a forward pass to be watched: hooks on modules, a mode that sees every function.
+"""The cost of watching a forward pass: hooks on modules, and a mode that sees every function.
 
-Compared are the plain forward pass and one in which all uses of parameters are found, but nothing
-is gathered of them: no rows are taken, no hooks are put on tensors. Each watched pass has a watcher
-of its own, as each measured step has, which is made and removed outside of the time that is taken.
-Beside them one with hooks and a mode that do nothing: less is not to be had in this way. Processor
-time of this process, passes in turns, the median of each kind.
+It compares the plain forward pass with one in which all uses of parameters are found, but nothing
+is recorded of them: no rows are taken, and no tensor gets a hook. Each watched pass has its own
+watcher, as each measured step has, made and removed outside of the measured time. A third pass has
+hooks and a mode that do nothing: the lower bound of this method. Processor time of this process,
+passes in turns, the median of each kind.
 
 Goal: at most 1.10 for each. Expected before it was measured: ResNet-18 1.12, MobileNetV3 1.6, GPT
-1.04, once nothing is asked twice.
+1.04, if nothing is computed twice.
 
     python tests/benchmarks/mode.py [--models resnet18 gpt] [--passes N] [--write FILE]
 """
@@ -48,7 +48,7 @@ SMALL = {
 
 
 class _Nobody:
-    """Takes nothing of the uses that are found."""
+    """A receiver that only counts the uses found."""
 
     found = 0
 
@@ -68,7 +68,7 @@ class _Nothing(TorchFunctionMode):
 
 
 class Idle:
-    """While it is open, there are as many hooks on the model, which do nothing."""
+    """Hooks on all modules, until closed, that do nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks = []
@@ -83,7 +83,7 @@ class Idle:
 
 
 class Watched:
-    """While it is open, forward passes of the model are watched."""
+    """A watch over the model's forward passes, until closed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._takes = _Nobody()
@@ -102,7 +102,7 @@ class Watched:
         self._forwards.watch(watching)
 
     def close(self) -> int:
-        """How many uses were found."""
+        """Remove the watch; return the number of uses found."""
         self._forwards.remove()
         return self._takes.found
 
@@ -114,7 +114,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def compare(task: Task, passes: int) -> tuple[list[float], int]:
-    """Seconds of a plain, an idle and a watched forward pass; the uses that were found in one."""
+    """Return the seconds of a plain, an idle and a watched forward pass, and one pass's uses."""
     torch.manual_seed(0)
     model, (x, _) = task.model(), task.batch()
     times: list[tuple[float, float, float]] = []

@@ -1,7 +1,7 @@
-"""The models that every benchmark shares, each with data of its usual shape.
+"""The models that all benchmarks share, each with data of its usual shape.
 
-Data are random: what a step costs does not depend on them (`rows.py`, where readings matter, brings
-its own).
+The data are random, because a step's cost does not depend on them (`rows.py`, where readings
+matter, has its own).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, out of plain linear layers."""
+    """Pre-norm attention and MLP, made of plain linear layers."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer; the mean over the tokens is classified."""
+    """A vision transformer that classifies the mean over tokens."""
 
     def __init__(
         self, side: int, patch: int, channels: int, width: int, depth: int, heads: int = 4
@@ -84,7 +84,7 @@ def images(*shape: int) -> Batch:
 
 
 def text(vocabulary: int, size: int, length: int) -> Batch:
-    """Each token is to be told from those before it."""
+    """Return tokens, each to be predicted from those before it."""
     tokens = torch.randint(vocabulary, (size, length + 1))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -95,7 +95,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A model and the data it is trained on."""
+    """A model and its training data."""
 
     title: str
     model: Callable[[], nn.Module]
@@ -154,13 +154,13 @@ TASKS = {
 
 
 class Trainer:
-    """A model of a task with its optimizer, its data and perhaps a monitor.
+    """A model of a task with its optimizer, its data and optionally a monitor.
 
     Args:
-        task: equal ones give equal models and data.
-        monitor: what a `Monitor` is given besides model and optimizer; None: there is no monitor.
-        device: model and data are made there.
-        backend: of `torch.compile`; None: the model runs eagerly.
+        task: equal tasks give equal models and data.
+        monitor: arguments of `Monitor` besides model and optimizer; None for no monitor.
+        device: of model and data.
+        backend: of `torch.compile`; None to run the model eagerly.
     """
 
     def __init__(

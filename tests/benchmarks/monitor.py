@@ -1,20 +1,18 @@
-"""What the monitor costs: medians of ratios to the plain step, all in one run.
+"""The monitor's cost: medians of ratios to the plain step, all in one run.
 
 Each round times one step of every variant, in shuffled order, between two plain steps, and divides
-by their mean. Each variant owns an equal model. "not measured": a monitor is attached, the step
+by their mean. Each variant has its own equal model. "not measured": a monitor is attached, the step
 lies between two measured ones. "measured": every measure (but the optional ceiling), default
-max_rows. "64 rows": measured with max_rows=64.
-"least work" is no monitor: it shows what of that is inevitable (`least_work.py`), in four stages:
-the two matrix products that e and d are; with the copy and subtraction of the weights; with the dot
-products; with one pass over inputs and output gradients.
-"its operations alone" are those that a measured step dispatches, the model's and the optimizer's
-included, called once more, one after the other: the step as it would be if nothing ran in between.
+max_rows. "64 rows": measured with max_rows=64. "least work" has no monitor: it shows which part of
+the cost is inevitable (`least_work.py`), in four stages: the two matrix products for e and d; with
+the copy and subtraction of the weights; with the dot products; with one pass over inputs and output
+gradients. "its operations alone" are those that a measured step dispatches, the model's and the
+optimizer's included, called once more, one after the other: the step as if nothing ran in between.
 Memory is counted exactly: the peak of the bytes in live tensor storages during a step, over plain
 (on a GPU: the allocator's). gpu.py runs large models on a GPU, compiled ones too.
 
-A model takes rounds until there are `--rounds` of them, or, when at least three are done, until
-`--seconds` have passed; results are written after every model, so what was measured is kept when a
-run is cut short.
+A model is measured for `--rounds` rounds, or, if at least three are done, until `--seconds` have
+passed. Results are written after every model, so that an interrupted run keeps them.
 
 Before, with numerator and norms from 1,024 rows (two threads): ResNet-18 at 16×3×64×64 1.98, the
 MLP 2.69, MobileNetV3-small 3.1. The bounds in the table were set then.
@@ -53,7 +51,7 @@ STAGES = ("products", "with weights", "with dot products", "with passes")
 
 
 class PeakMemory(TorchDispatchMode):
-    """Peak of the bytes in the storages that were made since it was entered."""
+    """Peak of the bytes in storages made inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ def _dense(value: Any) -> bool:
 
 
 class Operations(TorchDispatchMode):
-    """Notes what is dispatched while it is entered, to do it again."""
+    """A mode that records the dispatched operations, to repeat them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,17 +93,17 @@ class Operations(TorchDispatchMode):
 
     @torch.no_grad()
     def step(self) -> None:
-        """All of it, with the tensors that there were."""
+        """Repeat all operations on the recorded tensors."""
         for func, args, kwargs in self._noted:
             func(*args, **kwargs)
 
     def close(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._noted.clear()
 
 
 def operations_of(task: Task, device: str) -> Operations:
-    """Those of the fifth step of a run in which each is measured."""
+    """Return the operations of the fifth step of a run in which each step is measured."""
     trainer = Trainer(task, {"every_n_steps": 1}, device)
     for _ in range(4):
         trainer.step()
@@ -116,17 +114,17 @@ def operations_of(task: Task, device: str) -> Operations:
 
 
 class Subject(Protocol):
-    """What takes steps."""
+    """An object that takes steps."""
 
     def step(self) -> None:
-        """One step."""
+        """Take one step."""
 
     def close(self) -> None:
-        """No more of them."""
+        """End the steps."""
 
 
 def timed(trainer: Subject, device: str) -> float:
-    """Seconds of one step, the device's work included."""
+    """Return the seconds of one step, the device's work included."""
     wait(device)
     start = time.perf_counter()
     trainer.step()
@@ -135,13 +133,13 @@ def timed(trainer: Subject, device: str) -> float:
 
 
 def wait(device: str) -> None:
-    """Until the device has done all its work."""
+    """Wait until the device has done all its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def variants(task: Task, least_rows: int, device: str) -> dict[str, Subject]:
-    """What is compared with the plain step."""
+    """Return the variants that are compared with the plain step."""
     found: dict[str, Subject] = {
         "plain again": Trainer(task, None, device),
         "not measured": Trainer(task, {"every_n_steps": 10**9}, device),
@@ -158,14 +156,14 @@ def variants(task: Task, least_rows: int, device: str) -> dict[str, Subject]:
 def ratios(
     plain: Subject, variants: dict[str, Subject], rounds: int, seconds: float, device: str
 ) -> dict[str, list[float]]:
-    """By variant, its steps' times over those of the plain steps around them; and closes all.
+    """Return, by variant, step times over those of the plain steps around them; close all subjects.
 
     Args:
-        plain: what the variants are compared with.
+        plain: the subject that the variants are compared with.
         variants: by name.
-        rounds: so many, or fewer, but at least three, if the time is up.
-        seconds: the time.
-        device: of all of them.
+        rounds: number of rounds; fewer, but at least three, if the time is up.
+        seconds: the time limit.
+        device: of all subjects.
     """
     for trainer in (plain, *variants.values()):
         for _ in range(3):
@@ -188,16 +186,16 @@ def ratios(
 
 
 def spread(values: list[float]) -> str:
-    """Median and quartiles."""
+    """Return the median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def peak(task: Task, monitor: dict[str, object] | None, device: str = "cpu") -> int:
-    """Peak bytes of the fourth and fifth step.
+    """Return the peak bytes of the fourth and fifth step.
 
-    On a GPU those that its allocator held, model and optimizer included; on a CPU those of tensors
-    that the steps made.
+    On a GPU these are the allocator's, model and optimizer included; on a CPU those of tensors that
+    the steps made.
     """
     gc.collect()
     held = torch.cuda.memory_allocated() if device == "cuda" else 0

@@ -1,8 +1,8 @@
-"""How large the audit's page is, and how long a browser takes to open it.
+"""The size of the audit's page, and the time that a browser takes to open it.
 
-A made-up report of 500 layers at 100 measured steps, opened from a file in headless Chromium, in a
-window of 1280 by 900. Goals: less than 5 MB; open (the page's `load` event, with its script run and
-what is in sight drawn) within a second. Each opening is a new document; the first is left out.
+A made-up report of 500 layers at 100 measured steps is opened from a file in headless Chromium, in
+a window of 1280 by 900. Goals: less than 5 MB; open (the page's `load` event, with its script run
+and the visible part drawn) within a second. Each opening is a new document; the first is left out.
 
     python tests/benchmarks/page.py [--layers N] [--steps N] [--write FILE]
 """

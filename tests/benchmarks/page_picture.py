@@ -1,4 +1,4 @@
-"""The top of an audit's page, as headless Chromium draws it: of the demo's first network.
+"""A picture of the top of an audit's page in headless Chromium, for the demo's first network.
 
     make demo && python tests/benchmarks/page_picture.py runs/wine-*/audit/report.html
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the package of the browser is
+sys.path.append(str(Path(__file__).parents[1]))  # location of the browser's package
 
 from audit.browser import chromium
 

@@ -1,20 +1,19 @@
-"""What the monitor costs beside what others cost, in the same run.
+"""The monitor's cost beside that of other tools, in the same run.
 
 Every step: like `monitor.py`, each round times one step of every variant, in shuffled order,
-between two plain steps.
-Whole runs: of `--steps` steps, each step of every variant between those of the others, so that a
-busy machine slows all alike. The share is (time of the variant's run − time of the plain run) over
-the time of the plain run, everything counted: the first measured step with its extra copies,
-histograms when they come. "From medians" is the same share with each step that logs as it was and
-each other step at the median of its kind: calmer. The plain run is there twice; where the second is
-not at 0 % is what the machine does. `wandb.watch` at its default interval, 1,000, writes nothing in
-such a run: what is left is its hooks.
+between two plain steps. Whole runs: of `--steps` steps, each step of every variant between those of
+the others, so that a busy machine slows all alike. The share is (time of the variant's run − time
+of the plain run) over the time of the plain run, with everything included: the first measured step
+with its extra copies, histograms when they are written. "From medians" is the same share with
+unchanged times of the logging steps, and every other step at the median of its kind: it varies
+less. The plain run is there twice; the second's deviation from 0 % is the machine's noise.
+`wandb.watch` at its default interval, 1,000, writes nothing in such a run: only its hooks count.
 
 Peers are timed as a user runs them: `wandb` with its own client and service process, offline, and
-one `log` of the loss per step; BackPACK's first-order extensions on the models that it takes as
-they are (it takes no operation in place), all parameters or those that it knows; TensorBoard's
-histogram of every parameter and every gradient. None gives what the monitor gives: they are here
-for the price that people pay today.
+one `log` of the loss per step; BackPACK's first-order extensions on the models that it supports
+unchanged (it supports no operation in place), for all parameters or those that it knows;
+TensorBoard's histogram of every parameter and every gradient. None provides the monitor's readings:
+they show the price that people pay today.
 
     pip install -e ".[peers]"
     python tests/benchmarks/peers.py [--models resnet18 gpt] [--rounds 30] [--seconds 300]
@@ -46,8 +45,8 @@ class Runner(NamedTuple):
     """One way to train."""
 
     step: Callable[[], object]
-    covered: str  # which part of the model it says something about
-    logs_at: Callable[[int], bool]  # whether this step of a run does more than the others
+    covered: str  # the part of the model that it reports on
+    logs_at: Callable[[int], bool]  # whether it does more than usual in this step of a run
 
 
 Peer = Callable[[Task, ExitStack], Runner]
@@ -61,7 +60,7 @@ def ours(interval: int) -> Peer:
     def start(task: Task, stack: ExitStack) -> Runner:
         trainer = Trainer(task, {"every_n_steps": interval})
         stack.callback(trainer.close)
-        # A measured step is finished at the beginning of the next.
+        # The next step's beginning completes a measured step.
         return Runner(
             trainer.step, "", lambda step: min(step % interval, (step - 1) % interval) == 0
         )
@@ -142,7 +141,7 @@ def backpack_of(extension: str) -> Peer:
             trainer.optimizer.step()
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it names every module that it doesn't know, once
+            warnings.simplefilter("ignore")  # it warns once of every unknown module
             step()
         known = [hasattr(p, asked.savefield) for p in model.parameters()]
         return Runner(step, f" ({sum(known)} of {len(known)} parameters)", lambda step: False)
@@ -169,7 +168,7 @@ WHOLE_RUNS: dict[str, Peer] = {
 def started(
     peers: dict[str, Peer], task: Task, stack: ExitStack
 ) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Those that run, and why the others don't."""
+    """Start the runners; return those that run, and why the others do not."""
     runners: dict[str, Runner] = {}
     missing: dict[str, str] = {}
     for name, start in peers.items():
@@ -189,7 +188,7 @@ def timed(step: Callable[[], object]) -> float:
 
 
 def every_step(task: Task, rounds: int, seconds: float) -> list[tuple[str, ...]]:
-    """Table rows: the ratio of a step to the plain steps around it."""
+    """Return table rows: the ratio of a step to the plain steps around it."""
     with ExitStack() as stack:
         runners, missing = started(EVERY_STEP, task, stack)
         reference = plain(task, stack).step
@@ -219,18 +218,18 @@ def every_step(task: Task, rounds: int, seconds: float) -> list[tuple[str, ...]]
 
 
 def whole_runs(task: Task, steps: int) -> list[tuple[str, ...]]:
-    """Table rows: what a run of so many steps takes longer, in percent."""
+    """Return table rows: the extra time of a run of this many steps in percent."""
     with ExitStack() as stack:
         runners, missing = started(WHOLE_RUNS, task, stack)
         runners["plain"] = plain(task, stack)
         for _ in range(3):
-            Trainer(task).step()  # the process has seen this model
+            Trainer(task).step()  # so that the process has seen this model
         times: dict[str, list[float]] = {name: [] for name in runners}
         shuffle = random.Random(0)
         for _ in range(steps):
             for name in shuffle.sample(list(runners), len(runners)):
                 times[name].append(timed(runners[name].step))
-    # The first step of each makes the optimizer's state; the plain one's too, so it is fair.
+    # The first step of each creates the optimizer's state, the plain one's too, so it is fair.
     reference = times.pop("plain")
     rows = []
     for name in WHOLE_RUNS:
@@ -244,7 +243,7 @@ def whole_runs(task: Task, steps: int) -> list[tuple[str, ...]]:
 
 
 def smoothed(times: list[float], logs_at: Callable[[int], bool]) -> float:
-    """The run's time, with the median of the steps that don't log in place of each of these."""
+    """Return the run's time, with the median in place of each step that does not log."""
     logging = [t for step, t in enumerate(times) if logs_at(step)]
     others = [t for step, t in enumerate(times) if not logs_at(step)]
     return sum(logging) + len(others) * statistics.median(others or [0.0])

@@ -1,12 +1,13 @@
-"""What pictures and pages of a running training cost: within the loop, and when it ends.
+"""The cost of a running training's pictures and pages: within the loop, and at its end.
 
 A small network is trained for a few seconds, every tenth step measured, once for each sink in a
-process of its own, so that all that is imported for pictures is paid for. TensorBoard's package is
-imported before. Then findings and pictures alone, of ever more layers at a hundred steps.
+process of its own, so that all imports for pictures count. TensorBoard's package is imported
+before. Then findings and pictures alone are timed, for increasing numbers of layers at a hundred
+steps.
 
 Goal: at most 5 % of the run. Expected before it was measured: nothing within a loop of less than 12
-seconds (60 for the page), 5 % of longer ones, the end included; at the end 0.2 s for pictures,
-1.2 s for the page, whose libraries take most of it; of 300 layers 0.6 s.
+seconds (60 for the page), 5 % of longer ones, the end included; at the end 0.2 s for pictures, 1.2
+s for the page, whose libraries take most of it; of 300 layers 0.6 s.
 
     python tests/benchmarks/pictures.py [--steps N …] [--rounds N] [--write FILE]
 """
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 from write_up import heading, parser, table, write
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the reports of an example are
+sys.path.append(str(Path(__file__).parents[1]))  # location of the example reports
 
 from example_reports import reading, report
 
@@ -48,7 +49,7 @@ SINKS = {
 
 
 def _ignored(*_: object) -> None:
-    """Of a product that takes all at once."""
+    """Do nothing, in place of a product's log function."""
 
 
 def sink_of(kind: str, folder: Path) -> Any:
@@ -58,13 +59,13 @@ def sink_of(kind: str, folder: Path) -> Any:
         return HtmlSink(folder / "page.html")
     if kind == "product":
         return ProductSink(Product(_ignored, _ignored), "pictures.py")
-    if kind == "texts":  # what the sink does where matplotlib is missing
+    if kind == "texts":  # the sink's behaviour without matplotlib
         board_module.find_spec = lambda name: None  # type: ignore[assignment]
     return TensorBoardSink(folder)
 
 
 def trained(kind: str, steps: int) -> dict[str, float]:
-    """Seconds of the loop, those of it for pictures or the page, and those of the end."""
+    """Return the seconds of the loop, of its pictures or page, and of the end."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -95,7 +96,7 @@ def in_a_process(kind: str, steps: int, threads: int) -> dict[str, float]:
 
 
 def rows_of(steps: int, rounds: int, threads: int) -> list[list[str]]:
-    """Of each sink, the medians over the rounds; sinks take turns."""
+    """Return the medians over the rounds for each sink; sinks take turns."""
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in SINKS}
     for _ in range(rounds):
         for kind, runs in found.items():
@@ -115,7 +116,7 @@ def rows_of(steps: int, rounds: int, threads: int) -> list[list[str]]:
 
 
 def drawn(layers: int, reports: int) -> list[str]:
-    """Seconds for findings and for pictures of so many layers, once all is imported."""
+    """Return the seconds for findings and for pictures of this many layers, after all imports."""
     board = Board("pictures.py")
     draws = [reading(i) for i in range(layers)]
     of_all = {f"blocks.{i // 6}.part{i % 6}": draw for i, draw in enumerate(draws)}

@@ -1,17 +1,17 @@
-"""How far readings from sampled rows are from those of all rows, and whether they know it.
+"""Errors of readings from sampled rows, and of their standard errors, against all rows.
 
 Six models are trained for a dozen steps (AdamW, scikit-learn's digits; the language model reads
 their pixels as 17 tokens). Then one step, always the same (same weights, optimizer state, batch and
 random numbers), is measured with all rows, and with at most 32 ... 4,096 of them in many draws,
-each with another seed of the monitor. Only layers with more rows than are looked at count: the
-others are read exactly.
+each with another seed of the monitor. Only layers with more rows than are sampled count: the others
+are read exactly.
 
 Errors: of a layer the median over draws of |sampled − all| / |all| (in percent; of the shares of
-`ABSOLUTE` the difference itself, times 100), then the median and the worst layer.
-Wrong signs: draws in which `update_cosine` or `gradient_cosine` has another sign than with all
-rows, and among them those further than three standard errors from zero.
-Calibration: deviations in units of the reading's own `standard_error`, over all models' layers and
-draws: share outside 2, 3 and 4 of them, and their mean. A normal law has 4.6, 0.27 and 0.006 %.
+`ABSOLUTE` the difference itself, times 100), then the median and the worst layer. Wrong signs:
+draws in which `update_cosine` or `gradient_cosine` has another sign than with all rows, and among
+them those further than three standard errors from zero. Calibration: deviations in units of the
+reading's own `standard_error`, over all models' layers and draws: share outside 2, 3 and 4 of them,
+and their mean. A normal law has 4.6, 0.27 and 0.006 %.
 
 Before, with numerator and norms all from 1,024 rows: `update_cosine` was off by 29 and 26 % in the
 median layer (ResNet-18, ViT), its worst layer by 240 %, its sign wrong in 10 and 3 % of the draws.
@@ -60,11 +60,11 @@ Readings = dict[str, LayerReading]
 
 
 class Subject(NamedTuple):
-    """A model, and how it sees digits."""
+    """A model, with its view of the digits."""
 
     title: str
     model: Callable[[], nn.Module]
-    data: Callable[[Tensor, Tensor], Batch]  # of pixels (n, 8, 8) in [0, 1], and labels
+    data: Callable[[Tensor, Tensor], Batch]  # takes pixels (n, 8, 8) in [0, 1] and labels
     batch: int
 
 
@@ -114,7 +114,7 @@ SUBJECTS = {
 
 
 class Run:
-    """A model after a dozen steps, ready to take the next one as often as is asked."""
+    """A model after a dozen steps, whose next step can be taken any number of times."""
 
     def __init__(self, subject: Subject) -> None:
         digits = load_digits()
@@ -130,9 +130,9 @@ class Run:
         self.batch = subject.data(pixels[chosen], labels[chosen])
 
     def measured(self, max_rows: int | None, seed: int) -> Readings:
-        """The next step, of copies."""
+        """Measure the next step, taken by copies."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        torch.manual_seed(1)  # dropout
+        torch.manual_seed(1)  # for dropout
         with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
             step(model, optimizer, self.batch)
         assert monitor.latest is not None
@@ -146,23 +146,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> No
 
 
 class Draw(NamedTuple):
-    """One measure of one layer from some rows, beside that from all."""
+    """One measure of one layer from sampled rows, beside that from all rows."""
 
     layer: str
     measure: str
     value: float
     exact: float
-    error: float | None  # the standard error that it claims
+    error: float | None  # the reading's standard error
 
     @property
     def off(self) -> float:
-        """In percent of the exact value, or in hundredths."""
+        """Return the deviation in percent of the exact value, or in hundredths."""
         difference = 100 * abs(self.value - self.exact)
         return difference if self.measure in ABSOLUTE else difference / abs(self.exact)
 
 
 def draws_of(run: Run, every: Readings, max_rows: int, draws: int) -> list[Draw]:
-    """Of the layers that were sampled, and the measures that are there and not zero."""
+    """Return the draws of all sampled layers, for defined, nonzero measures."""
     found = []
     for seed in range(draws):
         for layer, reading in run.measured(max_rows, seed).items():

@@ -1,11 +1,11 @@
-"""What a measured step costs by size: a model, held against counts, and worked out at scale.
+"""The cost of a measured step by size: a model, compared with counts, and evaluated at scale.
 
-Counted are operations on linear layers n → m with bias: floating-point operations of matrix
-products, bytes that operations read and write, bytes that are held beside the training, kernels,
-bytes that processes send. Counts are the same on every machine; what takes how long is for
-`monitor.py`. Every formula of the model stands in `cost`, and is compared with a count.
+Counts are of operations on linear layers n → m with bias: floating-point operations of matrix
+products, bytes read and written by operations, bytes held beside the training, kernels, bytes sent
+by ranks. Counts are the same on every machine; `monitor.py` measures times. Every formula of the
+model is in `cost`, and is compared with a count.
 
-Expected before: within 10 % of the counts, but for what is held (20 %), where small tensors count.
+Expected before: within 10 % of the counts, but 20 % for bytes held, where small tensors count.
 
     python tests/benchmarks/scale.py [--write FILE]
 """
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from write_up import heading, parser, table, write
 
-sys.path.append(str(Path(__file__).parents[1]))  # where processes are made
+sys.path.append(str(Path(__file__).parents[1]))  # location of the helpers for several ranks
 
 from processes import FoundBy, meet
 
@@ -45,19 +45,19 @@ from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.soundness import check
 
 _aten = torch.ops.aten
-_ROW_VECTORS = 6  # G, e, z, what others add to a row, d, the bias's part of d
+_ROW_VECTORS = 6  # G, e, z, other rows' contributions, d, the bias's part of d
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training of linear layers, as one process sees it.
+    """A training of linear layers, as seen by one rank.
 
     Attributes:
-        layers: (inputs, outputs, how many of them).
-        tokens: rows of a layer in a step of this process.
+        layers: (inputs, outputs, number of these layers).
+        tokens: rows of a layer in a step of this rank.
         rows: `max_rows`.
-        processes: that train together.
-        shards: processes over which parameters are spread (`fully_shard`); 1: each has all.
+        processes: number of ranks.
+        shards: number of ranks that parameters are sharded over (`fully_shard`); 1: no sharding.
         element: bytes of a parameter.
         due: share of the layers that are measured in one step (`layers_per_step`), as the mean over
             a round.
@@ -75,20 +75,20 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """Elements of what is multiplied."""
+        """Return the number of elements in matrix products."""
         return sum(n_layers * (n + 1) * m for n, m, n_layers in self.layers)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one measured step, in one process, beyond the plain step.
+    """The cost of one measured step on one rank, beyond the plain step.
 
     Attributes:
         flops: of matrix products.
         moved: bytes that operations read and write.
         held: bytes beside the training's own while the optimizer steps.
-        gathered: bytes of whole parameters that come from other processes.
-        sent: bytes of the part of the report that goes to the first process.
+        gathered: bytes of all-gathered parameters received from other ranks.
+        sent: bytes of the contribution to the report, sent to rank 0.
     """
 
     flops: float
@@ -99,12 +99,12 @@ class Cost:
 
 
 def cost(job: Job) -> Cost:
-    """The model. R rows are looked at, T tokens passed over, P = nm + m parameters copied."""
+    """Model the cost with R sampled rows, T tokens passed over, P = nm + m parameters copied."""
     flops = moved = held = gathered = sent = largest = 0.0
     T, N, S, b = job.tokens, job.processes, job.shards, job.element
     R = min(job.rows, T)
     share = job.rows / N
-    # Of its rows a process sends those that may be in the sample of all.
+    # A rank sends those of its rows that may be in the sample of all.
     kept = R if N == 1 else min(R, share + 4 * share**0.5)
     for n, m, n_layers in job.layers:
         P, k = (n + 1) * m, n_layers * job.due
@@ -115,9 +115,9 @@ def cost(job: Job) -> Cost:
         # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
         per_row = (4 * n + 41 * m) * R
         moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
-        # A copy of θ; features, G, e, z and what others add to a row, from the forward pass on; and
-        # of the layer that is looked at, d, its parts and all vectors side by side; of a sharded
-        # one the whole in float32, twice while it is put together.
+        # A copy of θ; features, G, e, z and other rows' contributions, from the forward pass on;
+        # and for the layer being read, d, its parts and all vectors side by side; for a sharded
+        # layer the unsharded parameter in float32, twice while it is gathered.
         held += k * (b * P / S + 4 * R * (n + 4 * m))
         largest = max(largest, 4 * R * 9 * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
@@ -131,9 +131,9 @@ def cost(job: Job) -> Cost:
 
 
 def put_together(n: int, m: int, rows: int, tokens: int, parts: int) -> float:
-    """Bytes of rows that a process receives of two layers n → m → n which `parts` compute together.
+    """Return the bytes of rows that a rank receives for two layers n → m → n of tensor parallelism.
 
-    Of the first each has some of the m outputs, of the second as many inputs.
+    Each of `parts` ranks has some of the first layer's m outputs, and as many inputs of the second.
     """
     others = (parts - 1) / parts
     outputs = 2 * 4 * rows * m * others  # z and G
@@ -146,7 +146,7 @@ def put_together(n: int, m: int, rows: int, tokens: int, parts: int) -> float:
 
 
 class Work(TorchDispatchMode):
-    """Counts floating-point operations, bytes moved and bytes held inside its block."""
+    """A mode that counts floating-point operations, bytes moved and bytes held."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Work(TorchDispatchMode):
                 self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
             elif packet is _aten.mv:
                 self.flops += 2 * args[0].numel()
-            if packet is _aten.index_select:  # reads no more than it takes
+            if packet is _aten.index_select:  # reads no more than its result
                 taken = made
             self.moved += sum(t.numel() * t.element_size() for t in (*taken, *made))
         return result
@@ -189,7 +189,7 @@ class Work(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted of one step; `held`: the peak while the optimizer steps."""
+    """Counts of one step; `held` is the peak while the optimizer steps."""
 
     flops: int
     moved: int
@@ -198,7 +198,7 @@ class Counted:
 
 
 def counted(job: Job, *, monitored: bool) -> Counted:
-    """One step in the middle of a run, of this job on one process."""
+    """Count one step in the middle of a run of this job in one process."""
     torch.manual_seed(0)
     linear = [nn.Linear(n, m) for n, m, n_layers in job.layers for _ in range(n_layers)]
     model, x = nn.Sequential(*linear), torch.randn(job.tokens, job.layers[0][0])
@@ -243,7 +243,7 @@ def _named(job: Job) -> tuple[object, ...]:
 
 
 def compared(jobs: Sequence[Job]) -> list[list[object]]:
-    """For each job: the model, the count and their ratio, of each thing."""
+    """Return for each job the model, the count and their ratio, of each quantity."""
     rows: list[list[object]] = []
     for job in jobs:
         plain, measured = (counted(job, monitored=on) for on in (False, True))
@@ -258,7 +258,7 @@ def compared(jobs: Sequence[Job]) -> list[list[object]]:
     return rows
 
 
-# --- several processes ---------------------------------------------------------------------------
+# --- several ranks -------------------------------------------------------------------------------
 
 WIDTHS, DEPTH, TOKENS = (64, 256, 1024), 2, 512
 WORLDS = (2, 8, 64, 1024, 16_384)
@@ -266,7 +266,7 @@ WORLDS = (2, 8, 64, 1024, 16_384)
 
 @contextmanager
 def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
-    """Parts before they are thinned out, and bytes of what was made whole."""
+    """Record contributions before they are thinned out, and bytes of all-gathered tensors."""
     parts: list[RankContribution] = []
     sizes: list[int] = []
 
@@ -334,7 +334,7 @@ def _in_parts(model: nn.Module) -> nn.Module:
 
 
 def several() -> tuple[list[list[object]], list[list[object]]]:
-    """Bytes that travel, modelled and counted; and how long the first process takes over them."""
+    """Return the modelled and counted bytes sent, and rank 0's time to process them."""
     with tempfile.TemporaryDirectory() as folder:
         here = FoundBy(_work, Path(folder))
         found = {world: here[world] for world in (2, 4)}
@@ -369,7 +369,7 @@ def _ratio(expected: float, found: float) -> tuple[str, str, str]:
 
 
 def _seconds(data: bytes, world: int) -> float:
-    """To read the parts of all and make one of them."""
+    """Return the seconds to read all contributions and merge them."""
     times = []
     for _ in range(5):
         began = time.perf_counter()
@@ -385,12 +385,12 @@ def _seconds(data: bytes, world: int) -> float:
 
 
 def transformer(blocks: int, width: int, inner: int, keys: int, words: int) -> Any:
-    """The linear layers of a Llama-like model: blocks of attention and gated MLP, and the readout.
+    """Return the linear layers of a Llama-like model: attention, gated MLPs, and the readout.
 
-    Without gains of norms. Of the embedding see `Job.looked_up`.
+    Gains of norms are excluded. For the embedding see `Job.looked_up`.
     """
     return (
-        (width, width, 2 * blocks),  # queries and what comes out
+        (width, width, 2 * blocks),  # queries and output
         (width, keys, 2 * blocks),  # keys and values
         (width, inner, 2 * blocks),
         (inner, width, blocks),
@@ -402,7 +402,7 @@ _7B = transformer(32, 4096, 11_008, 4096, 32_000)
 _405B = transformer(126, 16_384, 53_248, 1024, 128_256)
 _SMALLER = Job(_7B, 8_192, processes=8, shards=8, looked_up=32_000 * 4096)
 _LARGER = Job(_405B, 1_024, processes=16_384, shards=512, looked_up=128_256 * 16_384)
-# A block has nine modules with parameters, norms among them; besides: embedding, norm and readout.
+# A block has nine modules with parameters, including norms; then embedding, norm and readout.
 LARGE = {
     "7B, 8 processes, `fully_shard` over 8": _SMALLER,
     "the same, `layers_per_step=16`": replace(_SMALLER, due=16 / (32 * 9 + 3)),
@@ -416,10 +416,10 @@ LARGE_COLUMNS = (
 
 
 def at_scale() -> list[list[object]]:
-    """The model's answers for trainings of a size that nobody measured here."""
+    """Return the model's predictions for trainings larger than any measured here."""
     rows: list[list[object]] = []
     for name, job in LARGE.items():
-        job = replace(job, element=4)  # float32 as `fully_shard` keeps what the optimizer steps
+        job = replace(job, element=4)  # as `fully_shard` stores it
         plain, found = 6.0 * job.tokens * job.parameters, cost(job)
         received = found.sent * (job.processes - 1)
         rows.append(

@@ -1,13 +1,13 @@
-"""Which measures tell faulty runs from healthy ones: what a dashboard should have in front.
+"""The measures that separate faulty runs from healthy ones: candidates for a dashboard's front.
 
     python tests/benchmarks/separation.py [--seeds 1] [--write FILE]
 
 Every run of the audit's fault benchmark, healthy or with a planted fault, is watched for as many
-steps as an audit takes. Of each measure, the layers' typical values (medians over the measured
-steps; maps only) come to their smallest, median and largest. A fault shows in such an end where it
-lies outside all that healthy runs read. Faults that no measure of a step could show (parameters
-that the optimizer does not hold, labels that belong to other inputs) are in there, too. And what a
-dashboard says of each run, from its reports alone.
+steps as an audit takes. For each measure, the layers' typical values (medians over the measured
+steps; maps only) are reduced to their smallest, median and largest. A fault shows in such an end if
+that lies outside all healthy runs' values. Faults that no measure of a step could show (parameters
+that the optimizer does not hold, labels that belong to other inputs) are included. The second table
+shows a dashboard's findings for each run, from its reports alone.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the package of the fault benchmark is
+sys.path.append(str(Path(__file__).parents[1]))  # location of the fault benchmark's package
 
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.run import STEPS
@@ -42,8 +42,8 @@ class Watched(NamedTuple):
 
     Attributes:
         ends: (measure, end) → value over its layers.
-        names: what is found in the reports alone, to act on or to watch.
-        audits: what the audit's rules find that see the rest of the run, too; nothing was tried.
+        names: findings from the reports alone, to act on or to watch.
+        audits: findings of the audit's rules, which also see the rest of the run, without trials.
     """
 
     ends: Ends
@@ -72,7 +72,7 @@ def typical_ends(record: Record) -> Ends:
 
 
 def findings(runs: dict[str, list[Watched]]) -> list[str]:
-    """How often reports alone say what is faulty, and how often they say so of what is not."""
+    """Return how often reports alone find the faults, and how often they find others."""
     healthy = [run for name in HEALTHY for run in runs.get(name, [])]
     faulty = [(run, CASES[name].expected) for name in CASES for run in runs.get(name, [])]
 
@@ -92,7 +92,7 @@ def findings(runs: dict[str, list[Watched]]) -> list[str]:
 
 
 def table(runs: dict[str, list[Watched]]) -> list[str]:
-    """A row per measure and end, those that tell most faults first."""
+    """Return a row per measure and end, sorted by the number of faults that show."""
     healthy = [run.ends for name in HEALTHY for run in runs.get(name, [])]
     faulty = [run.ends for name in CASES for run in runs.get(name, [])]
     rows = []

@@ -1,13 +1,13 @@
-"""What sets the thresholds of the audit's rules: healthy runs' readings, and what faults cost.
+"""Data behind the thresholds of the audit's rules: healthy runs' readings, and faults' costs.
 
 Small nets of four kinds (MLPs with ReLU and tanh, a CNN, a transformer) learn scikit-learn's digits
 for 60 steps of 64, under SGD with momentum and AdamW. The learning rate of each is the best of a
 grid on healthy inputs (one constant mean and standard deviation taken out).
 
-First table: what healthy runs read, over all of them. A limit beyond their 99 % alarms nobody who
-is well. Other tables: a dose of a fault, and the mean loss of the last 15 steps over that of
-the healthy twin, at the twin's rate and at the best of all rates: what no rate fixes is the
-fault's own. Median over nets (range).
+First table: the readings of all healthy runs. A limit beyond their 99 % raises no false alarm.
+Other tables: a dose of a fault, and the mean loss of the last 15 steps over that of the healthy
+twin, at the twin's learning rate and at the best of all learning rates: the loss that no learning
+rate recovers is due to the fault. Median over nets (range).
 
     python tests/benchmarks/thresholds.py [--seeds 2] [--only healthy "input std"] [--threads 1]
         [--write FILE]
@@ -39,7 +39,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Transformer(nn.Module):
-    """Two blocks over the eight rows of the image, normalised before each."""
+    """Two pre-norm blocks over the eight rows of the image."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ RATES = {
     "AdamW": [10 ** (e / 2) for e in range(-7, -1)],
 }
 
-TRIED = (0.001, 0.01, 0.1, 0.3, 3, 10)  # times the twin's rate
+TRIED = (0.001, 0.01, 0.1, 0.3, 3, 10)  # times the twin's learning rate
 
 
 @dataclass(frozen=True)
 class Case:
-    """A net in training: all that a fault can change."""
+    """A net in training, with everything that a fault can change."""
 
     net: str
     optimizer: str
@@ -147,7 +147,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def ends_at(case: Case) -> float:
-    """The mean loss of the last quarter."""
+    """Return the mean loss of the last quarter."""
     fork: Fork = case.setup().fork()
     losses = train(fork).losses
     if len(losses) < STEPS or not math.isfinite(losses[-1]):
@@ -156,7 +156,7 @@ def ends_at(case: Case) -> float:
 
 
 def at_best_rate(case: Case, rates: Iterable[float]) -> tuple[float, float]:
-    """(loss, rate) at the best of these rates."""
+    """Return (loss, learning rate) at the best of these learning rates."""
     return min((ends_at(replace(case, rate=rate)), rate) for rate in rates)
 
 
@@ -167,7 +167,7 @@ def healthy(seeds: int) -> list[Case]:
 
 
 def read(record: Record) -> Iterator[tuple[str, float]]:
-    """What rules look at."""
+    """Yield the readings that the rules use."""
     at_first = {p: t.value for p, t in readings.at_first(record, "update_ratio")[0].items()}
     middle = median(at_first.values())
     yield "uneven-rates: largest update_ratio over the median's", max(at_first.values()) / middle
@@ -220,28 +220,28 @@ def offset(x: Tensor, by: float) -> Tensor:
 
 
 def unequal(x: Tensor, sigma: float) -> Tensor:
-    """Samples of log-normally spread lengths, the mean square as it was."""
+    """Scale the samples by log-normal factors, keeping the mean square."""
     generator = torch.Generator().manual_seed(0)
     lengths = (sigma * torch.randn(len(x), 1, generator=generator)).exp()
     return x * lengths / lengths.square().mean().sqrt()
 
 
 def one_large(x: Tensor, by: float) -> Tensor:
-    """One feature of random entries, many times as long as the others."""
+    """Make one feature random, with `by` times the usual standard deviation."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(len(x), generator=generator)
     return torch.cat([(by * noise)[:, None], x[:, 1:]], dim=1)
 
 
 def gained(model: nn.Module, by: float) -> None:
-    """All weights of linear and convolutional layers times a factor."""
+    """Multiply all weights of linear and convolutional layers by a factor."""
     with torch.no_grad():
         for module in _maps(model):
             module.weight.mul_(by)
 
 
 def killed(model: nn.Module, share: float) -> None:
-    """A share of the first layer's units never wakes."""
+    """Deactivate a share of the first layer's units permanently."""
     first = _maps(model)[0]
     with torch.no_grad():
         first.bias[: round(share * len(first.bias))] = -100.0
@@ -326,7 +326,7 @@ def dose_table(cases: list[Case], doses: list[Dose]) -> list[tuple[str, ...]]:
 
 
 def rate_table(cases: list[Case]) -> list[tuple[str, ...]]:
-    """Shares of the fall, as the rules about rates read them, at multiples of the best rate."""
+    """Return shares of the fall, as the rules use them, at multiples of the best learning rate."""
     rows = []
     for by in (0.001, 0.01, 0.1, 0.3, 1, 3, 10, 30, 100):
         shares = [shares_of_fall(replace(case, rate=by * case.rate)) for case in cases]
@@ -336,7 +336,7 @@ def rate_table(cases: list[Case]) -> list[tuple[str, ...]]:
 
 
 def shares_of_fall(case: Case) -> tuple[float, float]:
-    """How far the loss falls over how far it falls at the better of × 0.1, 0.3; and of × 3, 10."""
+    """Return the loss's fall over the best fall at × 0.1 and 0.3, and over that at × 3 and 10."""
     losses = {by: ends_at(replace(case, rate=by * case.rate)) for by in (0.1, 0.3, 1, 3, 10)}
     falls = {by: math.log(10) - loss for by, loss in losses.items()}
     lower, higher = max(falls[0.1], falls[0.3]), max(falls[3], falls[10])
@@ -348,7 +348,7 @@ def summary(ratios: list[float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what was asked for, and print or write it."""
+    """Run the requested tables, and print or write them."""
     options = parser(__doc__ or "")
     options.add_argument("--seeds", type=int, default=3, help="of the healthy runs")
     options.add_argument("--only", nargs="*", default=["healthy", "rate", *FAULTS])

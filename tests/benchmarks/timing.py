@@ -13,12 +13,12 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def here() -> str:
-    """The device of a benchmark that needs a GPU, and is tried without one."""
+    """Return the device of a benchmark that needs a GPU, but can be tried without one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def seconds(step: Step, device: str, calls: int = 20) -> float:
-    """Time of one call; on CUDA of so many, between two events."""
+    """Return the seconds of one call; on CUDA the mean of several, between two events."""
     if device == "cpu":
         start = time.perf_counter()
         step()
@@ -35,7 +35,7 @@ def seconds(step: Step, device: str, calls: int = 20) -> float:
 def take_turns(
     steps: dict[Name, Step], rounds: int, device: str, calls: int = 20
 ) -> dict[Name, list[float]]:
-    """Times of every step, one per round; the order rotates."""
+    """Return the times of every step, one per round; the order rotates."""
     names = list(steps)
     times: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
@@ -46,14 +46,14 @@ def take_turns(
 
 
 def copies(size: int) -> int:
-    """So many sets of data of this size that a pass over all of them finds none in the L2 cache."""
+    """Return the number of data sets of this size that exceeds the L2 cache in one pass."""
     if not torch.cuda.is_available():
         return 2
     return max(1, math.ceil(4 * torch.cuda.get_device_properties(0).L2_cache_size / size))
 
 
 def in_a_graph(steps: Sequence[Step]) -> Step:
-    """All steps, one after the other, as one CUDA graph, warmed up; without a GPU as they are."""
+    """Capture all steps in one CUDA graph, after a warm-up; without a GPU just chain them."""
 
     def one_after_the_other() -> None:
         for step in steps:
@@ -64,7 +64,7 @@ def in_a_graph(steps: Sequence[Step]) -> Step:
         return one_after_the_other
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles and allocates what a capture must not
+    with torch.cuda.stream(side):  # compiles and allocates, which a capture cannot
         for _ in range(3):
             one_after_the_other()
     torch.cuda.synchronize()
@@ -75,5 +75,5 @@ def in_a_graph(steps: Sequence[Step]) -> Step:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _kept: Sequence[Step]) -> None:
-    """Do what was captured, with the data of these steps, which must not be freed meanwhile."""
+    """Replay the graph; the argument keeps the steps' data alive."""
     graph.replay()

@@ -1,4 +1,4 @@
-"""Which functions take a model's parameters: by watching the calls, without the monitor."""
+"""The functions that take a model's parameters, found by watching calls without the monitor."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Uses(TorchFunctionMode):
-    """While it is on, notes each function that makes something new of a parameter or its view.
+    """A mode that records each function that computes a new tensor from a parameter or its view.
 
-    What is then made of that (of a normed weight, of a product with a gain) is not followed.
+    Tensors computed from these results (a normed weight, a product with a gain) are not followed.
 
     Attributes:
         functions: id of a parameter → the names of these functions.
@@ -29,12 +29,12 @@ class Uses(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if torch.is_grad_enabled():  # nothing is trained through anything else
+        if torch.is_grad_enabled():  # without gradients nothing is trained
             written = args[0] if func is Tensor.__setitem__ else result
             made = {_source(t) for t in _tensors(written) if t.requires_grad}
             taken = {_source(t) for t in _tensors((args, kwargs))}
             for source in taken & self._parameters if made else ():
-                if source not in made:  # a view
+                if source not in made:  # otherwise a view
                     self.functions[source].add(func.__name__)
         return result
 
@@ -44,6 +44,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _source(tensor: Tensor) -> int:
-    """Id of the tensor whose view this is."""
+    """Return the id of the tensor's base, or its own id."""
     with torch._C.DisableTorchFunction():
         return id(tensor if tensor._base is None else tensor._base)

@@ -1,4 +1,4 @@
-"""How a benchmark says what it found: command, versions, hardware, tables; as Markdown."""
+"""The form of a benchmark's results: command, versions, hardware, tables; as Markdown."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ import adiv_monitor
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """With what every benchmark understands."""
+    """Return a parser with the options of every benchmark."""
     made = argparse.ArgumentParser(description=description.partition("\n")[0])
     made.add_argument("--threads", type=int, default=torch.get_num_threads())
     made.add_argument("--quick", action="store_true", help="as small as can be: does it still run?")
@@ -22,7 +22,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def heading(title: str, script: str, arguments: argparse.Namespace) -> list[str]:
-    """What was run, on what."""
+    """Return the heading: command, versions and hardware."""
     given = [
         part
         for name, value in vars(arguments).items()
@@ -61,7 +61,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def write(lines: Sequence[str], to: Path | None) -> str:
-    """The text; also into a file, if there is one: after every model, so that a cut run counts."""
+    """Return the text, and write it to the file, if there is one; called after every model."""
     text = "\n".join(lines).rstrip() + "\n"
     if to is not None:
         to.write_text(text)

@@ -154,7 +154,7 @@ KERNELS = [
 def test_whatever_kernel_is_broken_the_results_are_the_plain_ones(
     module, kernel, monkeypatch, forgetful
 ):
-    """Every map runs with a kernel that fails in the forward or only in the backward pass."""
+    """Every map is right with a kernel that fails in the forward or only in the backward pass."""
     monkeypatch.setattr(small_linear, "_NUMBERS", 300)  # so that larger inputs take the other ways
     shapes = {"tiny": (2, 100), "wide": (33, 100), "narrow": (7, 100), "tall": (30, 20)}
     weights = {k: torch.randn(s, requires_grad=True) for k, s in shapes.items()}

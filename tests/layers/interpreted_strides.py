@@ -45,7 +45,7 @@ def test_channels(layout, far):
 
 @pytest.mark.parametrize("stride", [2**26 + 8, 2**27])
 def test_few_rows_by_a_small_weight(stride):
-    """Few rows from a slice, such as the last token of every text, and a sliced weight."""
+    """Rows from a slice, as the last tokens of texts, and a sliced weight are supported."""
     count, n_in, n_out = 40, 24, 33
     form = affine_like(1.0, 1.0)
     x, weight, g = torch.randn(count, n_in), torch.randn(n_out, n_in), torch.randn(count, n_out)

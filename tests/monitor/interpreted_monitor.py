@@ -88,7 +88,7 @@ def test_look(case: str, dtype: torch.dtype) -> None:
 
 
 def test_rows_of_another_tensor_are_not_read() -> None:
-    """Row indices beyond the tensor read nothing, where plain PyTorch raises."""
+    """Row indices beyond the tensor raise as in plain PyTorch; a kernel would read other memory."""
     for chosen in (None, np.array([0, 30])):
         with pytest.raises((RuntimeError, IndexError)):
             Rows((6, 7), chosen).take(torch.randn(1, 7, 5))
@@ -186,7 +186,7 @@ def test_moments_of_many_parts(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("strides", [(2**31, 4, 1), (2**32, 1, 3), (0, 2**31, 1), (0, 1, 2**30)])
 def test_what_lies_far_apart(strides: tuple[int, ...]) -> None:
-    """Images, positions and channels may lie beyond 32-bit offsets."""
+    """Images, positions and channels beyond 32-bit offsets are read correctly."""
     near = torch.randn(1 if strides[0] == 0 else 2, 3, 4).to(BFLOAT16)
     x, rows = far_apart(near, strides), near.double().reshape(-1, 4)
     squares, sums, taken = attempt("look", x, rows=len(rows), squares=True, sums=True)
@@ -290,7 +290,7 @@ def test_totals(count: int, bias: float | str) -> None:
 
 
 def test_totals_of_very_many_rows_are_plain() -> None:
-    """One program, on one multiprocessor, would read all rows of a layer."""
+    """Plain PyTorch sums very many rows: a kernel would read them all with one program."""
     for rows, fused in ((2**15, True), (2**15 + 1, False)):
         square = torch.rand(2, rows)
         assert (attempt("totals", square, square, None, bias=1.0) is not None) is fused

@@ -78,7 +78,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
 
 
 def test_of_very_many_scales_some_are_told() -> None:
-    """From very many scales, different ones are kept at every step, and none of them twice."""
+    """Of very many scales a random sample is kept, another at every step, without repetitions."""
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
     first, second = (
@@ -185,7 +185,7 @@ def test_all_rows_are_the_same_in_parts_and_at_once(
 
 
 def test_products_of_small_pieces_are_summed_each_by_itself() -> None:
-    """Side by side, on two devices, some pieces empty; and large pieces, which stay alone."""
+    """Concatenated pieces, on two devices, some empty, and large pieces have their own sums."""
     first, second = np.arange(6.0), np.array([7.0, 8.0])
     places = {
         10: (-1, slice(0, 0)),

@@ -627,7 +627,7 @@ class Reduced(nn.Module):
 
 
 def test_nothing_waits_for_other_processes() -> None:
-    """Other ranks may not measure this step; readings that need none of them are made."""
+    """Readings that need no other rank are made: the others may not measure this step."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -776,7 +776,7 @@ ATTENDING = ("gpt2", "llama", "bert", "t5", "whisper", "wav2vec2", "hf_vit", "tr
 
 @pytest.mark.parametrize("name", ATTENDING)
 def test_the_run_is_the_unmonitored_one(name: str) -> None:
-    """Losses, weights, buffers and random streams of models with attention are bitwise equal."""
+    """Losses, weights, buffers and random streams equal those of the unmonitored run bitwise."""
     runs = [zoo_run(name, watched=watched) for watched in (True, False)]
     (losses, state, drawn, reports), (expected, plain, plainly_drawn, _) = runs
     assert losses == expected

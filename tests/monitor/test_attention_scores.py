@@ -264,7 +264,7 @@ def test_score_gradients_of_models(observed: Observed) -> None:
 
 
 def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed) -> None:
-    """⟨e, G⟩ = ‖γ‖², and ⟨γ, u⟩ for any other direction, with the part of γ from the scores."""
+    """⟨e, G⟩ = ‖γ‖², and ⟨γ, u⟩ along any u, where γ is the gradient through the scores."""
     call, leaves = scores_with_graph(observed.attends())
     Y = call[0].query @ call[0].key.mT
     parts = torch.autograd.grad(Y, list(leaves.values()), observed.G, allow_unused=True)

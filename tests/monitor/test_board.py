@@ -134,7 +134,7 @@ def inputs_times(factor: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_inputs_of_an_unsuitable_scale_show_in_what_enters(
     factor: float, strength: str | None, bias: bool
 ) -> None:
-    """Without the inputs, which the audit sees, the first layer's row scale and fan-in show it."""
+    """The first layer's row scale and fan-in show the inputs' scale, which only the audit sees."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12, bias=bias), nn.ReLU(), nn.Linear(12, 3))
     record = seen(model, inputs_times(factor), optimizer=sgd(0.001), loss=cross_entropy)

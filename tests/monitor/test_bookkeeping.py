@@ -48,7 +48,7 @@ def test_tokens_that_are_changed_after_the_look_up() -> None:
 
 
 def test_the_same_rows_are_drawn_after_a_resume() -> None:
-    """`state_dict` contains the state of the row sampler."""
+    """`state_dict` contains the state of the row sampler, so that the same rows are drawn."""
     model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=40)[0]
 
     def run(monitor: Monitor, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +95,7 @@ def test_the_ceiling_knows_features_that_depend_on_each_other() -> None:
 @pytest.mark.parametrize("shortest", [1.0, 1e-3, 1e-6, 1e-7, 0.0])
 @pytest.mark.parametrize("rows", [5, 40])
 def test_the_ceiling_is_the_same_whichever_way_it_is_found(rows: int, shortest: float) -> None:
-    """In two groups, one feature, or one row, becomes ever shorter relative to the others."""
+    """Both ways to the ceiling agree when a group has an ever shorter feature or row."""
     torch.manual_seed(0)
     phi = torch.randn(rows, 2, 8, dtype=torch.float64)
     G = torch.randn(rows, 2, 3, dtype=torch.float64)
@@ -205,7 +205,7 @@ def test_quantiles_of_a_reading_are_those_of_its_measures(name: str) -> None:
 
 
 def test_idle_rows_that_come_late_are_told() -> None:
-    """Their mean feature is missing from this report, as its note says; the next report has it."""
+    """The note says that late rows' mean feature is missing from this report; the next has it."""
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Autograd tells whether a gradient is that of the rows, however few rows are sampled.
+"""Autograd shows whether a gradient is that of the rows, however few rows are sampled.
 
 The contributions of calls to their parameters' gradients are compared with the optimizer's
 gradients. No sample could show these differences: each is smaller than the sampling error of 16 out
@@ -344,7 +344,7 @@ def test_what_backward_passes_do_is_followed(passes: str) -> None:
 
 
 def test_several_gradients_summed_by_hand_are_not_the_last_one() -> None:
-    """In gradients summed by hand, as in multi-task methods, all but the last pass have no rows."""
+    """Gradients summed by hand, as in multi-task methods, have rows only of the last pass."""
     model, x, y = small()
 
     def backward(model: nn.Module) -> None:
@@ -434,7 +434,7 @@ class Passes:
 
 
 def test_contributions_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is rescaled here; a gradient that is not accumulated into `.grad` does not count."""
+    """Contributions are not rescaled, and a gradient not accumulated into `.grad` is excluded."""
     passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     found = GradientShare(parameter)

@@ -236,7 +236,7 @@ def colours(classes: int, per_class: int, side: int) -> tuple[np.ndarray, np.nda
 
 @pytest.mark.slow
 def test_cifar10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CIFAR-10's own file format, two images per class, with torchvision's usual md5 checks."""
+    """The demo reads CIFAR-10's files, two images per class; torchvision checks their md5 sums."""
     folder = tmp_path / "data" / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     images, labels = colours(10, per_class=2, side=32)

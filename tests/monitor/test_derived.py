@@ -582,7 +582,7 @@ def truth(case: Case, taken: Step) -> LayerTruth:
     values = tuple(taken.before.values())
 
     def moves(direction: Named, *, weight: bool = True, bias: bool = True) -> Tensor:
-        """Return all calls' rows as functions of the parameters, through weight, bias or both."""
+        """Return the rows' change along a direction of parameters, via weight, bias or both."""
         parts = []
         for call in taken.seen:
 
@@ -686,7 +686,7 @@ REPEATING = [name for name, case in CASES.items() if case.repeats]
 
 @pytest.mark.parametrize("name", REPEATING)
 def test_recipes_move_as_their_modules_do(name: str) -> None:
-    """Checked by finite differences of the module itself, with power iterations stopped."""
+    """The recipes agree with finite differences of the modules, with power iterations stopped."""
     case = CASES[name]
     taken = step(case, "adamw", calls=1)
     module = built(case).eval()
@@ -800,7 +800,7 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
 
 
 def test_two_uses_of_one_weight_are_two_readings() -> None:
-    """Each reading has its own rows, and both have the gradient of both uses."""
+    """Each use has a reading with its own rows, and both have the gradient of both uses."""
     module = Functional(
         lambda m, x: functional.linear(functional.linear(x, m.weight.exp()), m.weight.exp().t()),
         weight=real(3, 4),
@@ -819,7 +819,7 @@ def test_two_uses_of_one_weight_are_two_readings() -> None:
 
 @pytest.mark.parametrize("name", ["spectral norm", "old spectral norm", "dropped", "standardised"])
 def test_the_run_is_the_unmonitored_one(name: str) -> None:
-    """Weights, buffers, losses and random numbers are bitwise equal."""
+    """Weights, buffers, losses and random numbers equal the unmonitored run's bitwise."""
 
     def run(*, monitored: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:
         module = built(CASES[name])
@@ -846,7 +846,7 @@ def test_the_run_is_the_unmonitored_one(name: str) -> None:
 
 
 def test_no_weight_and_no_graph_is_held() -> None:
-    """Both are freed with the output, without a garbage collection."""
+    """Weights and graphs are freed with the output, without a garbage collection."""
     made: list[weakref.ref[Tensor]] = []
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -923,7 +923,7 @@ def test_a_constant_that_changes_after_its_use_is_refused() -> None:
 
 
 def test_what_never_reaches_a_use_is_named_with_the_function_it_ended_in() -> None:
-    """A weight is stored, and used outside the forward."""
+    """A weight that is stored and used outside the forward is reported with its last function."""
 
     def kept(m: nn.Module, x: Tensor) -> Tensor:
         m.kept = m.weight.clone().sigmoid()
@@ -955,7 +955,7 @@ def test_what_is_written_after_a_reading_is_no_part_of_it() -> None:
 
 
 def test_data_that_is_written_into_a_constant_is_data() -> None:
-    """A buffer is created empty, and filled with the input."""
+    """A buffer that is created empty and filled with the input counts as data."""
 
     def padded(m: nn.Module, x: Tensor) -> Tensor:
         held = torch.zeros(5, 6, dtype=x.dtype)
@@ -972,7 +972,7 @@ def test_data_that_is_written_into_a_constant_is_data() -> None:
 
 
 def test_data_that_is_written_beside_a_parameter_leaves_it_measured() -> None:
-    """A class token is written into a tensor of zeros, for one sample."""
+    """A class token that is written into a tensor of zeros, for one sample, is measured."""
 
     def joined(m: nn.Module, x: Tensor) -> Tensor:
         held = torch.zeros(4, 3, dtype=x.dtype)
@@ -1028,7 +1028,7 @@ def test_a_bias_table_that_is_made_is_an_offset_of_all_scores() -> None:
 
 
 def test_shifted_window_attention_is_all_seen() -> None:
-    """In torchvision's version 2, the keys' bias is zeroed in a clone, and the table computed."""
+    """torchvision's version 2, which zeroes the keys' bias in a clone, is measured completely."""
     swin = pytest.importorskip("torchvision.models.swin_transformer")
     block = swin.SwinTransformerBlockV2(8, 2, [4, 4], [0, 0]).double()
     for parameter in block.parameters():
@@ -1055,7 +1055,7 @@ class Exponential(nn.Module):
 
 
 def test_sampled_rows_say_what_their_own_scales_cost() -> None:
-    """With the exact ‖G‖², sampled sums must be scaled to it, or rows of G would be missing."""
+    """Sampled sums are scaled to the exact ‖G‖²; otherwise rows of G would be missing."""
     torch.manual_seed(3)
     model = nn.Sequential(Exponential(), nn.Tanh(), nn.Linear(16, 4).double())
     x = torch.rand(1024, 16, dtype=torch.float64) * (0.3 + torch.rand(1024, 1).double())
@@ -1078,7 +1078,10 @@ def test_sampled_rows_say_what_their_own_scales_cost() -> None:
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_mixing_is_seen_whatever_the_precision_of_gradients(precision: torch.dtype) -> None:
-    """Each of 512 entries has a 512th of the others; positive rows are cancelled entirely."""
+    """Mixing is detected, though each of 512 entries has only a 512th of the others.
+
+    Yet positive rows are cancelled entirely.
+    """
     torch.manual_seed(5)
     model = Functional(
         lambda m, x: functional.linear(x, m.weight - m.weight.mean(1, keepdim=True)),

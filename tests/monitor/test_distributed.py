@@ -761,7 +761,7 @@ def test_what_is_no_message_is_as_if_the_process_had_not_come(
 def test_who_is_interrupted_while_waiting_for_the_others_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the last rank would agree and wait for ever in a collective."""
+    """An interrupted rank declines; otherwise the last one would wait for ever in a collective."""
 
     def interrupt(exchange: object) -> list[int]:
         raise KeyboardInterrupt

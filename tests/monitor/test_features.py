@@ -91,7 +91,7 @@ def test_output_is_linear_in_the_parameters_with_these_features(name: str) -> No
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
-    """Scales of all rows and the norm of their sum, where a rule computes them in one pass."""
+    """Scales of all rows, and the norm of their sum, agree where one pass computes them."""
     build, shape = LAYERS[name]
     module = build().double()
     for x in in_layouts(torch.randn(shape, dtype=torch.float64)):
@@ -108,7 +108,7 @@ def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
 @pytest.mark.parametrize("padding", ["same", 3])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_patches_of_a_module_that_pads_by_itself(dims: int, padding: str | int, mode: str) -> None:
-    """The patches of corrected convolutions, which pad internally, are of the padded input."""
+    """The patches of corrected convolutions, which pad internally, come from the padded input."""
     build, shape = LAYERS[f"conv{dims}d-{padding}-{mode}"]
     module = build().double()
     assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.bias is not None

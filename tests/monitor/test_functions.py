@@ -106,7 +106,7 @@ def truth_of(
 @pytest.mark.parametrize(("optimizer", "ignored"), [("sgd", 0), ("adamw", 0), ("adamw", 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
-    """The loss may ignore a part of the result: zero-gradient rows are part of no measure."""
+    """Measures agree also if the loss ignores a part: zero-gradient rows do not count."""
     report, truths = measured(CASES[name], optimizer, None, ignored)
     assert report.coverage == 1.0
     assert not report.unsupported
@@ -196,7 +196,7 @@ def test_rows_move_with_the_parameters_by_these_features(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_OVERWRITING)
 def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
-    """Scales of all rows and the norm of their sum, where a rule computes them in one pass."""
+    """Scales of all rows, and the norm of their sum, agree where one pass computes them."""
     case = CASES[name]
     model = case.model()
     old = {name: p.detach() for name, p in model._parameters.items()}
@@ -335,7 +335,7 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("function", [torch._grouped_mm, functional.grouped_mm])
 def test_grouped_products_of_torch_itself(function: Callable[..., Tensor]) -> None:
-    """torch's `grouped_mm` in bfloat16; rows behind the last expert's are undefined."""
+    """torch's `grouped_mm` is measured in bfloat16; rows behind the last expert's are undefined."""
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
 
     def grouped(p: Any, x: Tensor) -> Tensor:

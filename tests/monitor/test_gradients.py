@@ -56,7 +56,7 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
 
 
 def test_a_fused_step_unscales_large_gradients_too() -> None:
-    """In every step, although `.grad` holds other values afterwards."""
+    """Readings are unscaled in every step, although `.grad` then holds other values."""
     torch.manual_seed(0)
     model, x = nn.Linear(100, 100).double(), torch.randn(30, 100, dtype=torch.float64)
     twin = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def test_a_step_inside_autocast_is_measured_in_full_precision() -> None:
 
 
 def test_only_rows_of_an_embedding_that_were_used_tell_the_loss_scale() -> None:
-    """Although nearly all gradient entries of a large table are zero, its factor is correct."""
+    """The factor is correct, although nearly all gradient entries of a large table are zero."""
     model = nn.Embedding(50_000, 8)
     tokens = torch.tensor([3, 17, 49_000])
     scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
@@ -330,7 +330,7 @@ def test_gradients_looked_at_while_others_are_held_are_no_part_of_the_step() -> 
 
 @pytest.mark.parametrize("max_rows", [None, 3])
 def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) -> None:
-    """Padded images have gradients with mostly zero entries, which spaced sampling would hit."""
+    """All entries are used: gradients of padded images are mostly zero at spaced entries."""
     model = nn.Linear(70_000, 3)
     x = torch.zeros(8, 70_000)
     x[:, 35_003] = torch.arange(8.0)
@@ -422,7 +422,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_that_are_no_factor_are_told(edit: str) -> None:
-    """⟨d, G⟩ is then computed from the rows, as the edited gradient does not determine it."""
+    """After an edit, ⟨d, G⟩ comes from the rows, as the gradient no longer determines it."""
     model, batch = mlp()
 
     def edited(model: nn.Module) -> None:
@@ -451,7 +451,7 @@ def used_outside(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
 def test_gradients_that_hold_more_than_the_rows_are_told(
     backward: Callable[[nn.Module, tuple[Tensor, Tensor]], None],
 ) -> None:
-    """The cosines are then those of the rows, and agree with the slow reference."""
+    """With a penalty, cosines are those of the rows, and agree with the slow reference."""
     model, batch = mlp()
     twin = copy.deepcopy(model)
     truth = reference.take_step(
@@ -537,7 +537,7 @@ def test_gradients_set_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["penalty", "permuted"])
 def test_a_gradient_that_is_not_the_rows_is_noticed_where_they_are_few(kind: str) -> None:
-    """With few rows, e comes from the rows alone, and whether γ is theirs is tested.
+    """Few rows determine e by themselves, and the test for γ detects that it is not theirs.
 
     From the next step on γ determines e. A hook that permutes γ leaves its norm unchanged.
     """

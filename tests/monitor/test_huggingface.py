@@ -265,7 +265,7 @@ def test_evaluations_between_steps_are_no_steps(make: Make) -> None:
 
 
 def test_an_evaluation_completes_the_report(make: Make) -> None:
-    """Otherwise the report would miss earlier changes of the weights and include later ones."""
+    """A report completed later would miss earlier changes of the weights and include later ones."""
     steps = []
 
     class Complete(TrainerCallback):
@@ -612,7 +612,7 @@ def test_names_may_have_another_separator(make: Make) -> None:
 
 
 def test_early_stopping_follows_the_metric(make: Make) -> None:
-    """It requires more improvement than is possible, so the first value is the best."""
+    """Early stopping requires more improvement than is possible, so the first value is the best."""
     stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
     trainer = make(DivergenceTrainerCallback(1, on_error="raise"), stop, **followed())
     trainer.train()
@@ -643,7 +643,7 @@ def test_a_metric_that_will_not_be_there_is_refused(make: Make, measure: str) ->
 
 
 def test_a_metric_without_direction_is_nan_and_no_error(make: Make) -> None:
-    """In a warm-up from learning rate 0, the first step moves nothing."""
+    """The first step of a warm-up from learning rate 0 has no direction."""
     look = Look()
     warm_up = {"lr_scheduler_type": "linear", "warmup_steps": 4}
     options = followed(max_steps=2, eval_steps=1, save_steps=1, **warm_up)
@@ -882,7 +882,7 @@ def test_a_method_that_somebody_set_on_the_trainer_stays(make: Make) -> None:
 
 
 def test_weights_of_the_best_checkpoint_are_no_step(make: Make) -> None:
-    """The Trainer loads them after the last step, whose report must be complete by then."""
+    """The last step's report is complete before the Trainer loads the best checkpoint."""
     memory = MemorySink()
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     options = followed(metric_for_best_model="loss", greater_is_better=True)  # an early one

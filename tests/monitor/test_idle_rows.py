@@ -116,7 +116,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_idle_rows_change_nothing(kind: str, optimizer: str) -> None:
-    """Invariant 8 with all rows, few enough that all scales are kept too."""
+    """Invariant 8 holds with all rows, which are few enough that all scales are kept."""
     batch, padded = batch_of(kind, 3, 0), batch_of(kind, 3, 1)
     assert len(padded[1].flatten()) > len(batch[1].flatten())
     plain = report_of(kind, optimizer, batch, batch, max_rows=None, attainable=True)
@@ -131,7 +131,7 @@ def test_idle_rows_change_nothing(kind: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_sample_is_as_far_off_as_it_says(kind: str) -> None:
-    """Invariant 9 with zero-gradient rows: over all draws, layers and sampled measures together."""
+    """Invariant 9 holds with zero-gradient rows, over all draws, layers and sampled measures."""
     padded = batch_of(kind, 60 if kind != "perceptron" else 600, 10)
     truth = report_of(kind, "adamw", padded, padded, max_rows=None)
     names = (

@@ -137,7 +137,7 @@ def test_alarms_reach_those_who_look_at_the_trainers_metrics(package: ModuleType
 def test_an_alarm_may_stop_the_fit(
     package: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The report of step 2 is complete, and with the loggers, in the fourth batch."""
+    """The report of step 2 is complete, and has reached the loggers, in the fourth batch."""
     logger = package.loggers.CSVLogger(tmp_path)
     memory, model = MemorySink(), module(package)
     rules = [lambda path, reading: path == "net.3" and len(memory.reports) == 1]
@@ -253,7 +253,7 @@ def losses_of(reports: list[StepReport]) -> dict[int, float]:
 @pytest.mark.parametrize("package", [pl, lpl])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_losses_are_those_that_the_module_collected(package: ModuleType, accumulate: int) -> None:
-    """The last step has two of three batches: Lightning divides their losses by three."""
+    """With eight batches by three, the last step has two; Lightning divides losses by three."""
     model = collecting(package)
     reports = fit(package, model, accumulate_grad_batches=accumulate)
     parts = [model.collected[i : i + accumulate] for i in range(0, 8, accumulate)]
@@ -713,7 +713,7 @@ def test_before_the_first_report_nothing_is_saved_and_nothing_stops(
 
 @pytest.mark.parametrize("package", [pl, lpl])
 def test_a_measure_without_direction_is_no_value(package: ModuleType, tmp_path: Path) -> None:
-    """In a warm-up from learning rate 0 with one report per epoch, the first has no direction."""
+    """The first report of a warm-up from learning rate 0 contains no direction."""
     model = module(package)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1 * epoch)

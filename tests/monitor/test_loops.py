@@ -218,7 +218,7 @@ def test_patterns_name_layers_as_if_fabric_were_not_there() -> None:
 
 
 def test_fabric_around_data_parallel_copies() -> None:
-    """Nested wrappers, as with Fabric's strategy for several devices."""
+    """Nested wrappers are supported, as with Fabric's strategy for several devices."""
     from lightning.fabric.wrappers import _FabricModule
 
     from adiv_monitor.capture.selection import named_modules

@@ -217,7 +217,10 @@ def test_a_resumed_run_counts_on() -> None:
 @pytest.mark.parametrize("source", ["said as a tensor", "module inside", "function"])
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
 def test_of_a_closures_evaluations_the_first_counts(kind: Any, source: str) -> None:
-    """The weights have moved before the later ones. Losses logged before the step count as well."""
+    """The first evaluation's loss counts, besides values logged before the step.
+
+    The weights have moved before the later evaluations.
+    """
     model = WithLoss().eval()
     optimizer = kind(model.parameters(), lr=0.1)
     options = SOURCES[source](model)
@@ -274,7 +277,7 @@ def test_the_last_values_are_kept(on_device: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("chunk", [2, 3, 100])
 def test_tensors_are_kept_where_they_are(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of logged tensors, mixed with numbers, of several dtypes, as on another device."""
+    """Logged tensors of several dtypes, mixed with numbers, are read in pieces, as on a device."""
     monkeypatch.setattr(loss_log, "_CHUNK", chunk)
     log = LossLog()
     for step in range(8):
@@ -403,7 +406,7 @@ def test_steps_without_an_optimizer_have_one() -> None:
 
 @pytest.mark.parametrize("say", [False, True])
 def test_compiled_code_is_compiled_as_before(say: bool) -> None:
-    """It is compiled once, in one piece; measured steps, which run eagerly, see inside."""
+    """Code is compiled once, in one piece; measured steps, which run eagerly, see inside."""
 
     def run(monitored: bool) -> tuple[int, list[float], list[StepReport]]:
         torch._dynamo.reset()

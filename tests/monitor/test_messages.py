@@ -326,7 +326,7 @@ def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
 def test_numbers_of_another_shape_are_not_put_together(
     known: tuple[RankContribution, StepReport],
 ) -> None:
-    """Each is valid, but that rank has sampled something else."""
+    """Contributions that are valid, but of differently sampled rows, are not merged."""
     own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     for of, ways in ((own, (1, 3)), (other, (3, 2))):
         of.layers["head"] = replace(of.layers["head"], made=Made(np.ones(ways), 1))
@@ -366,7 +366,7 @@ class World:
 def test_a_sound_part_that_fits_no_other_costs_no_report(
     name: str, known: tuple[RankContribution, StepReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report then covers the first rank's rows alone, as if the other had not participated."""
+    """The report then covers the first rank's rows alone, as if the other did not participate."""
     own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     path, fits_not = next((p, x) for p, x in other.layers.items() if x.blocks is not None)
     own.layers = {p: x for p, x in own.layers.items() if p != path}
@@ -414,7 +414,7 @@ def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
 def test_a_thousand_reports_leave_no_more_keys_than_some(
     order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 reads each report; rank 2 never reads, and its contributions are left in the end."""
+    """Few keys remain, though rank 2 never reads reports, and its contributions are left unread."""
     world = World(monkeypatch, 4)  # rank 3 never participates
     joined = [world.join(rank) for rank in range(3)]
     meeting, most = joined[0].meeting(), 0
@@ -516,7 +516,7 @@ def test_large_messages_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_points_that_not_all_come_to_leave_no_more_keys_than_some(
     order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks participate; the last refuses, declines or does nothing."""
+    """Few keys remain if only two ranks participate, and the last refuses, declines or is idle."""
     world, most = World(monkeypatch, 3), 0
     joined = [world.join(rank) for rank in range(3)]
     for step in range(STEPS):
@@ -553,7 +553,7 @@ def test_many_points_that_all_come_to_leave_no_more_keys_than_some(
 def test_nobody_is_told_yes_when_another_was_told_no_and_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This holds while the last rank pauses between its arrival and its answer."""
+    """All ranks get the same answer, even if the last one pauses before it answers."""
     world = World(monkeypatch, 2)
     first, second = world.join(0), world.join(1)
     store, told = world.store, []

@@ -1,4 +1,4 @@
-"""Several backward passes per step: each pass's share of `.grad` is told from the earlier ones'."""
+"""Several backward passes per step: each pass's share of `.grad` is separated from earlier ones."""
 
 import copy
 import math
@@ -127,7 +127,7 @@ def test_every_pass_counts_as_what_it_was_multiplied_by_since(again: bool) -> No
 
 
 def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
-    """With few rows e = ΦΦᵀG, wrong for an edited gradient: from the second step on, Φγᵀ."""
+    """From the second step on e = Φγᵀ; few rows' ΦΦᵀG would be wrong for an edited gradient."""
     model, batch = mlp()
     batch = batch[0][:2], batch[1][:2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def test_gradients_zeroed_after_others_were_clipped() -> None:
 
 
 def test_a_gradient_replaced_by_zeros() -> None:
-    """Another tensor with version 0 is not mistaken for the gradient of the last pass."""
+    """A new tensor with version 0 is not mistaken for the gradient of the last pass."""
     model, batch = mlp()
 
     def in_turn(model: nn.Module) -> None:
@@ -177,7 +177,7 @@ def test_a_gradient_replaced_by_zeros() -> None:
 
 
 def test_a_layer_without_gradient_does_not_say_that_others_were_zeroed() -> None:
-    """The other gradients were clipped in between: the first micro-batch is part of the step."""
+    """A clipped first micro-batch is part of the step, although another layer has no gradient."""
     _, (x, _) = mlp()
     torch.manual_seed(0)
     model = TwoHeads()
@@ -240,7 +240,7 @@ def test_an_edit_of_a_large_gradient_is_told() -> None:
 
 
 def test_a_ceiling_that_is_not_of_all_rows_is_left_out() -> None:
-    """A second pass through one graph adds to the gradient without its rows."""
+    """The ceiling is left out if a second pass through one graph adds gradient without rows."""
     model, batch = mlp()
 
     def twice(model: nn.Module) -> None:
@@ -277,7 +277,7 @@ def test_size_follows_the_factor(case: str) -> None:
 
 @pytest.mark.parametrize("attainable", [False, True])
 def test_one_graph_twice_with_the_first_pass_zeroed(attainable: bool) -> None:
-    """The rows are those of the second pass."""
+    """Only the second pass's rows count."""
     model, batch = mlp()
 
     def twice(model: nn.Module) -> None:
@@ -308,7 +308,7 @@ def test_the_ceiling_forgets_what_was_zeroed() -> None:
 
 
 def test_what_tied_weights_do_is_told_by_all_their_uses() -> None:
-    """Few rows' ΦΦᵀG would miss the effect of the other layer's rows on the shared weights."""
+    """e includes the other layer's rows of the shared weights, which few rows' ΦΦᵀG would miss."""
     torch.manual_seed(0)
     first, second = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
     second.weight = first.weight

@@ -135,7 +135,7 @@ def block_by_block(model: nn.Module, batch: object, backend: Callable[..., objec
 
 
 def under_checkpointing(model: nn.Module, batch: object, backend: Callable[..., object]) -> object:
-    """The model is not compiled, but torch.compile avoids tracing checkpoint()."""
+    """Run without compilation, but under checkpoint(), which torch.compile does not trace."""
     x, y = batch
     return lambda: functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
 
@@ -154,7 +154,7 @@ COMPILED = {
 @pytest.mark.parametrize("way", COMPILED)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's
 def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: str) -> None:
-    """The monitor is given the raw model."""
+    """The monitor holds the raw model and causes no recompilation."""
     graphs = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:

@@ -81,7 +81,7 @@ PROJECTIONS: dict[str, Projection] = {
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_projections_after_the_step(projection: str, through_data: bool) -> None:
-    """cos(a, u) and cos(a, −γ) if code rescales or clips the weights after each step."""
+    """cos(a, u) and cos(a, −γ) agree if code rescales or clips the weights after each step."""
     model = nn.Linear(6, 4, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))

@@ -261,7 +261,7 @@ def test_rows_inside_a_recurrent_layer_and_of_a_module_as_a_whole() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Linear, AffineLikeLinear])
 def test_a_single_layer_does_what_its_step_does(kind: type[nn.Module]) -> None:
-    """Nothing precedes it, so realised = effective exactly, and both are linear in the step."""
+    """A single layer's realised change equals its effective one exactly, and is linear."""
     torch.manual_seed(0)
     model = kind(5, 3).double()
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
@@ -525,7 +525,10 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("around", AROUND)
 def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
-    """Weights, losses, buffers, attributes and random streams, with two monitored optimizers."""
+    """Weights, losses, buffers, attributes and random streams equal the plain run's bitwise.
+
+    Two optimizers are used, and both are monitored.
+    """
 
     def run(monitored: bool) -> tuple[list[float], Restless, list[Any]]:
         random.seed(3), np.random.seed(3), torch.manual_seed(3)

@@ -636,7 +636,7 @@ def test_a_replay_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_layer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other layers of the call are measured."""
+    """If one layer fails, the other layers of the call are measured."""
 
     def fails_with_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         if weight.shape[1] == K:

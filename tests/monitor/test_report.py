@@ -53,7 +53,7 @@ def test_two_combined_errors_tell_two_layers_apart(gap: float, told: bool) -> No
 
 
 def test_a_third_layer_of_large_error_may_be_the_worst_too() -> None:
-    """The next value is far enough away, but the one after it has a large error."""
+    """A layer with a large error is listed, although one with a nearer value is excluded."""
     values, errors = {"a": -0.1, "b": 0.0, "c": 0.05}, {"a": 0.01, "b": 0.01, "c": 0.2}
     assert of(values, errors).summary()["update_cosine"].min_layers == ("a", "c")
 

@@ -682,7 +682,7 @@ def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
 
 
 def test_what_was_due_when_another_optimizer_took_over_is_measured_at_the_next_chance() -> None:
-    """It is measured at the next step, not at the interval's next multiple; no turn is lost."""
+    """The step after the switch is measured, not the interval's next multiple; no turn is lost."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-4), torch.ones(1, 3)
     options: dict[str, Any] = {"every_n_steps": 50, "layers_per_step": 1}

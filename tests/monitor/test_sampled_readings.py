@@ -101,7 +101,7 @@ class Step:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
-    """Invariant 8: only idle_share and the number of rows change."""
+    """Invariant 8: added zero-gradient rows change only idle_share and the number of rows."""
     step = Step(case, optimizer)
     plain, padded = step.measured(None), step.measured(None, padding=8)
     for path, reading in padded.layers.items():
@@ -254,7 +254,7 @@ def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
 
 @pytest.mark.parametrize("seen", [30, 128])
 def test_rows_of_one_output_raise_no_false_alarm(seen: int) -> None:
-    """Their cosines are ±1, and a sample may contain only one sign, or mostly the rarer one."""
+    """Cosines of one output are ±1: a sample may contain one sign only, or mostly the rarer one."""
     torch.manual_seed(0)
     model, x = nn.Linear(6, 1).double(), torch.randn(2048, 6, dtype=torch.float64)
     g = torch.randn(2048, 1, dtype=torch.float64) * torch.exp(1.5 * torch.randn(2048, 1).double())

@@ -174,7 +174,7 @@ def test_rows_of_a_layers_later_calls_are_where_its_first_are() -> None:
 
 
 def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None:
-    """Of 60 × 100 scales, quantiles use 2,048: each has its error."""
+    """Quantiles use 2,048 of 60 × 100 scales, and have their errors."""
     torch.manual_seed(0)
     norm, x = nn.LayerNorm(100).double(), torch.randn(60, 100, dtype=torch.float64)
     scales = functional.layer_norm(x, (100,)).square() + 1
@@ -230,7 +230,7 @@ def test_keys_are_the_smallest_of_even_numbers(total: int) -> None:
 
 
 def test_of_a_single_call_too_rows_stay_that_lie_below_the_bound() -> None:
-    """As where rows are left out before they travel to another rank."""
+    """Rows below the bound are kept, as before a rank sends its rows to another."""
     keys = np.arange(10) / 10
     for most in (None, 8):
         (kept,) = winners([Draw(None, keys, 0.35)], most)

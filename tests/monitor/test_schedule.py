@@ -240,7 +240,7 @@ def test_a_bound_is_a_share(value: object) -> None:
 
 
 class Event:
-    """A device's event that occurs when the test says so."""
+    """A device's event that occurs when the test triggers it."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

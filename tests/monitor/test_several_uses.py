@@ -67,7 +67,7 @@ class Bends(nn.Module):
 
 
 class Both(Bends):
-    """And in a way of which there is one, together with a bias."""
+    """A module that uses a weight without a rule and, with a bias, in a function with a rule."""
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
         super().__init__(nn.Parameter(torch.randn(3, 3)) if weight is None else weight)

@@ -175,7 +175,7 @@ def test_all_rows_tell_the_same_as_the_parts() -> None:
 
 
 def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
-    """The first pass cannot know that another use will follow."""
+    """Readings come from the rows if the first pass cannot know that another use will follow."""
 
     def late(model: nn.Module) -> None:
         model.embed(words(TOKENS)[0]).square().sum().backward()
@@ -251,7 +251,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
 
 
 def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
-    """Ranks with three quarters and one quarter of the tokens average and halve gradients."""
+    """Contributions of ranks with 3/4 and 1/4 of the tokens add up; gradients are halved."""
     step = Step()
     x, y = words(TOKENS)
     cut = 3 * TOKENS // 4

@@ -169,7 +169,7 @@ def test_jsonl_cuts_nothing_off_other_files(tmp_path: Path, content: bytes) -> N
 
 
 def test_jsonl_touches_no_file_before_it_writes(tmp_path: Path) -> None:
-    """Each rank of a training makes the sink or gets a copy of it; one of them writes."""
+    """A sink that does not write creates no file: every rank has one, and only one rank writes."""
     path = tmp_path / "new folder" / "run.jsonl"
     sink = JsonlSink(path)
     copied = pickle.loads(pickle.dumps(sink))

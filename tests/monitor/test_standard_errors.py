@@ -295,7 +295,7 @@ def test_no_sample_makes_a_length_negative() -> None:
 
 
 def test_even_sizes_change_no_error() -> None:
-    """Equal sizes add no error, and remove that of the unknown number of active rows."""
+    """Equal sizes reduce the error only by fixing the number of rows with a gradient."""
     random = np.random.default_rng(0)
     active = random.random(ROWS) >= 0.3
     values = np.where(active, random.gamma(3.0, 1.0, ROWS), 0.0)
@@ -467,7 +467,7 @@ def test_a_share_of_one_row_is_as_uncertain_as_laplace_has_it() -> None:
 
 
 def test_all_active_rows_leave_nothing_to_chance_either() -> None:
-    """Few of many rows were seen, but these are all active ones; the last layer has none."""
+    """No error remains if the few seen rows are all active ones; the last layer has none."""
     active = np.array([[True, True, False], [False, True, False], [False] * 3])
     features = np.array([[1.0, 2.0], [3.0, -1.0], [5.0, 5.0]]) * active[..., None]
     squares = (features**2).sum(-1)

@@ -140,7 +140,7 @@ def climb(sink: MemorySink) -> None:
 
 
 def test_it_raises_where_the_report_is_complete_and_leaves_no_hook() -> None:
-    """The next forward pass raises the error, `with` passes it on, and the monitor closes."""
+    """The next forward pass raises the error, which leaves the `with` block and no hook."""
     sink = MemorySink()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -100,7 +100,7 @@ class Steps(pl.Callback):
 
 
 def is_second(path: str, reading: object) -> bool:
-    """A rule that holds for one layer."""
+    """Return whether this is the second layer, for an alarm that one layer raises."""
     return path == "net.2"
 
 

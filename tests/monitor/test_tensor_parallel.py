@@ -257,7 +257,7 @@ def one_that_is_off_in_one(rank: int) -> Any:
 
 
 class Gated(nn.Module):
-    """Of a whole weight a backward pass leaves columns of the gradient in each process."""
+    """A model with replicated weights: backward leaves the gradient's columns on several ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -516,7 +516,7 @@ def test_what_takes_all_rows_is_said_to_be_missing(found: dict[int, list[Found]]
 
 
 def test_where_one_has_no_monitor(found: dict[int, list[Found]]) -> None:
-    """No rank waits for it; readings that need all ranks are reported as missing."""
+    """No rank waits for it, and readings that need all ranks are reported as missing."""
     reports, _, seconds = found[2][0]["one_without_a_monitor"]
     assert seconds < 10
     for report in reports:
@@ -584,7 +584,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
 
 @pytest.mark.parametrize("most", [None, 5])
 def test_every_row_is_dealt_to_one(most: int | None) -> None:
-    """Also in calls whose rows do not divide; statistics of all rows are partitioned with them."""
+    """Rows are partitioned across ranks, also if not divisible, and their statistics with them."""
     found: dict[str, list[float]] = defaultdict(list)
     for place in range(2):
         calls = []

@@ -97,7 +97,7 @@ def test_a_group_is_added_to_the_optimizer() -> None:
 
 
 def test_a_part_that_is_called_by_itself_is_unfrozen() -> None:
-    """Its hooks are those of a module without trained parameters."""
+    """A part is measured although it had the hooks of a module without trained parameters."""
     encoder, head = nn.Sequential(nn.Linear(6, 5)), nn.Linear(5, 3)
     model = nn.ModuleDict({"encoder": encoder, "head": head})
     encoder.requires_grad_(False)

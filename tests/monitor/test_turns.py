@@ -150,7 +150,7 @@ def test_a_round_goes_through_the_modules_in_the_models_order_and_begins_anew() 
 
 
 def test_each_reading_of_a_run_is_that_of_the_run_with_all_layers() -> None:
-    """Also where only one of the parameters that a layer is made of is due."""
+    """Readings agree also where only one of the parameters that make a layer is due."""
     whole, weights = trained(10, max_rows=None)
     for size in (1, 2, 4):
         reports, own = trained(10, layers_per_step=size, max_rows=None)
@@ -402,7 +402,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_uses_of_layers_that_wait_are_known(size: int) -> None:
-    """Uses count where a whole module measures them, and in the coverage."""
+    """Uses count where a whole module measures them, and for the coverage."""
 
     def reports(layers_per_step: int | None) -> list[StepReport]:
         torch.manual_seed(0)
@@ -475,7 +475,7 @@ def test_an_attention_has_a_turn_where_not_all_its_layers_were_asked_for() -> No
 
 
 def test_modules_that_share_parameters_have_one_turn() -> None:
-    """Also in a chain: b with d, d with c."""
+    """Chains of shared parameters have one turn: b with d, d with c."""
     model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abcde"})
     model["d"].weight, model["c"].bias = model["b"].weight, model["d"].bias
     found = []

@@ -207,7 +207,7 @@ def test_a_sample_that_lacks_the_large_rows_knows_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["layer norm", "grouped", "gain"])
 def test_a_call_without_rows_says_nothing(kind: str) -> None:
-    """As for an expert without tokens."""
+    """A call without rows, as of an expert without tokens, has no effect."""
     model, x, g = uneven(kind, 1.5)
     found = []
     for calls in ((x,), (x, x[:0])):

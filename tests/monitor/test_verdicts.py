@@ -262,7 +262,7 @@ def held_still(case: Case) -> None:
 
 
 def without_gradients(case: Case) -> None:
-    """Reports cannot tell whether the frozen layer is intended, and point to the wiring."""
+    """Check for a hint at the wiring: reports cannot tell whether a frozen layer is intended."""
     layers = {layer for report in case.seen.reports for layer in report.layers}
     assert {layer.removeprefix("net.") for layer in layers} == {"first", "head"}
     read(case, WIRING)

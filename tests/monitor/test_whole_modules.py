@@ -538,7 +538,7 @@ class Counted(nn.Module):
 def test_only_elements_with_chosen_rows_run_again(
     inner: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise all are rerun, as elements depend on each other or on random numbers."""
+    """All elements are rerun only if they depend on each other or on random numbers."""
     model, x = Counted(inner()).double(), data(40, 4)
     target = torch.randn_like(x)
 
@@ -651,7 +651,7 @@ def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
 def test_a_compiled_part_is_not_compiled_again() -> None:
-    """It is not compiled again for a replay after the step either."""
+    """A compiled part is not compiled again, not even for a replay after the step."""
 
     def train(monitored: bool) -> int:
         torch._dynamo.reset()

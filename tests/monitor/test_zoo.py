@@ -127,7 +127,7 @@ def sizes_of(trained: Trained) -> dict[str, int]:
 
 
 def test_the_run_is_the_unmonitored_one(monitored: Run, plain: Run) -> None:
-    """Losses, weights, buffers and random streams are bitwise equal."""
+    """Losses, weights, buffers and random streams equal the unmonitored run's bitwise."""
     assert monitored.losses == plain.losses
     assert monitored.random == plain.random
     pairs = zip(monitored.training.trained, plain.training.trained, strict=True)

@@ -16,6 +16,7 @@ from adiv_monitor.audit.options import fail_if
 from adiv_monitor.audit.options.config import ARGUMENTS, NAMES, Config, default, load, read
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.sources.own_losses import own_losses
 from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys
 from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable
@@ -180,6 +181,7 @@ def _report(prepared: Prepared) -> AuditReport:
             try_fixes=config.try_fixes,
             try_seconds=config.try_seconds,
             seed=config.seed,
+            own_losses=None if config.losses is None else own_losses(config.losses),
             progress=terminal.ProgressBars(bars),
         )
     notes = (*prepared.notes, *report.record.notes)

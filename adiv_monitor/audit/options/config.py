@@ -203,6 +203,13 @@ class Config:
         "the clock",
         "SECONDS",
     )
+    losses: str | None = _option(
+        None,
+        _text,
+        "what your own run logged of its first steps: a JSON list, a metrics.csv of Lightning's "
+        "CSVLogger, or a trainer_state.json; the verdict says if the copy behaves otherwise",
+        "FILE",
+    )
     fail_if: tuple[str, ...] = _option(
         tuple,
         _rules,

@@ -101,6 +101,7 @@ def observe(
         weights=in_order(begin, list(filter(None, ran))),  # the root's own parts are no layers
         notes=(*_notes(setup, fork), *watch.notes()),
         interrupted=course.interrupted,
+        lost=_lost(setup, fork),
     )
     return record if course.interrupted else _looked_at(record, setup, fork)
 
@@ -206,6 +207,18 @@ def _trains_any(fork: Fork) -> bool:
     """Whether the optimizer holds anything that is trained; if not, that will be found."""
     own = {id(p) for p in fork.model.parameters() if p.requires_grad}
     return any(id(p) in own for p in held(fork.optimizer))
+
+
+def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
+    """What the verdict says that the copy lacks, or does otherwise; the notes say more."""
+    found = []
+    if fork.lost:
+        found.append(f"hooks on {', '.join(dict.fromkeys(fork.lost))} do not run")
+    if not setup.model.training:
+        found.append("the model was given in evaluation mode and is trained in training mode")
+    if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
+        found.append("no scheduler runs")
+    return tuple(found)
 
 
 def _notes(setup: Setup, fork: Fork) -> list[str]:

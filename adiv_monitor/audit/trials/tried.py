@@ -93,10 +93,12 @@ def tried(
     raised = {
         after.name
         for before, after in zip(findings, judged, strict=True)
-        if (before.strength, after.strength) == ("watch", "act") and after.name in CAUSES
+        if (before.strength, after.strength) == ("watch", "act")
     }
-    if raised:  # what follows from a cause stands behind it
-        said = explained(sorted(said, key=lambda finding: finding.name not in raised))
+    causes = raised & CAUSES
+    has_cause = any(f.strength == "act" and f.name in CAUSES for f in said)
+    if causes or (raised and not has_cause):  # what follows stands behind it
+        said = explained(sorted(said, key=lambda finding: finding.name not in causes))
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
+from adiv_monitor.diagnosis.rules import units
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 SAID = 3  # most ignored parts that a finding names
@@ -96,10 +97,12 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         where = ", ".join(fact.place for fact in facts[:SAID])
         more = f" and {len(facts) - SAID} more" if len(facts) > SAID else ""
         masked = any("masked" in fact.words for fact in facts)
+        # Where units are flat, no input gets through: that is another finding.
+        flat = any(units.dead_units(record)) or any(units.saturated_units(record))
         yield Finding(
             "input-partly-ignored",
             (),
-            "act" if suffers(record) else "watch",
+            "act" if suffers(record) and not flat else "watch",
             (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
                       0.0, step=0),),
             (

@@ -29,7 +29,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # where the package of this is
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what writes tables
 
-from audit.fault_benchmark import verdicts
+from audit.fault_benchmark import reported_page, verdicts
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course, sweep
 from audit.fault_benchmark.every_run import every_run
@@ -77,36 +77,6 @@ def read(file: Path) -> dict[Task, dict[str, Any]]:
     return {(row["part"], row["name"], row["seed"]): row for row in rows}
 
 
-def table(rows: list[dict[str, Any]], arguments: list[str]) -> str:
-    """What was named of each run, first and at all, with what strength."""
-    lines = ["    python tests/audit/fault_benchmark/benchmark.py " + " ".join(arguments), ""]
-    first = named = alarms = well = 0
-    for row in rows:
-        said = [f"{name} ({strength})" for name, strength in row["findings"]]
-        if (case := REPORTED.get(row["name"])) is not None:
-            names = [name for name, _ in row["findings"]]
-            first += names[:1] == [case.expected[0]]
-            named += case.expected[0] in names
-        else:
-            well += 1
-            alarms += any(strength == "act" for _, strength in row["findings"])
-        pays = row.get("advice") and row["advice"]["pays"]
-        lines.append(
-            f"- {row['name']}, seed {row['seed']}: {', '.join(said) or 'nothing'}"
-            + (
-                f"; its first advice {'pays' if pays else 'does not pay'}"
-                if "advice" in row
-                else ""
-            )
-            + (f"; raised {row['raised']}" if "raised" in row else "")
-        )
-    faulty = len(rows) - well
-    counts = (
-        f"cause first: {first} of {faulty}; named: {named} of {faulty}; alarms: {alarms} of {well}"
-    )
-    return "\n".join([*lines, "", counts])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
@@ -136,7 +106,11 @@ def main() -> None:
             print(json.dumps(row), file=file, flush=True)
             print(f"{number + 1}/{len(left)} {row['part']} {row['name']} {row['seconds']} s")
     tell = (
-        verdicts.page if given.parts == ["reports"] else page if given.reported is None else table
+        verdicts.page
+        if given.parts == ["reports"]
+        else page
+        if given.reported is None
+        else reported_page.page
     )
     text = tell([rows[task] for task in wanted], sys.argv[1:])
     print(text)

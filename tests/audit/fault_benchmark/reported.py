@@ -193,11 +193,9 @@ ADAMW = Healthy("mlp-adamw", "MLP", _bfloat16)
 DROPPED = Healthy("dropped-adamw", "MLP", _dropped)
 
 
-def _case(
-    twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str, source: str = ""
-) -> Case:
+def _case(twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str) -> Case:
     because = "the first is the cause, the others follow from it" * (len(expected) > 1)
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because, source)
+    return Case(f"{twin.name}: {what}", twin, expected, plant, because)
 
 
 def _one_value() -> Run:
@@ -492,18 +490,10 @@ def sorted_by_label(run: Run) -> None:
     run.batches += run.batches[: count - len(run.batches)]
 
 
-NEMO = "https://github.com/NVIDIA-NeMo/Automodel/pull/3444"
-APEX = "https://github.com/NVIDIA/apex/issues/1728"
-KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/issues/154"
-CRNN = "https://discuss.pytorch.org/t/lstm-change-batch-first-true-loss-does-not-decrease/62364"
-GPT2 = "https://github.com/huggingface/transformers/pull/404"
-ONE_UNIT = "https://geek-questions.imtqy.com/articles/1270335/index.html"
-
 SET_BY = [
     _case(healthy.MLP_SGD, "layers in a list", listed, "hidden-parameters"),
     _case(healthy.MLP_ADAM, "a group of rate 0", still, "rate-zero"),
-    _case(ADAMW, "bfloat16 weights, a tenth of the rate", slowly_in_bfloat16(10.0), "rounded-away",
-          source=NEMO),
+    _case(ADAMW, "bfloat16 weights, a tenth of the rate", slowly_in_bfloat16(10.0), "rounded-away"),
     _case(healthy.MLP_MOMENTUM, "clipped to 0.001 in a hook", clipped, "gradient-hooks"),
     _case(DEEP_NORMED, "body in evaluation mode", in_evaluation, "left-in-eval"),
     _case(NORMED, "batches of 3", few(3), "batch-norm-starved"),
@@ -513,9 +503,9 @@ SET_BY = [
     _case(TWO_CIRCLES, "softmax over one unit", with_loss(softmax_of_one), "softmax-of-one"),
     _case(healthy.MLP_ADAM, "softmax(dim=0)", with_loss(over_samples), "softmax-over-samples"),
     _case(healthy.REGRESSION, "ReLU on the outputs", ending(nn.ReLU), "targets-out-of-range"),
-    _case(healthy.GPT, "labels not shifted", not_shifted, "target-is-input", source=KEMPNER),
+    _case(healthy.GPT, "labels not shifted", not_shifted, "target-is-input"),
     _case(healthy.GPT, "no causal mask", looking_ahead, "future-leak"),
-    _case(ROWS, "no batch_first", attributes(batch_first=False), "samples-mixed", source=CRNN),
+    _case(ROWS, "no batch_first", attributes(batch_first=False), "samples-mixed"),
     _case(PIXELS, "view for permute", attributes(scrambled=True), "reshape-scrambles"),
     _case(REMEMBERED, "state detached", attributes(cut=True), "gradient-cut"),
     _case(healthy.MLP_MOMENTUM, "one batch again and again", one_batch(1), "same-batch"),
@@ -531,18 +521,17 @@ HELD_OUT = [
     _case(healthy.LSTM, "a tensor that is no parameter", mixed, "hidden-parameters"),
     _case(healthy.CNN_SGD, "a group of rate 0", still, "rate-zero"),
     _case(healthy.DEEP_RELU, "the first layer's rate 0", first_still, "rate-zero"),
-    _case(healthy.GPT, "bfloat16 weights, rate 3e-5", slowly_in_bfloat16(100.0), "rounded-away",
-          source=APEX),
+    _case(healthy.GPT, "bfloat16 weights, rate 3e-5", slowly_in_bfloat16(100.0), "rounded-away"),
     _case(healthy.CNN_SGD, "gradients clamped to 1e-5", clamped(1e-5), "gradient-hooks"),
     _case(healthy.REGRESSION, "clipped to 0.001 in a hook", clipped, "gradient-hooks"),
     _case(NORMED_REGRESSION, "batches of 2", few(2), "batch-norm-starved"),
     _case(ONE_VALUE, "(B,) less (B, 1)", with_loss(subtracting), "broadcast-loss"),
     _case(healthy.CNN_ADAM, "kl_div of a softmax", with_loss(kl_of_shares), "no-log"),
-    _case(TWO_CIRCLES, "nn.Softmax behind one unit", one_share, "softmax-of-one", source=ONE_UNIT),
+    _case(TWO_CIRCLES, "nn.Softmax behind one unit", one_share, "softmax-of-one"),
     _case(healthy.VIT, "log_softmax(dim=0)", with_loss(nll_over_samples), "softmax-over-samples"),
     _case(healthy.AUTOENCODER, "sigmoid on the outputs", ending(nn.Sigmoid),
           "targets-out-of-range"),
-    _case(healthy.LSTM, "labels not shifted", not_shifted, "target-is-input", source=GPT2),
+    _case(healthy.LSTM, "labels not shifted", not_shifted, "target-is-input"),
     _case(healthy.LSTM, "both directions", both_ways, "future-leak"),
     _case(CENTRED, "mean over the batch", attributes(axis=0), "samples-mixed"),
     _case(HEADS, "heads by view", attributes(scrambled=True), "reshape-scrambles"),

@@ -1,8 +1,8 @@
-"""Wherever the monitor fails, training goes on as without it, and what was lost is said.
+"""Wherever the monitor fails, training continues as without it, and the report names the loss.
 
-Every function of the monitor's that runs during a training is a boundary, found by watching one:
-an exception is raised where it begins, in one training after another. So a new rule, measure or
-hook is covered by itself, as long as one of the scenarios reaches it.
+Every function of the monitor that runs during a training is a boundary, found by watching a
+training: in one training after another, an exception is raised where such a function begins. So a
+new rule, measure or hook is covered automatically, if one of the scenarios reaches it.
 """
 
 import re
@@ -21,7 +21,7 @@ import adiv_monitor
 from adiv_monitor.features import registry, uses
 
 HOME = Path(adiv_monitor.__file__).parent
-# What a measured step runs; what only several processes need is not reached here.
+# The modules that run in a measured step; those for several ranks are not reached here.
 ROOMS = ("rerun", "capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
 ELSEWHERE = {
     *("merge_ranks.py", "attention_merge.py", "merge_rows.py", "ranks.py", "unsharded.py"),
@@ -38,7 +38,7 @@ FILES = sorted(
     and file.name not in ELSEWHERE
 )
 
-# What keeps faults away from the training can't itself fail: it is short, and calls no other code.
+# Code that catches faults cannot fail itself: it is short, and calls no other code.
 GUARDS = {
     "capture/forwards.py": {"__torch_function__", "__call__", "_guarded", "_never"},
     "capture/layers.py": {"guarded"},
@@ -66,7 +66,7 @@ def is_guard(boundary: Boundary) -> bool:
 
 @cache
 def scenario_of() -> dict[Boundary, str]:
-    """Every boundary, with the first of the scenarios that reaches it."""
+    """Return every boundary with the first scenario that reaches it."""
     found: dict[Boundary, str] = {}
     stems: set[str] = set()
     for name, scenario in SCENARIOS.items():
@@ -84,7 +84,7 @@ def scenario_of() -> dict[Boundary, str]:
 
 
 def in_file(file: str, every: int = 1) -> Iterator[tuple[int, Boundary, str]]:
-    """Every so many of the file's boundaries, the first among them."""
+    """Yield every n-th boundary of the file, the first among them."""
     found = enumerate(scenario_of().items())
     here = ((number, at, name) for number, (at, name) in found if at.file == file)
     return islice(here, 0, None, every)
@@ -105,7 +105,7 @@ def unharmed(name: str) -> Trial:
 
 
 def readings(trial: Trial) -> list[object]:
-    """What there is to be read in its reports."""
+    """Return the names of the measures in a trial's reports."""
     return [
         {path: sorted(reading.measures()) for path, reading in report.layers.items()}
         for report in trial.reports
@@ -117,7 +117,7 @@ ERRORS = (Fault, torch.OutOfMemoryError, MemoryError, OSError)
 
 @pytest.mark.parametrize("file", FILES)
 def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> None:
-    """Weights, losses, buffers, the optimizer's state and random numbers are those without it."""
+    """Weights, losses, buffers, optimizer state and random numbers are as without the error."""
     for number, boundary, name in in_file(file, 1 if whole else 5):
         error = ERRORS[number % len(ERRORS)](REASON)
         trial = with_fault(error, boundary, name, "warn")
@@ -130,12 +130,12 @@ def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> Non
 
 @pytest.mark.parametrize("file", FILES)
 def test_an_error_is_raised_where_that_was_asked_for(file: str, whole: bool) -> None:
-    """Then hooks, modes and stances are gone. Of interrupts see `test_interrupts`."""
+    """The error is raised, and leaves no hooks, modes and stances; see also `test_interrupts`."""
     every = 2 if file.startswith(("capture", "step", "monitor")) else 8  # rules fail in one place
     for _, boundary, name in in_file(file, every * (1 if whole else 5)):
         error = Fault(REASON)
         trial = with_fault(error, boundary, name, "raise")
-        # The user's module may fail when it runs again; what is tried once more may succeed.
+        # A rerun of the user's module may fail, and a second attempt may succeed.
         passed = trial.told or readings(trial) == readings(unharmed(name))
         assert trial.raised is error or passed, f"{boundary}: {trial.raised!r}"
 

@@ -86,7 +86,7 @@ CHANGES: tuple[Change, ...] = (
 @pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "after step"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes(change: Change, when: str) -> None:
-    """At any moment of a measured step; the second step is with what there is then."""
+    """The change may come at any moment of a measured step; the next step uses the new model."""
     taken = []
 
     def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
@@ -117,7 +117,7 @@ def test_a_model_that_changes(change: Change, when: str) -> None:
 
 
 def test_two_monitors_on_one_model() -> None:
-    """One is closed while the other goes on; one fails while the other measures."""
+    """One monitor closes while the other continues; one fails while the other measures."""
 
     def run(monitored: bool) -> Result:
         model, optimizer = MLP.make()
@@ -176,7 +176,7 @@ def test_what_is_pickled_while_armed_loads_where_there_is_no_monitor(tmp_path: P
 
 
 def trains(seed: int, monitored: bool, threads: threading.Barrier | None = None) -> list[bytes]:
-    """Draws from a generator of its own; gives the bits of its losses and weights."""
+    """Train with a separate random generator; return the bytes of losses and weights."""
     generator = torch.Generator().manual_seed(seed)
     with _BUILDS:
         torch.manual_seed(seed)
@@ -215,7 +215,7 @@ def test_two_models_are_trained_in_two_threads() -> None:
 
 
 class Waits(nn.Module):
-    """Its forward waits where it is told to, in a thread that is not the training's."""
+    """A module whose forward waits, in a thread other than the training's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Waits(nn.Module):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_model_is_used_in_another_thread_while_it_is_trained(gradients: bool) -> None:
-    """The step ends while the other thread is inside of a forward: no mode stays on in there."""
+    """The step ends while the other thread is in a forward pass, where no mode remains active."""
     model = Waits().double()
     twin = copy.deepcopy(model.inner)
     x = torch.ones(2, 4, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""An interrupt between any two byte codes of the monitor's leaves nothing behind.
+"""An interrupt between any two byte codes of the monitor leaves nothing behind.
 
-Every byte code is found that the monitor executes in a training, from being attached to being
-closed: the keyboard interrupts before one of them, in one training after another.
+The tests find every byte code that the monitor executes in a training, from attaching to closing. A
+KeyboardInterrupt is raised before one of them, in one training after another.
 """
 
 from functools import cache
@@ -18,30 +18,31 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 
-# What puts on and takes off is in these: there more byte codes are tried than elsewhere.
+# Files that install and remove hooks, of which more byte codes are tried than elsewhere.
 ARMING = (
     *("monitor.py", "step/controller.py", "step/phases.py"),
     *("capture/guard.py", "capture/hook.py", "capture/forwards.py", "capture/loss_hook.py"),
     *("capture/capture.py", "capture/accumulation.py"),
     *("rerun/thread.py", "rerun/eager.py", "rerun/surroundings.py"),
 )
-# One in so many is tried, if not the whole; of those one in so many without a `with`, too.
+# Without `--whole`, one byte code in this many is tried; of those one in `EVERY_ATTACHED` also
+# without a `with` block.
 EVERY_ARMING, EVERY_OTHER, EVERY_ATTACHED = 61, 401, 5
 NAMES = [name for name in SCENARIOS if not name.startswith("function")]
 
-# These are as they were after every interrupt. A mode of functions may stay until the next forward
-# pass, or the end of the monitor: where an interrupt leaves a forward, torch calls no hook.
+# These are restored after every interrupt. A function mode may remain until the next forward pass,
+# or the end of the monitor: if an interrupt leaves a forward, torch calls no hook.
 OF_THREAD = (
     *("function override", "dispatch modes", "gradients", "inference", "autocast"),
     *("saved tensors", "aside", "rerun"),
 )
 EDGES = [f.__code__ for f in (Monitor.attach, Monitor.__enter__, Monitor.__exit__)]
-# Python swallows what is raised while it collects garbage, which these run in.
+# Python swallows exceptions during garbage collection, in which these run.
 COLLECTED = [f.__code__ for f in (Monitor.__del__, Monitor._check_attached)]
 
 
 class Training:
-    """One of the scenarios, which can go on after an interrupt."""
+    """A training of one of the scenarios, which can continue after an interrupt."""
 
     def __init__(self, name: str) -> None:
         forget_caches()
@@ -69,18 +70,18 @@ class Training:
         ]
 
     def again(self) -> Result:
-        """What comes of it from the start."""
+        """Return the result of a training from the initial state."""
         state = self._model.state_dict(keep_vars=True).values()
         with torch.no_grad():
             for tensor, value in zip(state, self._start, strict=True):
                 tensor.copy_(value)
                 tensor.grad = None
         self._optimizer.state.clear()
-        self._scenario.make()  # seeds
+        self._scenario.make()  # seeds the random generators
         return result(self._model, self._optimizer, self.steps())
 
     def left(self) -> dict[str, Any]:
-        """Hooks, modes and stances that are not as they were before."""
+        """Return hooks, modes and stances that differ from those before."""
         found = changed(self._before, self._surroundings())
         for number, output in enumerate(self._outputs):
             if isinstance(output, Tensor) and output._backward_hooks:
@@ -97,7 +98,7 @@ def expected(name: str) -> Result:
 
 @cache
 def executed(calls: float) -> dict[str, list[Instruction]]:
-    """By scenario, the byte codes that it is the first to reach, in so many calls of a function."""
+    """Return by scenario the byte codes that it reaches first, in `calls` calls of a function."""
     found: dict[str, list[Instruction]] = {}
     seen: set[object] = set()
     for name in NAMES:
@@ -113,12 +114,12 @@ def executed(calls: float) -> dict[str, list[Instruction]]:
 
 
 def interrupt(name: str, at: Instruction, *, within: bool) -> None:
-    """Train until the interrupt, go on, and see whether all is as it would have been.
+    """Train until the interrupt, continue, and assert that all is as without it.
 
     Args:
         name: of the scenario.
-        at: where the keyboard interrupts.
-        within: whether a `with` closes the monitor; else it stays attached.
+        at: byte code at which to interrupt.
+        within: whether a `with` closes the monitor; otherwise it stays attached.
     """
     training = Training(name)
     monitor, interrupting = training.monitor, Interrupting(at)
@@ -136,7 +137,8 @@ def interrupt(name: str, at: Instruction, *, within: bool) -> None:
             pass
         assert interrupting.raised or not within, f"{at}: not reached"
         left = training.left()
-        # Python's own gap: the last byte codes before a `with` is begun, the first ones of its end.
+        # A gap in Python itself: the last byte codes before a `with` begins, the first ones of its
+        # end.
         if within and not (at.code in EDGES and monitor._state == "attached"):
             assert not left, f"{at}: left {left}"
         assert left.keys().isdisjoint(OF_THREAD), f"{at}: left {left}"

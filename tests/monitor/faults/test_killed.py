@@ -1,5 +1,7 @@
-"""One of two processes is killed in the middle of a step: the other one's monitor neither waits for
-it nor hides what the training itself has to say of that."""
+"""If one of two ranks is killed during a step, the other's monitor does not wait for it.
+
+Nor does it hide the error that the training itself raises.
+"""
 
 import os
 import signal
@@ -23,7 +25,7 @@ from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
-STEPS, LAST = 5, 1  # the step in which a process is killed
+STEPS, LAST = 5, 1  # the step in which a rank is killed
 
 
 def work(rank: int, victim: int, folder: str) -> None:
@@ -36,11 +38,11 @@ def work(rank: int, victim: int, folder: str) -> None:
         "plain": goes_on(False, None),
     }
     torch.save(found, Path(folder) / "found.pt")
-    os._exit(0)  # the group's threads wait for the other process
+    os._exit(0)  # the group's threads wait for the other rank
 
 
 def goes_on(is_victim: bool, shared: nn.Module | None) -> dict[str, Any]:
-    """Train by itself, and until it can't any more together; monitored if there is the latter."""
+    """Train alone, and jointly until that fails; monitored if a shared model is given."""
     torch.manual_seed(1)
     model = mlp().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -75,7 +77,7 @@ def goes_on(is_victim: bool, shared: nn.Module | None) -> dict[str, Any]:
 
 
 def together(shared: nn.Module) -> dict[str, Any]:
-    """The other process is gone: what the training raises, and for how long it takes."""
+    """Train jointly without the other rank; return the error raised and the hooks left."""
     optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
     before = surroundings(shared, optimizer)
     raised = ""
@@ -92,7 +94,7 @@ def together(shared: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed(victim: int, tmp_path: Path) -> None:
-    """The first process keeps the store by which all talk; it may be the one."""
+    """Either rank may be killed; rank 0 hosts the store through which both communicate."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.trial"])
     processes = [

@@ -1,4 +1,4 @@
-"""What fails for several layers is tried for each; what fails for one spares the others."""
+"""Work that fails for several layers is retried per layer; one failing layer spares the others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def measures(trial: Trial) -> list[dict[str, dict[str, float]]]:
 
 
 def without_room(function: Callable[..., object]) -> Callable[..., object]:
-    """For one layer there is memory, for several there is none."""
+    """Wrap a function so that memory suffices for one layer, but not for several."""
 
     def limited(first: Sequence[object], *others: object) -> object:
         if len(first) > 1:
@@ -84,7 +84,7 @@ def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(
 def test_the_reason_is_in_every_report_where_the_layer_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a rule fails before it is known which layer it would have been."""
+    """The reason is reported even if the rule fails before its layer is known."""
 
     def fails(*_: object) -> None:
         raise Fault(REASON)

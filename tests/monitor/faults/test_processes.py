@@ -1,4 +1,4 @@
-"""A fault in one of two processes, in any function by which they tell each other what they know."""
+"""A fault on one of two ranks, in any function through which the ranks communicate."""
 
 import time
 import warnings
@@ -24,16 +24,17 @@ from adiv_monitor.step.ranks import Exchange
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 STEPS, WORLD = 3, 2
 TALKING = ("step/assembly.py", "step/ranks.py")
-# These put parts together: of what the processes of one group have, or of what all of them have.
+# These merge tensors of the ranks of one group, or of all ranks.
 JOINING = (
     *("step/unsharded.py", "step/rows_across_ranks.py", "step/collectives.py"),
     *("capture/split_calls.py", "capture/weights/shards.py"),
 )
 OF_PARTS = ("peers", "place", "first", "share", "hold", "part", "lies_apart", "gradient_part")
-# What only computes fails alike wherever it does: every eighth function of it.
+# Functions that only compute fail alike everywhere, so every eighth of them is tried.
 COMPUTING = ("step/merge_ranks.py", "step/merge_rows.py", "step/attention_merge.py")
-# Where each is told apart: what the store raises when it is gone, and anything else.
-# Of all faults, if not every one is tried; no divisor of the kinds of errors.
+# Two kinds of errors are handled differently: RuntimeError, which the store raises when it is gone,
+# and all others. Without `--whole` one fault in `ONE_IN` is tried, a number coprime to that of the
+# kinds.
 ONE_IN = 7
 ERRORS: tuple[Callable[[], Exception], ...] = (
     lambda: Fault(REASON),
@@ -71,13 +72,13 @@ WAYS = {"replicas": replicas, "shards": shards, "parts": parts}
 
 
 def train(way: str, fault: Any, *, monitored: bool) -> dict[str, Any]:
-    """All steps of one process, each measured."""
+    """Run all steps of one rank, each measured."""
     torch.manual_seed(0)
     inner = mlp().double()
     model = WAYS[way](inner)
-    torch.manual_seed(0 if way == "parts" else dist.get_rank())  # these are given the same data
+    torch.manual_seed(0 if way == "parts" else dist.get_rank())  # these ranks get the same data
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    dense_loss(model).backward()  # what wrappers put on at their first step, they keep
+    dense_loss(model).backward()  # wrappers install permanent hooks at their first step
     optimizer.step()
     before = surroundings(inner, optimizer)
     monitor = Monitor(model, optimizer, every_n_steps=1)
@@ -114,7 +115,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def work(rank: int, folder: str, every: bool) -> None:
-    """Train with each fault, in each process that may have it; else with one in so many in one."""
+    """Train with each fault on each rank that may have it, or with a sample of them on one."""
     meet(rank, WORLD, folder)
     assembly._FAREWELL, assembly._SHORT = 0.2, 0.1
     torch.set_num_threads(1)
@@ -122,14 +123,14 @@ def work(rank: int, folder: str, every: bool) -> None:
     for way in WAYS:
         Exchange._attached.clear()
         dist.barrier()
-        assembly.PATIENCE = 20.0  # all is new, which takes long
+        assembly.PATIENCE = 20.0  # first uses are slow
         plain = train(way, Watched(), monitored=False)
         own = Watched()
         found[way] = plain, train(way, own, monitored=True)
         boundaries = []
-        if way != "replicas":  # which have nothing to join
+        if way != "replicas":  # which merge nothing
             boundaries += [b for b in own.boundaries if b.file in JOINING]
-        if way == "parts":  # the rest is no different from the others'
+        if way == "parts":  # the rest is tried with the others
             boundaries = [b for b in boundaries if "shards" not in b.file or b.name in OF_PARTS]
         else:
             boundaries += [b for b in own.boundaries if b.file in TALKING]
@@ -145,7 +146,7 @@ def work(rank: int, folder: str, every: bool) -> None:
                     continue
                 if boundary in several[1 - victim] and not every and turn != victim:
                     continue
-                Exchange._attached.clear()  # what a fault has kept from leaving
+                Exchange._attached.clear()  # left by a fault that prevented leaving
                 dist.barrier()
                 fault = Raising(ERRORS[number % len(ERRORS)](), boundary)
                 trial = train(way, fault if rank == victim else Watched(), monitored=True)
@@ -166,7 +167,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> list[dict[An
 def trials(
     found: list[dict[Any, Any]], way: str, victim: int, rank: int
 ) -> dict[Boundary, dict[str, Any]]:
-    """What one process saw of the faults in one of them that came to be."""
+    """Return one rank's view of the faults on the victim that did occur."""
     keys = [key for key in found[0] if len(key) == 3 and key[:2] == (way, victim)]
     return {key[2]: found[rank][key] for key in keys if found[victim][key]["came"]}
 

@@ -1,4 +1,4 @@
-"""A sink that can't write: full disks, closed writers and pipes."""
+"""Sinks that cannot write: full disks, closed writers and pipes."""
 
 import errno
 import io
@@ -26,7 +26,7 @@ FILED = {"HtmlSink": "page.html", "JsonlSink": "reports.jsonl"}
 
 
 class Mute(SummaryWriter):
-    """Its threads need not be waited for: there are none."""
+    """A writer without threads to wait for."""
 
     def __init__(self, folder: str) -> None:
         self.log_dir, self.file_writer, self.all_writers = folder, None, None
@@ -72,7 +72,7 @@ def test_a_sink_that_raises(
     sound = MemorySink() if name != "MemorySink" else None
     several = [made(name, tmp_path), *([sound] if sound else [])]
     request.addfinalizer(lambda: several[0].close())
-    request.addfinalizer(monkeypatch.undo)  # first
+    request.addfinalizer(monkeypatch.undo)  # undo first
     trial = take(MLP, sinks=several)
     assert not trial.left
     if kind is KeyboardInterrupt:
@@ -150,7 +150,7 @@ def test_a_tensorboard_writer_that_is_closed(tmp_path: Path) -> None:
 def test_a_tensorboard_folder_without_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writer has a thread of its own, which dies: nobody waits for it."""
+    """The thread of TensorBoard's writer dies, and nothing waits for it."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     sink = TensorBoardSink(tmp_path)
@@ -176,7 +176,7 @@ print(len(monitor.reports), *(note for r in monitor.reports for note in r.notes)
 
 
 def test_a_pipe_that_nobody_reads_any_more() -> None:
-    """`python train.py | head`: the table goes nowhere, the training goes on."""
+    """In `python train.py | head` the table is lost, and training continues."""
     read, write = os.pipe()
     os.close(read)
     ran = subprocess.run(
@@ -186,5 +186,5 @@ def test_a_pipe_that_nobody_reads_any_more() -> None:
         text=True,
     )
     os.close(write)
-    said = ran.stderr.splitlines()[1]  # the first line says what was found
+    said = ran.stderr.splitlines()[1]  # the first line is the finding
     assert said.startswith("3 TableSink failed: BrokenPipeError"), ran.stderr

@@ -1,4 +1,4 @@
-"""Exceptions and interrupts of the user's own code pass, and numbers that are no numbers."""
+"""Exceptions and interrupts of the user's own code pass; non-finite numbers do no harm."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def spoil_weights(model: nn.Module, value: float) -> None:
 
 
 def spoilt(where: str, value: float, name: str) -> Callable[[nn.Module, Optimizer], Tensor]:
-    """A step in which numbers become such, between forward, backward and step."""
+    """Return a step in which values become non-finite before or after forward, backward or step."""
 
     def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ def test_numbers_that_are_not_finite(name: str, where: str, value: str) -> None:
 
 
 class Stops(nn.Module):
-    """Passes on what it gets, or stops everything."""
+    """A module that passes its input on, or raises an error at a given place."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Stops(nn.Module):
 
 
 class Interrupted(torch.optim.SGD):
-    """Its step is stopped half-way."""
+    """An optimizer whose step raises an error."""
 
     error: BaseException | None = None
 
@@ -118,7 +118,7 @@ class Interrupted(torch.optim.SGD):
 def test_what_the_users_code_raises_passes(
     place: str, kind: type[BaseException], goes_on: bool
 ) -> None:
-    """Training may go on with the monitor as it is, which then measures the step as if new."""
+    """Training may continue with the same monitor, which then measures the step as a new one."""
     from faults.trial import changed
     from faults.world import surroundings
 
@@ -152,7 +152,7 @@ def test_what_the_users_code_raises_passes(
 
 
 def test_an_optimizer_whose_inner_step_raises_is_followed_after_that() -> None:
-    """A step that calls its base class's: torch runs all hooks around both."""
+    """The step calls its base class's step; torch runs all hooks around both."""
 
     class Nested(Interrupted):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -174,7 +174,7 @@ def test_an_optimizer_whose_inner_step_raises_is_followed_after_that() -> None:
 
 
 def test_a_training_that_is_not_disturbed_is_equal_and_clean() -> None:
-    """What the other tests compare with can be told from what is not so."""
+    """An undisturbed training compares as equal and clean, and a different one as different."""
     for name in [name for name in SCENARIOS if not name.startswith("function ")]:
         trial = take(SCENARIOS[name], on_error="raise")
         assert trial.raised is None

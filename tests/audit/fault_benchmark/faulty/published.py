@@ -120,7 +120,8 @@ CONSTANT = ("softmax-of-one", "input-ignored", "unreached", "cannot-overfit")
 SCALES = ("exploding", "bad-initialisation")
 TOO_WIDE = "the initial scale of the weights is what makes the signal grow"
 OUTPUTS = ("saturated-units", "cannot-overfit", "loss-stuck", "dead-units")
-OUT_OF_REACH = "the head saturates, since no output of a sigmoid is near the targets"
+OUT_OF_REACH = "targets lie where a sigmoid can't come, and the head saturates on the way to them"
+ALL_ONE = "weights that are all 1 are alike, and lie on one side of zero"
 TARGETS = ("target-scale", "exploding", "rate-too-high")
 UNSCALED = "targets × 1000 make every gradient 1000 times too long for the rate"
 GROWS = ("exploding", "non-finite", "bad-initialisation")
@@ -148,6 +149,7 @@ CASES = [
         healthy.REGRESSION,
         "sigmoid as output",
         sigmoid_output,
+        "targets-out-of-range",
         *OUTPUTS,
         because=OUT_OF_REACH,
         source=CHECKER,
@@ -184,7 +186,15 @@ CASES = [
         source=CRIME,
     ),
     _case(healthy.MLP_RMSPROP, "L1 0.1", penalised(0.1, 1), "decay-fights", source=CRIME),
-    _case(healthy.CNN_SGD, "weights 1", constant(1), *SYMMETRIC, because=ALIKE, source=CRIME),
+    _case(
+        healthy.CNN_SGD,
+        "weights 1",
+        constant(1),
+        "one-sided-weights",
+        *SYMMETRIC,
+        because=ALL_ONE,
+        source=CRIME,
+    ),
     _case(healthy.CNN_SGD, "weights 0", constant(0), *SYMMETRIC, because=ALIKE, source=CRIME),
     _case(
         healthy.DEEP_RELU,

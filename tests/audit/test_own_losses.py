@@ -1,0 +1,130 @@
+"""Losses of the user's own run: read, and held against those of the copy."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audited import cross_entropy
+from torch import nn
+from trial_setups import batches, mlp
+
+from adiv_monitor import audit
+from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.sources.own_losses import own_losses
+from adiv_monitor.diagnosis import own_run
+from adiv_monitor.diagnosis.record import Record
+
+STEPS = 24
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3)
+
+
+def audited(**given: Any) -> Any:
+    quick = {"steps": STEPS, "try_fixes": False, "what_if": False}
+    given = {"optimizer": sgd, **quick, **given}
+    return audit(mlp(), batches(), loss=cross_entropy, **given)
+
+
+def losses(rate: float) -> list[float]:
+    """Of a loop by hand; a hook that is lost divides the rate, say."""
+    model, found = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for step in range(STEPS):
+        loss = cross_entropy(model, batches()[step % 8])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_a_copy_that_trains_as_the_run_did_says_so_in_a_note() -> None:
+    report = audited(own_losses=losses(0.3))
+    assert "does not train as your run did" not in report.verdict
+    assert f"The copy's losses agree with your run's, over {STEPS} steps." in report.record.notes
+    assert type(report).from_json(report.to_json()) == report
+
+
+def test_a_copy_that_trains_otherwise_says_so_first_in_the_verdict() -> None:
+    report = audited(own_losses=losses(1e-4))
+    assert report.verdict.startswith("The copy does not train as your run did: over the steps 0 to")
+    found = own_run.difference(report.record)
+    assert found is not None and found.own > found.copy
+    diverged = replace(report.record, own_losses=dict(enumerate([1.0, *[math.nan] * 23])))
+    assert own_run.difference(diverged) is not None
+    assert own_run.said(replace(report.record, own_losses={})) == ""
+
+
+def test_too_few_losses_are_not_compared() -> None:
+    report = audited(own_losses={0: 9.0, 10: 9.0, 20: 9.0, 1000: 9.0})
+    assert "does not train" not in report.verdict
+    assert any("3 are of steps that the copy took, too few" in n for n in report.record.notes)
+
+
+def test_what_the_copy_lacks_is_in_the_verdict() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    quick: dict[str, Any] = {"steps": 3, "try_fixes": False, "what_if": False}
+    report = audit(model.eval(), batches(), loss=cross_entropy, optimizer=optimizer, **quick)
+    assert report.verdict.endswith(
+        "Not as in your run: the model was given in evaluation mode and is trained in training "
+        "mode; no scheduler runs."
+    )
+    assert "Not as in your run" not in audited().verdict
+
+
+def test_a_difference_of_the_last_half_is_found_and_noise_is_not() -> None:
+    record = audited().record
+
+    def against(own: list[float]) -> Record:
+        return replace(record, own_losses=dict(enumerate(own)))
+
+    copy = list(record.losses)
+    assert own_run.difference(against(copy)) is None
+    later = copy[:12] + [x + 1.0 for x in copy[12:]]
+    found = own_run.difference(against(later))
+    assert found is not None and (found.first, found.last) == (12, 23)
+    noisy = [x + (-1) ** step for step, x in enumerate(copy)]
+    assert own_run.difference(against(noisy)) is None
+
+
+HISTORY = [{"step": 2, "loss": 2.0}, {"step": 4, "loss": 1.0}, {"step": 4, "eval_loss": 7.0}]
+FILES = {
+    "[2.5, 1.5]": {0: 2.5, 1: 1.5},
+    json.dumps({"log_history": HISTORY}): {0: 2.0, 1: 2.0, 2: 1.0, 3: 1.0},
+    "epoch,step,train_loss_step,val_loss\n0,0,2.5,\n0,,,9\n0,2,1.5,\n": {0: 2.5, 2: 1.5},
+    "train/my_loss,step\n3,0\n": {0: 3.0},
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_losses_are_read_from_what_trainers_log(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    assert own_losses(str(tmp_path / "file")) == FILES[text]
+
+
+BAD = {
+    "[]": "holds no loss",
+    '["a"]': "could not convert",
+    "[null]": "expected a number",
+    '{"a": 1}': "log_history",
+    "{": "Expecting",
+    "a,b\n1,2\n": "no column of losses among a, b",
+    "": "no column",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_holds_no_losses_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(UsageError, match=BAD[text]):
+        own_losses(str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="can't be read"):
+        own_losses(str(tmp_path / "none"))
