@@ -28,8 +28,8 @@ ROWS = {
 COLUMNS = {
     "torch": "torch's own",
     "mup": "muP with a base",
-    "mup:input=10,readout=5": "muP, inputs × 10, readouts × 3.2",
-    "solver:input=10,readout=5": "SP, solver's, with the same factors",
+    "mup:input=10,readout=5": "muP,\ninputs × 10, readouts × 3.2",
+    "solver:input=10,readout=5": "SP, solver's rates,\ninputs × 10, readouts × 3.2",
     "package": "the mup package",
 }
 Curves = dict[int, dict[float, list[float]]]  # width → rate → loss of each seed
