@@ -28,8 +28,8 @@ ROWS = {
 COLUMNS = {
     "torch": "torch's own",
     "mup": "muP with a base",
-    "mup:input=10,readout=5": "muP, constants by kind",
-    "solver:input=10,readout=5": "SP, solver's, constants",
+    "mup:input=10,readout=5": "muP,\ninputs × 10, readouts × 3.2",
+    "solver:input=10,readout=5": "SP, solver's rates,\ninputs × 10, readouts × 3.2",
     "package": "the mup package",
 }
 Curves = dict[int, dict[float, list[float]]]  # width → rate → loss of each seed
@@ -82,7 +82,7 @@ def transfer() -> Figure:
             )
             line[0].set_yticks([], minor=True)
     for title, axes in zip(COLUMNS.values(), grid[0], strict=True):
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize=9)
     for axes in grid[-1]:
         axes.set_xlabel("learning rate η")
     return figure

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "alignment"
 COMMANDS = {
     "landscape": ["--side", "3"],
     "data_noise": ["--steps", "20", "--seeds", "1"],
+    "carried": ["--quick"],
     "grid": ["--quick", "--names", "mup"],
 }
 
@@ -25,6 +26,7 @@ def test_it_leaves_a_picture(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", [name, *COMMANDS[name], "--out", str(tmp_path)])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     (picture,) = tmp_path.glob("*.png")

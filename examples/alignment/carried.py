@@ -1,0 +1,191 @@
+"""Alignments of a narrow network used for a wide one: what becomes of them, and of the loss.
+
+A network of three layers learns handwritten digits, 64 wide; the alignments to which it converges
+(means over the last third of the steps) give exponents c for one that is 256 wide ("sum", which may
+slow one layer for the others' sake, as Kilian & Wojnar 2025 do). Arms, the rate of each tuned anew:
+
+- full: rates n^(−c) under full alignment;
+- carried A: those exponents, as they are;
+- carried κ: from κ = n^(A − 1) instead, which is what does not change with width.
+
+Expected before it was run: alignments that the wide network then converges to are not those that it
+was given, with SGD still less than with Adam (as published); A that is carried is too low at the
+larger width, so rates are too large, and κ does better; trading layers against each other costs.
+
+    python examples/alignment/carried.py [--quick] [--out examples/alignment/results]
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from grid import BATCH, OPTIMIZERS, PROBE, digits, mean
+from matplotlib.figure import Figure
+from torch import nn
+
+from adiv_monitor.alignment import Alignment, Probe
+from adiv_monitor.max_lr import (
+    PARAMETRIZATIONS,
+    optimizer_groups,
+    parametrize_model,
+    solve_max_lr,
+)
+
+NARROW, WIDE = 64, 256
+PATHS = ("0", "2", "4")
+NAMES = ("alpha", "omega", "u")
+STEPS, SEEDS = 150, 2
+RATES = (-1.25, -0.75, -0.25, 0.25)  # powers of ten, times a typical rate
+Alignments = dict[str, dict[str, float]]  # measure → layer → value
+
+
+class Run(NamedTuple):
+    """A training run: the loss of its last tenth, ∞ where it diverges, and what it converged to."""
+
+    loss: float
+    alignments: Alignments
+
+
+def train(
+    name: str, optimizer: str, width: int, rate: float, gains: Mapping[str, float], seed: int
+) -> Run:
+    """Train once, at a constant rate."""
+    torch.manual_seed(seed)
+    X, Y = digits()
+    linears = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise((64, width, width, 10))]
+    model = nn.Sequential(*[m for linear in linears for m in (linear, nn.ReLU())][:-1])
+    probe = Probe(X[-PROBE:], max_rows=None)
+    layers = parametrize_model(model, probe, name, scale={"2": 2**0.5})
+    groups = optimizer_groups(model, layers, name, optimizer, lr=10**rate, gains=gains)
+    chosen = OPTIMIZERS[optimizer](groups)
+    alignment = Alignment(model, probe)
+    losses, readings = [], []
+    for step in range(1, STEPS + 1):
+        rows = torch.randint(len(X) - PROBE, (BATCH,))
+        chosen.zero_grad()
+        loss = nn.functional.cross_entropy(model(X[rows]), Y[rows])
+        loss.backward()
+        chosen.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            return Run(math.inf, {})
+        if step > 2 * STEPS // 3 and step % 10 == 0:
+            readings.append(alignment.read())
+    found = {
+        measure: {path: mean([getattr(r[path], measure) for r in readings]) for path in PATHS[1:]}
+        for measure in NAMES
+    }
+    return Run(mean(losses[-STEPS // 10 :]), found)
+
+
+def tuned(
+    name: str, optimizer: str, width: int, gains: Mapping[str, float], rates: Sequence[float]
+) -> dict[str, Any]:
+    """The best rate, the losses of its seeds and the alignments of the first."""
+    typical = 0.0 if optimizer == "sgd" else (-0.75 if name in ("mup", "mfp") else -1.0)
+    found = {}
+    for offset in rates:
+        runs = [train(name, optimizer, width, typical + offset, gains, s) for s in range(SEEDS)]
+        found[typical + offset] = runs
+    rate = min(found, key=lambda rate: mean([run.loss for run in found[rate]]))
+    losses = [run.loss for run in found[rate]]
+    return {"rate": rate, "losses": losses, "alignments": found[rate][0].alignments}
+
+
+def exponents(name: str, optimizer: str, given: Alignments) -> tuple[dict[str, float], float]:
+    """Layer → n^(c_full − c) at the larger width, and the trade-off: the mean increase of c."""
+    ratios = {measure: [None, *(min(1.0, x[p]) for p in PATHS[1:])] for measure, x in given.items()}
+    solution = solve_max_lr(
+        parametrization=name, optimizer=optimizer, objective="sum", layers=3, **ratios
+    )
+    if solution.status != "optimal":
+        raise ValueError(f"{name}, {optimizer}: {solution.status}: {solution.message}")
+    gains = {path: WIDE**gain for path, gain in zip(PATHS, solution.gains, strict=True)}
+    return gains, mean([max(0.0, -gain) for gain in solution.gains])
+
+
+def carried(given: Alignments) -> Alignments:
+    """The alignments at the larger width that have the same κ = n^(A − 1)."""
+    share = math.log(NARROW) / math.log(WIDE)
+    return {m: {p: 1 + (A - 1) * share for p, A in x.items()} for m, x in given.items()}
+
+
+def compare(name: str, optimizer: str, rates: Sequence[float]) -> dict[str, Any]:
+    """All arms of one parametrization and optimizer."""
+    given = tuned(name, optimizer, NARROW, {}, rates)["alignments"]
+    found: dict[str, Any] = {"name": name, "optimizer": optimizer, "narrow": given}
+    found["full"] = tuned(name, optimizer, WIDE, {}, rates)
+    for arm, used in (("carried A", given), ("carried κ", carried(given))):
+        gains, trade_off = exponents(name, optimizer, used)
+        found[arm] = {
+            **tuned(name, optimizer, WIDE, gains, rates),
+            "gains": gains,
+            "trade-off": trade_off,
+        }
+    return found
+
+
+def differences(result: dict[str, Any], arm: str) -> dict[str, float]:
+    """Measure → how far what the arm converges to is from what full alignment converges to."""
+    full, own = (result[x]["alignments"] for x in ("full", arm))
+    return {m: mean([abs(full[m][p] - own[m][p]) for p in PATHS[1:]]) for m in NAMES}
+
+
+def plot(results: list[dict[str, Any]], file: Path) -> None:
+    """Converged differences, losses over full's, and these over the trade-off."""
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    converged, losses, trades = figure.subplots(1, 3, width_ratios=[1.3, 1.3, 1])
+    labels = [f"{r['name']}\n{r['optimizer']}" for r in results]
+    for place, measure in enumerate(NAMES):
+        at = [i + 0.25 * (place - 1) for i in range(len(results))]
+        converged.bar(
+            at, [differences(r, "carried A")[measure] for r in results], 0.22, label=measure
+        )
+    converged.set_title("carried A: |converged alignment − that of full|")
+    for place, arm in enumerate(("carried A", "carried κ")):
+        ratios = [mean(r[arm]["losses"]) / mean(r["full"]["losses"]) for r in results]
+        at = [i + 0.3 * (place - 0.5) for i in range(len(results))]
+        losses.bar(at, ratios, 0.28, label=arm)
+        trades.plot(
+            [r[arm]["trade-off"] for r in results], [1 - x for x in ratios], "os"[place], label=arm
+        )
+    losses.axhline(1, color="grey", lw=0.8)
+    losses.set_title("training loss over that of full, each at its best rate")
+    trades.axhline(0, color="grey", lw=0.8)
+    trades.set(
+        title="gain over trade-off", xlabel="mean increase of c", ylabel="1 − loss / loss of full"
+    )
+    for axes in (converged, losses):
+        axes.set_xticks(range(len(results)), labels, fontsize=8)
+    for axes in (converged, losses, trades):
+        axes.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for name, optimizer in itertools.product(PARAMETRIZATIONS, OPTIMIZERS):
+        results.append(compare(name, optimizer, RATES[1:2] if given.quick else RATES))
+        shown = {m: round(x, 3) for m, x in differences(results[-1], "carried A").items()}
+        print(f"{name}, {optimizer}: differences {shown}")
+        for arm in ("full", "carried A", "carried κ"):
+            found = results[-1][arm]
+            print(f"  {arm:9}  loss {mean(found['losses']):.4f} at 10^{found['rate']:g}")
+        if given.quick:
+            break
+    plot(results, given.out / "carried.png")
+    (given.out / "carried.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
