@@ -52,8 +52,9 @@ def lacks_softmax(call: Call) -> bool:
 
 def _input(call: Call) -> Tensor | None:
     x = call.argument(0, "input") if call.name in LOSSES else None
-    is_scores = isinstance(x, Tensor) and x.ndim >= 2 and x.is_floating_point() and bool(x.numel())
-    return x if is_scores and _class_axes(x) else None
+    if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point() or not x.numel():
+        return None
+    return x if _class_axes(x) else None
 
 
 def _class_axes(x: Tensor) -> list[int]:
