@@ -106,6 +106,7 @@ FOLLOWS = frozenset(
 )
 ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
     {
+        "samples-mixed": frozenset({"input-partly-ignored"}),
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
     }

@@ -165,6 +165,7 @@ def ignored(parts: int, **words: str) -> Record:
     return probed("input-partly-ignored", *[fact] * parts)
 
 
+BOTH_MIXED = replace(mixed(), probed={**mixed().probed, **ignored(1).probed}, losses=STILL)
 UNORDERED = probed("order-ignored", Fact("", {"places": 8.0}))
 
 
@@ -435,6 +436,8 @@ ROWS: list[Row] = [
         "(64, 8), neither before training nor after it: exchanged between samples, they change "
         "nothing",
         ignored(1), record(probed={"input-partly-ignored": Probed()})),
+    Row("samples-mixed", "This would explain: input-partly-ignored", BOTH_MIXED,
+        replace(BOTH_MIXED, probed={"samples-mixed": BOTH_MIXED.probed["samples-mixed"]})),
     Row("input-partly-ignored", "places 1 to 7 of the input and 1 more, of shape (64, 8)",
         ignored(4), ignored(3)),
     Row("input-partly-ignored", "look at the mask: does True stand for what is left out",
