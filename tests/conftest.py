@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -61,6 +62,15 @@ def whole(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_onednn() -> Iterator[None]:
+    """Run without oneDNN, whose LSTM takes bfloat16 on some processors only."""
+    set_flags = torch.backends.mkldnn.set_flags
+    before = set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+    yield
+    set_flags(*before)  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(autouse=True)

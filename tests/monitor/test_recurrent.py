@@ -679,6 +679,7 @@ def test_how_far_off_a_replay_may_be(low: bool, monkeypatch: pytest.MonkeyPatch)
     assert report.unsupported.keys() == (set() if low else {"input_l0", "hidden_l0"})
 
 
+@pytest.mark.usefixtures("without_onednn")
 def test_autocast() -> None:
     torch.manual_seed(0)
     net = nn.LSTM(K, H, 2, dropout=0.5)

@@ -411,6 +411,7 @@ def test_single_precision_and_inputs_with_gradients(kind: str, requires_grad: bo
     assert {linear.gradient.dtype for linear in found.maps} == {torch.float32}
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("kind", ["tanh", "lstm", "gru"])
 def test_autocast_is_replayed_in_single_precision(kind: str) -> None:
     rnn = KINDS[kind](num_layers=2, dropout=0.5)
