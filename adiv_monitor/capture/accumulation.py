@@ -110,6 +110,7 @@ class Accumulation:
         self.foreign: Tensor | None = None  # ‖.grad‖ from before any row was seen
         self._ended: Tensor | None = None  # sampled entries of `.grad` at the end of the last pass
         self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []
+        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Register the hooks. `remove` removes them, even if this method raises."""
@@ -126,11 +127,15 @@ class Accumulation:
         hook = self._owner.hook(self._known_as, body)
         self._hooks.append((hook, where))  # before registering, which may be interrupted
         handle: RemovableHandle = register(hook)
+        self._handles.append(handle)
         return handle
 
     def remove(self) -> None:
         """Remove the hooks."""
-        call_all(*(partial(take_off, self._parameter, *hook) for hook in self._hooks))
+        if len(self._handles) == len(self._hooks):
+            call_all(*[handle.remove for handle in self._handles])
+        else:
+            call_all(*(partial(take_off, self._parameter, *hook) for hook in self._hooks))
 
     def left(self) -> Tensor | None:
         """Return a tensor with the norm of the gradient that backward left; None: unknown.

@@ -76,7 +76,8 @@ class Capture:
         self.attention = attention
         self._selection = selection
         self._without_gradient: set[int] | None = None
-        self._provenance = Provenance(model, selection.parameters, pieces)
+        is_watched = plan is None or bool(plan.watched)
+        self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self._without_rule = ParametersWithoutRule(selection, guard)
         self.plan = plan
         self.forwards = Forwards.of(selection, guard, renew, plan)
@@ -162,7 +163,7 @@ class Capture:
         Args:
             reached: the layers that a gradient reached.
         """
-        return self._layers.shared(reached, self._without_rule.has)
+        return self._layers.shared(reached, self._without_rule.unmeasured)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Return whether an unmeasured use of the parameter received a gradient."""

@@ -24,7 +24,7 @@ from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gradient_shares import Handed, follow
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import TensorHook, has_data
+from adiv_monitor.capture.hook import TensorHook, holds_memory
 from adiv_monitor.capture.jagged import NESTED, is_nested
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
@@ -41,7 +41,7 @@ from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.features.whole import squares
-from adiv_monitor.kernels.choice import attempt
+from adiv_monitor.kernels.choice import attempt, counts_launches
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
@@ -327,7 +327,7 @@ class Gathering:
         for contribution, edge, moves in handed:
             contribution.has_rows &= has_rows
             gradient = gradients[edge]
-            if gradient is None or not has_data(gradient):
+            if gradient is None or not holds_memory(gradient):
                 continue
             for move in moves:
                 gradient = move(gradient)
@@ -415,10 +415,11 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
         own = call.late.of_gradient(gradient, bias=call.layer.bias is not None)
         if own is not None:
             return rows.take(gradient), own
-    what = {"chosen": rows.places, "rows": rows.count, "squares": True}
-    seen = attempt("look", gradient, **what) if rows.lie_in(gradient) else None
-    if seen is not None:
-        return seen[2], seen[0][None]
+    if counts_launches(gradient) and rows.lie_in(gradient):
+        what = {"chosen": rows.places, "rows": rows.count, "squares": True}
+        seen = attempt("look", gradient, **what)
+        if seen is not None:
+            return seen[2], seen[0][None]
     return rows.take(gradient), squares(gradient).reshape(1, -1)
 
 

@@ -5,6 +5,7 @@ that of these calls times one factor. This fails if the loss has a penalty or us
 elsewhere, if something edits a gradient, or if each parameter is clipped by itself.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -53,10 +54,10 @@ class GradientShare:
             return
         if not lies_as(gradient, self.parameter):
             gradient = torch.empty_like(self.parameter, dtype=gradient.dtype).copy_(gradient)
-        entries = self._kept(gradient)
-        if not self._is_now:
+        entries, task = self._kept(gradient), torch._C._current_graph_task_id()
+        if self._backward != task:
             self._close()
-            self._backward = torch._C._current_graph_task_id()
+            self._backward = task
         # Sums are in the precision of the gradient, as in autograd.
         self._arrived = entries.clone() if self._arrived is None else self._arrived + entries
 
@@ -82,9 +83,10 @@ class GradientShare:
 
     def fold(self) -> None:
         """Add the gradient of this pass, which is being accumulated."""
-        if not self._is_now:
+        task = torch._C._current_graph_task_id()
+        if self._backward != task:
             self._close()
-        self._accumulated = torch._C._current_graph_task_id()
+        self._accumulated = task
 
     def entries(self) -> Tensor | None:
         """Return sampled entries of the calls' total contribution in memory order.
@@ -153,13 +155,13 @@ def follow(
         arrive: receives a node's contributions and gradients; its first argument is the layer.
     """
     wanted = {id(found.parameter): found for found in contributions}
-    nodes: dict[Any, Handed] = {}
-    reached = set[int]()
-    for edge in edges_to_leaves(outputs, inputs):
-        contribution = wanted.get(id(edge.leaf))
-        if contribution is not None:
-            reached.add(id(edge.leaf))
-            nodes.setdefault(edge.node, []).append((contribution, edge.number, edge.moves))
+    nodes: dict[Any, Handed] = defaultdict(list)
+    reached: dict[int, None] = {}
+    for node, number, leaf, moves in edges_to_leaves(outputs, inputs):
+        key = id(leaf)
+        if key in wanted:
+            reached[key] = None
+            nodes[node] += ((wanted[key], number, moves),)
     handles = []
     for node, handed in nodes.items():
         hook = _Following(arrive, handed)  # it must not hold the node, which holds it
@@ -170,9 +172,8 @@ def follow(
                 if type(other) is _Following and other is not hook:
                     hook.leave_to(other)
         handles.append(handle)
-    for key, contribution in wanted.items():
-        if key not in reached:
-            contribution.is_known = False
+    for key in wanted.keys() - reached.keys():
+        wanted[key].is_known = False
     return handles
 
 

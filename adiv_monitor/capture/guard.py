@@ -25,9 +25,11 @@ class Guard:
 
     def __call__(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook."""
-        if self.broken:
-            return
-        state = ThreadState()
+        if not self.broken:
+            self.within(ThreadState(), body, *args)
+
+    def within(self, state: ThreadState, body: Callable[..., None], *args: Any) -> None:
+        """Run the body of a hook, and restore the given settings if it raises."""
         try:
             body(*args)
         except Exception as error:

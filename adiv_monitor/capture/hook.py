@@ -139,7 +139,8 @@ class ModuleHook:
                 hook, prepend=self._first, with_kwargs=True, always_call=self._always
             )
         names = _BEFORE_MODULE if self._before else _AFTER_MODULE
-        hooks, *others = [getattr(module, name) for name in names]
+        held = module.__dict__
+        hooks, *others = [held[name] for name in names]
         for table in (*others, hooks):
             _hide(table, hooks)
 
@@ -150,7 +151,8 @@ class ModuleHook:
             take_off(self._module, self._hook, names)
         else:
             self._handle.remove()  # from all tables: other code may have cleared only the hooks
-            _show([getattr(self._module, name) for name in names])
+            held = self._module.__dict__
+            _show([held[name] for name in names])
 
 
 class NextForward:
@@ -185,7 +187,8 @@ class NextForward:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        call_all(*(hook.remove for hook in self._hooks))
+        call_all(*[hook.remove for hook in self._hooks])
+        self._hooks.clear()
 
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
         if is_rerun() or not trains(args):
@@ -255,7 +258,7 @@ def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
     Torch itself runs hooks through the table's items.
     """
     # The tables are OrderedDicts, which take attributes; `copy` and `pickle` look there first.
-    attributes = vars(table)
+    attributes = table.__dict__
     if "values" not in attributes:  # another hook of the monitor may have set them
         attributes["__reduce_ex__"] = attributes["values"] = _Others(table, hooks)
 
@@ -285,6 +288,14 @@ def has_data(value: object) -> bool:
     if torch._is_functional_tensor(value):
         return not is_fake(value)
     return not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def holds_memory(value: object) -> bool:
+    """Return `has_data(value)` in a backward pass that trains, where no transform is running."""
+    if type(value) not in _PLAIN:
+        return has_data(value)
+    assert isinstance(value, Tensor)
+    return torch._C._has_storage(value) and not value.is_meta
 
 
 def _is_traced() -> bool:

@@ -1,8 +1,9 @@
 """The layers found in one step, with their parameters, rows and gradients."""
 
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from adiv_monitor.capture.accumulation import Accumulated, Accumulation
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import Hook, has_data, trains
+from adiv_monitor.capture.hook import Hook, holds_memory, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.realised.forward_calls import ForwardCalls
@@ -27,6 +28,7 @@ from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use, shape_alike
+from adiv_monitor.rerun.thread import ThreadState
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,26 @@ class Passing:
 
     layer: Layer
     forward: int
+
+
+class _Pass(threading.local):
+    """The backward pass that runs in a thread.
+
+    Attributes:
+        task: the number of its graph task.
+        trains: whether it belongs to a training step.
+        state: torch's settings in its hooks.
+    """
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.trains = False
+        self.state = ThreadState()
+
+    def begins(self, task: int) -> None:
+        """Read what holds for the whole pass."""
+        self.trains = False
+        self.task, self.state, self.trains = task, ThreadState(), trains(None)
 
 
 class Layers:
@@ -90,6 +112,7 @@ class Layers:
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
+        self._shares: dict[Layer, list[GradientShare]] = {}
         # The share that each of several layers contributes to one parameter, by path and by id.
         self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
         self._not_kept: set[str] = set()  # paths of layers that contributed before others were seen
@@ -101,7 +124,7 @@ class Layers:
         self._led: dict[int, list[str]] = defaultdict(list)  # by id of the first parameter, paths
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
-        self._of_pass = -1, False  # a backward pass, and whether it belongs to a training step
+        self._running = _Pass()
         self._awaited = -1  # the backward pass for whose end a callback is queued
         self._active = True  # hooks in graphs that are already built outlive their removal
 
@@ -275,16 +298,22 @@ class Layers:
 
     def contributions_of(self, layer: Layer) -> list[GradientShare]:
         """Return the shares in the layer's parameter gradients, or none for sharded parameters."""
+        if layer not in self._shares:
+            self._shares[layer] = list(self._new_shares(layer))
+        return self._shares[layer]
+
+    def _new_shares(self, layer: Layer) -> Iterator[GradientShare]:
         if self._provenance.any_apart and any(
             is_shard(p) or self._provenance.stand_in(p) is not None for p in layer.parameters
         ):
-            return []
+            return
         # A layer's gradients are accumulated and zeroed together with that of its first parameter.
         known = self._contributed[id(layer.parameters[0])]
         for parameter in layer.parameters:
-            if id(parameter) not in known:
-                known[id(parameter)] = GradientShare(parameter)
-        return [known[id(parameter)] for parameter in layer.parameters]
+            key = id(parameter)
+            if key not in known:
+                known[key] = GradientShare(parameter)
+            yield known[key]
 
     def own_contribution(self, path: str, parameter: nn.Parameter) -> GradientShare | None:
         """Return the share of one of several layers that use a parameter, or None.
@@ -293,7 +322,7 @@ class Layers:
         it takes as much memory as a gradient.
         """
         if self._sharing is None:
-            self._sharing = self.shared(set(self.found.values()), lambda key: False)
+            self._sharing = self.shared(set(self.found.values()), ())
         if path not in self._sharing:
             self._not_kept.add(path)
             return None
@@ -340,11 +369,15 @@ class Layers:
 
         The last argument is None where the loss does not depend on this output of a function.
         """
-        self.guard(self._run, paths, function, *args)
+        if not self._active or args[-1] is None or self.guard.broken:
+            return
+        running, task = self._running, torch._C._current_graph_task_id()
+        if task < 0 or task != running.task:
+            self.guard(running.begins, task)
+        if running.trains and holds_memory(args[-1]):
+            self.guard.within(running.state, self._run, paths, function, *args)
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
-        if not self._active or args[-1] is None or not self._trains(args[-1]):
-            return
         watched = [path for path in paths if path in self.rows]
         if not watched:
             return
@@ -364,13 +397,6 @@ class Layers:
         finally:
             if gradients:
                 torch._C._set_grad_enabled(True)
-
-    def _trains(self, value: object) -> bool:
-        """Return `trains(value)`; the part that holds for a whole backward pass is cached."""
-        task = torch._C._current_graph_task_id()
-        if task < 0 or task != self._of_pass[0]:
-            self._of_pass = task, trains(None)
-        return self._of_pass[1] and has_data(value)
 
     def accumulates(self) -> None:
         """Queue sampling of gradients for the end of this pass, after ranks have averaged them."""
@@ -434,22 +460,25 @@ class Layers:
         """Return whether any piece of a parameter belongs to a layer."""
         return any(piece.parameter is parameter for x in self.found.values() for piece in x.pieces)
 
-    def shared(self, reached: Container[Layer], elsewhere: Callable[[int], bool]) -> set[str]:
+    def shared(self, reached: Container[Layer], elsewhere: Collection[int]) -> set[str]:
         """Return the paths of the layers that share at least one parameter entry with another use.
 
         Args:
             reached: the layers that a gradient reached; other uses do not count.
-            elsewhere: whether the parameter with this id has a use outside of all layers.
+            elsewhere: ids of the parameters that have a use outside of all layers.
         """
         uses: dict[int, list[tuple[Layer, Piece]]] = defaultdict(list)
-        for layer in (layer for layer in self.found.values() if layer in reached):
-            for piece in layer.pieces:
-                uses[id(piece.parameter)].append((layer, piece))
+        for layer in self.found.values():
+            if layer in reached:
+                for piece in layer.pieces:
+                    uses[id(piece.parameter)] += ((layer, piece),)
         found = set()
         for key, users in uses.items():
-            pieces = [piece for _, piece in users]
-            if elsewhere(key) or overlap(pieces[0].parameter, pieces):
-                found |= {layer.path for layer, _ in users}
+            is_elsewhere = key in elsewhere
+            if is_elsewhere or users[1:]:
+                pieces = [piece for _, piece in users]
+                if is_elsewhere or overlap(pieces[0].parameter, pieces):
+                    found |= {layer.path for layer, _ in users}
         return found
 
 

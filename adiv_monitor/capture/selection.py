@@ -105,6 +105,11 @@ class Layer:
         return weight, None if self.bias is None else self.bias.of(parts, taken)
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """The numbers of entries of the pieces, as far as this rank holds them."""
+        return [piece.value().numel() for piece in self.pieces]
+
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the pieces belong to, without duplicates."""
         return list(dict.fromkeys(piece.parameter for piece in self.pieces))
@@ -162,22 +167,32 @@ class Selection:
     peers: Peers | None = None
     due: Collection[int] | None = None
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters to measure."""
         return list(self.held.values())
 
-    @property
+    @cached_property
     def due_parameters(self) -> list[nn.Parameter]:
         """The parameters to measure that are due in this step."""
         return [p for key, p in self.held.items() if self.due is None or key in self.due]
 
-    @property
+    @cached_property
     def owners(self) -> list[nn.Module]:
         """The modules that hold the parameters directly and can have hooks."""
         places = (place for several in self.places.values() for place in several)
         modules = dict.fromkeys(place.module for place in places)
         return [module for module in modules if module in self.modules]
+
+    @cached_property
+    def below(self) -> dict[nn.Module, set[int]]:
+        """Ids of the parameters to measure that each module holds at any depth."""
+        held: dict[nn.Module, set[int]] = {}
+        for module in reversed(self.modules):  # inner modules first
+            own = {id(p) for p in module._parameters.values() if id(p) in self.places}
+            children = (child for child in module._modules.values() if child is not None)
+            held[module] = own.union(*(held.get(child, set()) for child in children))
+        return held
 
     @property
     def paths(self) -> list[str]:
@@ -257,20 +272,20 @@ class Selection:
         pieces: dict[int, list[Piece]] = defaultdict(list)
         for layer in layers:
             for piece in layer.pieces:
-                pieces[id(piece.parameter)].append(piece)
+                pieces[id(piece.parameter)] += (piece,)
         found = {}
         for p in self._trained_now:
-            of_parameter = pieces.get(id(p), ())
-            if of_parameter and of_parameter[0].view is None:  # the whole parameter
+            key = id(p)
+            if key in pieces and pieces[key][0].view is None:  # the whole parameter
                 continue
-            count = _elements(p) - covered(p, of_parameter)
+            count = _elements(p) - covered(p, pieces[key])
             if count or is_lazy(p):
-                found[id(p)] = count
+                found[key] = count
         return found
 
     def unexplained(
         self,
-        missing: Container[int],
+        missing: Collection[int],
         known: Collection[str],
         why: Callable[[nn.Parameter], str],
     ) -> dict[str, str]:
@@ -281,6 +296,8 @@ class Selection:
             known: paths whose reason is known already.
             why: returns a parameter's reason.
         """
+        if not missing:
+            return {}
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
         for parameter in self.due_parameters:
             place = self.places[id(parameter)][0]

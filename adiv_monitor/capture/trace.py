@@ -8,6 +8,7 @@ from the arguments of a hook on the module, so that later steps need not watch f
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,16 +23,23 @@ _FIRST, _EVERY = 2, 16
 _NUMBERS = (bool, int, float, complex)
 
 
-class _Input(NamedTuple):
-    """An argument of the module's forward, by position or by name."""
-
-    place: int | str
+Place = int | str  # of an argument: its position or its name
 
 
-class _Own(NamedTuple):
-    """A parameter or buffer of the module."""
+class Given(NamedTuple):
+    """The arguments of a function in one call of its module.
 
-    name: str
+    Attributes:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        inputs: the tensors among them that the module's forward was given.
+        trained: the parameters of the module among them that require a gradient.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    trained: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,22 +50,26 @@ class Known:
         module: the module.
         kind: its class.
         forward: a `forward` in the module's own attributes; None: there is none.
-        settings: its own plain attributes, such as its mode or its stride.
+        settings: its own plain attributes, such as its mode or its stride, by name.
         calls: the number of calls of its forward in the step in which it was recorded.
         function: the name of the function that takes its parameters; "": its class has a rule.
-        args: the arguments of the function: origins of tensors, and constants.
-        kwargs: see args.
+        constants: the function's arguments by place, those by position first; None for tensors.
+        names: the names of the function's keyword arguments.
+        inputs: by place of such a tensor, its place among the arguments of the module's forward.
+        own: by place of such a tensor, its name among the module's parameters and buffers.
         layers: the layers of its uses, in order.
     """
 
     module: nn.Module
     kind: type[nn.Module]
     forward: object
-    settings: list[tuple[str, object]]
+    settings: Mapping[str, object]
     calls: int
     function: str
-    args: Sequence[object]
-    kwargs: Mapping[str, object]
+    constants: Mapping[Place, object]
+    names: Sequence[str]
+    inputs: Mapping[Place, Place]
+    own: Mapping[Place, str]
     layers: Sequence[Layer]
 
     @property
@@ -66,30 +78,29 @@ class Known:
         module, held = self.module, self.module.__dict__
         if type(module) is not self.kind or held.get("forward") is not self.forward:
             return False
-        return [(name, held.get(name)) for name, _ in self.settings] == self.settings
+        return self.settings.items() <= held.items()
 
-    def given(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given | None:
         """Return the function's arguments in a call of the module, or None if these don't match."""
         if not self.holds:
             return None
+        parameters, buffers = self.module._parameters, self.module._buffers
+        values: dict[Place, Any] = {**self.constants}
+        inputs: list[Tensor] = []
+        trained: list[Tensor] = []
         try:
-            return (
-                tuple([self._at(value, args, kwargs) for value in self.args]),
-                {name: self._at(value, args, kwargs) for name, value in self.kwargs.items()},
-            )
+            for place, name in self.own.items():
+                held = parameters.get(name)
+                if held is not None and held.requires_grad:
+                    trained += (held,)
+                values[place] = buffers[name] if held is None else held
+            for place, at in self.inputs.items():
+                values[place] = value = args[at] if isinstance(at, int) else kwargs[at]
+                inputs += (value,)
         except (IndexError, KeyError):
             return None
-
-    def _at(self, value: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-        if isinstance(value, _Input):
-            place = value.place
-            return args[place] if isinstance(place, int) else kwargs[place]
-        if isinstance(value, _Own):
-            held = self.module._parameters.get(value.name)
-            return self.module._buffers[value.name] if held is None else held
-        return value
+        named = {name: values.pop(name) for name in self.names}
+        return Given(tuple(values.values()), named, inputs, trained)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,51 +143,41 @@ class Called:
             return None  # another output; or a shaping that may hold tensors of this step
         if _versions(self.args, self.kwargs, self.result) != self.versions:
             return None  # a hook would run too late
-        places: dict[int, object] = {
-            id(tensor): _Own(name)
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        }
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        places |= {id(value): _Input(place) for place, value in given if isinstance(value, Tensor)}
-        try:
-            took = [_place(value, places) for value in self.args]
-            named = {name: _place(value, places) for name, value in self.kwargs.items()}
-        except LookupError:
-            return None
-        return _known(module, self.function, took, named, self.layers)
+        held = (*module._parameters.items(), *module._buffers.items())
+        names = {id(tensor): name for name, tensor in held if tensor is not None}
+        given: list[tuple[Place, object]] = [*enumerate(args), *kwargs.items()]
+        places = {id(value): place for place, value in given if isinstance(value, Tensor)}
+        constants: dict[Place, object] = {}
+        inputs: dict[Place, Place] = {}
+        own: dict[Place, str] = {}
+        taken: list[tuple[Place, object]] = [*enumerate(self.args), *self.kwargs.items()]
+        for place, value in taken:
+            if isinstance(value, Tensor) and id(value) in places:
+                inputs[place] = places[id(value)]
+            elif isinstance(value, Tensor) and id(value) in names:
+                own[place] = names[id(value)]
+            elif not _is_constant(value):
+                return None
+            constants[place] = None if isinstance(value, Tensor) else deepcopy(value)
+        return _known(module, self.function, constants, inputs, own, self.layers)
 
 
 def _known(
     module: nn.Module,
     function: str,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
+    constants: Mapping[Place, object],
+    inputs: Mapping[Place, Place],
+    own: Mapping[Place, str],
     layers: Sequence[Layer],
 ) -> Known:
     """Return the record of the module in its present state."""
-    attributes = vars(module)
-    settings = [(name, _copy(value)) for name, value in attributes.items() if _is_constant(value)]
-    forward = attributes.get("forward")
-    return Known(module, type(module), forward, settings, 0, function, args, kwargs, layers)
-
-
-def _place(value: object, places: Mapping[int, object]) -> object:
-    """Return the origin of a tensor, or a copy of a constant.
-
-    Raises:
-        LookupError: the value is neither a constant nor available to a hook on the module.
-    """
-    if isinstance(value, Tensor):
-        return places[id(value)]
-    if not _is_constant(value):
-        raise LookupError
-    return _copy(value)
-
-
-def _copy(constant: object) -> object:
-    """Return the constant, copied if it is mutable."""
-    return list(constant) if isinstance(constant, list) else constant
+    held = vars(module)
+    settings = {name: deepcopy(value) for name, value in held.items() if _is_constant(value)}
+    return Known(
+        *(module, type(module), held.get("forward"), settings, 0),
+        *(function, constants, [place for place in constants if isinstance(place, str)]),
+        *(inputs, own, layers),
+    )
 
 
 def _is_constant(value: object) -> bool:
@@ -210,7 +211,7 @@ class Record:
     def ruled(self, module: nn.Module) -> None:
         """Record a forward of a module whose class has a rule."""
         self.calls[module] += 1
-        self.found[module] = _known(module, "", [], {}, [])
+        self.found[module] = _known(module, "", {}, {}, {}, [])
 
     def ended(
         self,
@@ -237,7 +238,7 @@ class Record:
 def _alike(one: Known | None, other: Known | None) -> bool:
     if one is None or other is None:
         return one is other
-    names = ("settings", "function", "args", "kwargs", "layers")
+    names = ("settings", "function", "constants", "inputs", "own", "layers")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 

@@ -122,8 +122,9 @@ class ParameterSteps:
         every = list(uses)
         self._shared = {p.key for p, count in uses.items() if count > 1}
         values = {p.key: p.value() for p in every}
-        self._small = [p for p in every if is_small(values[p.key])]
-        self._large = [p for p in every if not is_small(values[p.key])]
+        smallness = {p.key: is_small(values[p.key]) for p in every}
+        self._small = [p for p in every if smallness[p.key]]
+        self._large = [p for p in every if not smallness[p.key]]
         self._keep_update = new or history.weights_change
         # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
         self.has_copies = copy_gradient or history.gradient_changes or self._keep_update
@@ -379,8 +380,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def sampled_entries(tensor: Tensor) -> Tensor:
     """Return all entries, or 1,024 in evenly spaced ranges, which touch few cache lines."""
-    flat = _flat_in_memory(tensor)
-    count = flat.numel()
+    flat = tensor.view(-1) if tensor.is_contiguous() else _flat_in_memory(tensor)
+    count = flat.shape[0]
     if count <= _RANGES * _RANGE:
         return flat
     return flat.as_strided((_RANGES, _RANGE), (count // _RANGES, 1), flat.storage_offset())
@@ -396,9 +397,7 @@ def lies_as(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _flat_in_memory(tensor: Tensor) -> Tensor:
-    """Return all entries in memory order, as a view if they are contiguous."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
+    """Return all entries in memory order."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1).contiguous()
 

@@ -126,22 +126,22 @@ class Watching:
             self._look_at_ruled(module, args, kwargs, output)
             return
         given = known.given(args, kwargs)
-        values = [] if given is None else values_in(known.function, *given)
-        trained = [t for t in values if isinstance(t, nn.Parameter) and t.requires_grad]
         if given is None:
             self.record.others.add(module)
-        if given is None or not trained:  # None trained: frozen for now
+        if given is None or not given.trained:  # none trained: frozen for now
             return
-        self._without_rule.account(map(id, trained))
-        with self._noting([*trained]), without_autocast(output):
-            call, inputs = FunctionCall(output, self._provenance.of_model), _made(values)
-            found = uses_in(known.function, call, *given)
+        self._without_rule.account(map(id, given.trained))
+        with self._noting(given.trained), without_autocast(output):
+            inputs = {id(value) for value in given.inputs}
+            call = FunctionCall(output, lambda value: id(value) not in inputs)
+            found = uses_in(known.function, call, given.args, given.kwargs)
             if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return
+            made = _made(given.inputs)
             for use, layer in zip(found, known.layers, strict=True):
-                same = all(p.requires_grad for p in layer.parameters)
-                self._takes.use(use, output, layer if same else layer.path, inputs=inputs)
+                same = False not in [p.requires_grad for p in layer.parameters]
+                self._takes.use(use, output, layer if same else layer.path, inputs=made)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

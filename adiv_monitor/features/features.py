@@ -92,9 +92,11 @@ class DenseFeatures:
                 f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
                 "weight, or a feature (rows, 1) for the bias of every row"
             )
-        for name, dims in (("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2)):
-            tensor = getattr(self, name)
-            if isinstance(tensor, Tensor) and tensor.dim() != dims:
+        for name, tensor, dims in (
+            *(("phi", self.phi, 3), ("bias", self.bias, 2)),
+            *(("weight_gain", self.weight_gain, 2), ("bias_gain", self.bias_gain, 2)),
+        ):
+            if isinstance(tensor, Tensor) and tensor.ndim != dims:
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"

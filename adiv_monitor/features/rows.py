@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.kernels.choice import attempt
+from adiv_monitor.kernels.choice import attempt, counts_launches
 
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -43,7 +43,7 @@ class Rows:
         The result is float32, or float64 if the tensor is.
         """
         rest = tensor.shape[len(self.shape) :]
-        if self.lie_in(tensor):
+        if counts_launches(tensor) and self.lie_in(tensor):
             seen = attempt("look", tensor, chosen=self.places, rows=self.count)
             if seen is not None:
                 copied: Tensor = seen[2]
@@ -117,4 +117,4 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def joined(parts: list[Tensor]) -> Tensor:
     """Concatenate the parts; return a single part without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat(parts) if parts[1:] else parts[0]

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import compute_dtype, joined, to_compute_dtype
-from adiv_monitor.kernels.choice import attempt
+from adiv_monitor.kernels.choice import attempt, counts_launches
 
 CHUNK = 2**17  # entries of a temporary square, so that it stays in a CPU's cache
 
@@ -128,10 +128,11 @@ def hooks_keep() -> bool:
 def squares(x: Tensor, dim: int = -1) -> Tensor:
     """Return Σ x² over one dimension in the precision of the measures, without a copy of x."""
     dim %= x.dim()
-    seen = attempt("look", x.movedim(dim, -1), squares=True)
-    if seen is not None:
-        of_rows: Tensor = seen[0]
-        return of_rows.view(x.shape[:dim] + x.shape[dim + 1 :])
+    if counts_launches(x):
+        seen = attempt("look", x.movedim(dim, -1), squares=True)
+        if seen is not None:
+            of_rows: Tensor = seen[0]
+            return of_rows.view(x.shape[:dim] + x.shape[dim + 1 :])
     if x.is_cuda or x.stride(dim) == 1 or x.dim() < 3:
         norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
         return norms.square()

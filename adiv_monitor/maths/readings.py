@@ -6,7 +6,7 @@ costs little more than for one.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -105,28 +105,28 @@ def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Meas
 
 def _kind(layer: LayerSums[Array]) -> object:
     """Return a key that is equal for layers that can be measured together."""
-    several = layer.totals, layer.blocks, layer.common
-    single = layer.scale, layer.realised, layer.attainable, layer.dots.w_w, layer.dots.a_w
+    several, dots = (layer.totals, layer.blocks, layer.common), layer.dots
+    single = layer.scale, layer.realised, layer.attainable, dots.w_w, dots.a_w
     return (
         *(max(layer.rows.seen, _FILLED).bit_length(), layer.vectors, layer.about.bias_alone),
-        *(present(record) for record in several),
-        *(number is None for number in single),
+        *[record and present(record) for record in several],
+        *[number is None for number in single],
     )
 
 
 def _filled(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
     """Stack the arrays; pad those of different length with `fill`."""
-    first = arrays[0].shape
-    if all(array.shape == first for array in arrays):
+    shapes = {array.shape for array in arrays}
+    if len(shapes) == 1:
         return np.array(arrays)
-    longest = max([len(array) for array in arrays])
-    stacked = np.full((len(arrays), longest, *first[1:]), fill)
+    longest = max(shape[0] for shape in shapes)
+    stacked = np.full((len(arrays), longest, *arrays[0].shape[1:]), fill)
     for row, array in zip(stacked, arrays, strict=True):
         row[: len(array)] = array
     return stacked
 
 
-def _stacked(records: Iterable[R | None]) -> R | None:
+def _stacked(records: Sequence[R | None]) -> R | None:
     """Stack records of the same structure into one with arrays (layers, …); None if all are."""
     some = [record for record in records if record is not None]
     return joined(some, _filled) if some else None
@@ -139,13 +139,13 @@ class _StackedLayers:
         layers = self.layers = [x.layer for x in judged]
         first = layers[0]
         self.products = _filled([x.products for x in layers], fill=0.0)
-        self.scale = _stacked(x.scale for x in layers)
-        self.blocks = _stacked(x.blocks for x in layers)
-        self.totals = _stacked(x.totals for x in layers)
+        self.scale = _stacked([x.scale for x in layers])
+        self.blocks = _stacked([x.blocks for x in layers])
+        self.totals = _stacked([x.totals for x in layers])
         self.scales = None if self.totals is None else self.totals.scales
-        self.common = _stacked(x.common for x in layers)
-        self.moved = _stacked(x.realised for x in layers)
-        self.attainable = _stacked(x.attainable for x in layers)
+        self.common = _stacked([x.common for x in layers])
+        self.moved = _stacked([x.realised for x in layers])
+        self.attainable = _stacked([x.attainable for x in layers])
         self.dots = cast("Dots[PerLayer]", joined([x.dots for x in layers], np.array))
         self.groups = np.array(
             [1.0 if x.blocks is None else float(x.blocks.groups) for x in layers]

@@ -5,7 +5,7 @@ Layers with equally many rows are stacked: many small operations cost more than 
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from adiv_monitor.features.rows import to_device
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths.alike import Fail, of_alike, raised
-from adiv_monitor.maths.records import split
+from adiv_monitor.maths.records import replaced, split
 from adiv_monitor.maths.sums import ScaleTotals, Totals
 
 MOST_ENTRIES = 2_048
@@ -66,7 +66,7 @@ def sums(
     if weights and not across:
         norms = torch._foreach_norm(list(weights.values()))
         weights = dict(zip(weights, norms, strict=True))
-    return {path: replace(of, weight_sum=weights.get(path)) for path, of in found.items()}
+    return {path: replaced(of, weight_sum=weights.get(path)) for path, of in found.items()}
 
 
 def _of_alike(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:
@@ -83,7 +83,7 @@ def _of_alike(layers: Sequence[AllRows], generator: np.random.Generator) -> Tota
     if entries.shape[1] > MOST_ENTRIES:
         some = generator.choice(entries.shape[1], MOST_ENTRIES, replace=False)
         entries = entries.index_select(1, to_device(some, entries.device))
-    return replace(found, scales=replace(found.scales, entries=entries))
+    return replaced(found, scales=replaced(found.scales, entries=entries))
 
 
 def _of_gradients(

@@ -1,7 +1,6 @@
 """The reading of one layer, and the list of measures."""
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -101,8 +100,8 @@ class LayerReading:
 
     def lean(self) -> "LayerReading":
         """Return the reading without its distributions over rows."""
-        bare = copy(self)  # takes a third of the time of `replace`
-        vars(bare).update(dict.fromkeys(_QUANTILES, ()))
+        bare = object.__new__(LayerReading)  # takes a fraction of the time of `replace`
+        bare.__dict__.update({**self.__dict__, **_WITHOUT_QUANTILES})
         return bare
 
     @staticmethod
@@ -113,6 +112,7 @@ class LayerReading:
 
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
 _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
+_WITHOUT_QUANTILES = dict.fromkeys(_QUANTILES, ())
 _ABOUT_MEASURES = ("features", "non_finite", "module", "standard_error", *_QUANTILES)
 # All measures, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(

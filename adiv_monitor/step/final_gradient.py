@@ -144,7 +144,7 @@ class FinalGradient:
             own = self._capture.own_gradient(layer)
         is_shared = layer.path in self._shared and own is None
         sampled = Sampled(
-            seen=sum([call.z.shape[0] for call in calls]),
+            seen=G.shape[0],
             total=sum([call.total for call in calls]),
             partition=partition(
                 calls, self._peers, all_participate=self._unsharded.all_participate
@@ -234,26 +234,27 @@ class FinalGradient:
         """Collect the evidence for γ = c·GᵀΦ that was recorded while the rows were gathered."""
         accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
         contributions = self._capture.contributions_of(layer)
-        if any(contribution.is_moved for contribution in contributions):
+        if True in [contribution.is_moved for contribution in contributions]:
             self.moved.append(layer.path)
         # Of ranks that compute the same rows, only the first one's entries count.
         counts = partition is None or partition.place == 0 or accumulated.is_partial_sum
-        now: list[Tensor | None] = [None] * max(1, len(contributions))
-        contributed: list[Tensor | None] = [None] * len(contributions)
         then = accumulated.entries if counts else None
+        now: list[Tensor | None] = [None] * (len(contributions) or 1)
+        contributed: list[Tensor | None] = []
         if then is not None:
-            entries = self._unsharded.entries.get(id(lead))
-            now[0] = self._steps.entries_of(lead) if entries is None else entries
-        followed = bool(contributions) and layer.is_direct and self._is_alone
+            now[0] = self._unsharded.entries.get(id(lead))
+        followed = self._is_alone and layer.is_direct and contributions != []
         for place, contribution in enumerate(contributions):
             followed &= contribution.is_known and contribution.has_rows
-            own = contribution.entries()
-            if own is not None and counts:
-                contributed[place] = own
+            own = contribution.entries() if counts else None
+            contributed.append(own)
+            if own is not None:
                 now[place] = self._steps.entries_of(contribution.parameter)
+        if then is not None and now[0] is None:
+            now[0] = self._steps.entries_of(lead)
         replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
         return Evidence(
-            precision=max(call.precision for call in calls),
+            precision=max([call.precision for call in calls]),
             reason=reason,
             followed=followed,
             factor=factor,
@@ -271,10 +272,10 @@ class FinalGradient:
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
         """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
         rows = self._capture.rows[path]
-        ceiling = rows.ceiling
-        if not (rows.ceiling_is_whole or partition is None):
+        ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
+        if not (is_whole or partition is None):
             self.in_parts.append(path)
-        elif isinstance(calls[0].features, KNOWN) and not rows.ceiling_is_whole:
+        elif not is_whole and isinstance(calls[0].features, KNOWN):
             self.summed.append(path)
         elif ceiling is not None and self._is_alone:
             return ceiling.cosine(), None
@@ -289,13 +290,11 @@ class FinalGradient:
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
         """Keep the sums over all rows; and those of their scales, if every call has them."""
         sizes = [call.size for call in calls if call.size is not None]
-        if len(sizes) < len(
-            calls
-        ):  # after two passes through one graph only sampled rows are known
+        if len(sizes) < len(calls):  # two passes through one graph: only sampled rows are known
             return
         squares = [size[0] for size in sizes]
         whole = [call.whole for call in calls if call.whole is not None]
-        if len(whole) < len(calls) or not sum(call.total for call in calls):
+        if len(whole) < len(calls) or not sum([call.total for call in calls]):
             own = [size[1:] for size in sizes if len(size) > 1]
             every = joined([part.T for part in own]).T if len(own) == len(sizes) else None
             self._all_rows[path] = AllRows(None, 0.0, joined(squares), every)
@@ -306,13 +305,12 @@ class FinalGradient:
         weight_squares = [w.weight_square for w in whole if w.weight_square is not None]
         bias_squares = [w.bias_square for w in whole if isinstance(w.bias_square, Tensor)]
         sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
-        if len(sums) != len(calls):
-            weight_sum = None
-        else:
+        weight_sum = None
+        if len(sums) == len(calls):
             weight_sum = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         self._all_rows[path] = AllRows(
-            joined([part.reshape(-1) for part in weight_squares]),
-            joined([b.reshape(-1) for b in bias_squares]) if bias_squares else whole[0].bias_square,
+            joined([part.flatten() for part in weight_squares]),
+            joined([b.flatten() for b in bias_squares]) if bias_squares else whole[0].bias_square,
             joined(squares),
             weight_sum=weight_sum,
         )

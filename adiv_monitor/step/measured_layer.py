@@ -55,12 +55,12 @@ class MeasuredLayer:
     @property
     def size(self) -> int:
         """The number of entries of its largest piece."""
-        return max(piece.value().numel() for piece in self.layer.pieces)
+        return max(self.layer.sizes)
 
     def choose_entries(self, generator: np.random.Generator) -> None:
         """Choose the entries whose scales are reported one by one, if the layer has too many."""
         groups = self.features.groups
-        count = len(self.rows.G) * groups
+        count = self.rows.G.shape[0] * groups
         if groups > 1 and count > totals.MOST_ENTRIES:
             self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
 

@@ -74,14 +74,12 @@ def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[Dense
 
     It equals e only if all rows are seen and γ = GᵀΦ, which `probe` checks.
     """
-    if not layer.is_direct:  # γ is JᵀGᵀΦ
+    if not layer.is_direct or not isinstance(features, DenseFeatures):  # γ is JᵀGᵀΦ
         return False
     rows, outputs = G.shape
-    entries = sum(piece.value().numel() for piece in layer.pieces)
-    width = entries / max(outputs, 1)
-    has_gram = isinstance(features, DenseFeatures) and features.has_gram
+    width = sum(layer.sizes) / outputs if outputs else 0
     saved = rows * (width * outputs - rows * (width + outputs))
-    return has_gram and saved > (_AS_LAUNCHES if counts_launches(G) else 0)
+    return features.has_gram and saved > (_AS_LAUNCHES if counts_launches(G) else 0)
 
 
 def probe(

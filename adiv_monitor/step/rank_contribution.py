@@ -139,11 +139,12 @@ def make_contribution(
     }
     misdescribed, lost = _misdescribed(errors), _lost(found.layers)
     products = sums_by_piece(found.products, places)
-    layers = {
-        path: _with_dots(layer, _dots(products, pieces[path], facts.gradient_scale))
-        for path, layer in found.layers.items()
-        if path not in misdescribed and path not in lost
-    }
+    with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
+        layers = {
+            path: _with_dots(layer, _dots(products, pieces[path], facts.gradient_scale))
+            for path, layer in found.layers.items()
+            if path not in misdescribed and path not in lost
+        }
     return RankContribution(
         layers=layers,
         facts=facts,
@@ -241,28 +242,25 @@ def sums_by_piece(
 
 
 def _dots(products: PieceNumbers[float], pieces: Pieces, gradient_scale: float) -> Dots[float]:
-    shares = pieces.shares
-
-    def total(parts: Mapping[int, float], gammas: int = 0) -> float | None:
+    def total(parts: Mapping[int, float], unit: float = 1.0) -> float | None:
         if not parts:
             return None
         found = 0.0
-        for key, share in shares.items():
-            found += share * parts[key]
-        return found / gradient_scale**gammas
+        for key in pieces.shares:
+            found += pieces.shares[key] * parts[key]
+        return found / unit
 
     return Dots(
-        gamma_gamma=total(products.gamma_gamma, 2) or 0.0,
+        gamma_gamma=total(products.gamma_gamma, gradient_scale**2) or 0.0,
         w_w=total(products.w_w),
-        w_gamma=total(products.w_gamma, 1),
+        w_gamma=total(products.w_gamma, gradient_scale),
         a_a=total(products.a_a),
         a_w=total(products.a_w),
-        a_gamma=total(products.a_gamma, 1),
+        a_gamma=total(products.a_gamma, gradient_scale),
         partial=pieces.partial,
     )
 
 
-@np.errstate(all="ignore")  # terms of non-finite numbers are not needed
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
     """Add the parameters' products and `Evidence.terms`, by ‖g_r φ_rᵀ‖² = (D G)_r·g_r.
 

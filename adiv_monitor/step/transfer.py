@@ -6,7 +6,7 @@ from typing import Generic, cast
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.maths.attention_sums import AttentionSums
@@ -90,7 +90,16 @@ def _on_host(tensors: list[Tensor]) -> list[Array]:
     """Return float64 copies on the host of tensors on one device."""
     try:
         flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-        found: Sequence[Tensor] = _unflatten_dense_tensors(flat.cpu().double(), tensors)  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:  # copying one by one needs no extra memory on the device
-        found = [part.cpu().double() for part in tensors]
-    return [part.numpy() for part in found]
+        return [part.cpu().double().numpy() for part in tensors]
+    numbers: Array = flat.cpu().double().numpy()
+    found: list[Array] = []
+    end = 0
+    for tensor in tensors:
+        if tensor.ndim == 1:  # most are: there are thousands of them
+            start, end = end, end + tensor.shape[0]
+            found += (numbers[start:end],)
+        else:
+            start, end = end, end + tensor.numel()
+            found += (numbers[start:end].reshape(tensor.shape),)
+    return found

@@ -1,7 +1,8 @@
 """The provenance of tensors in a forward pass: computed from the model alone, or data."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -14,6 +15,30 @@ from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
 
 
+class _Held:
+    """The tensors that a model holds at one time.
+
+    Attributes:
+        tape: the calls that compute tensors from its parameters.
+        standing: finds unsharded parameters that stand in for sharded ones.
+        tensors: its parameters and buffers, and such stand-ins, by id.
+        buffers: ids of its buffers.
+    """
+
+    def __init__(self, model: nn.Module, trained: Mapping[int, nn.Parameter]) -> None:
+        # Equals `model.parameters()` and `model.buffers()` in one traversal of the modules.
+        held: dict[int, nn.Parameter] = {}
+        buffers: dict[int, Tensor] = {}
+        for module in model.modules():
+            held.update((id(p), p) for p in module._parameters.values() if p is not None)
+            buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
+        self.tape = Tape(trained, held.values(), buffers.values())
+        self.standing = Standing(model)
+        own = {key: p for key, p in held.items() if self.standing.of(p) is None}
+        self.tensors: dict[int, Tensor] = {**own, **buffers}
+        self.buffers = set(buffers)
+
+
 class Provenance:
     """Follows parameters, buffers and constants through the functions of one step.
 
@@ -21,17 +46,23 @@ class Provenance:
         model: the model.
         trained: the parameters to measure.
         pieces: the pieces that are known already.
+        is_asked: whether functions are watched, whose arguments are looked up here.
 
     Attributes:
-        tape: the calls that compute tensors from parameters.
         pieces: the pieces of the parameters.
         any_apart: whether parameters may be partitioned across ranks.
     """
 
     def __init__(
-        self, model: nn.Module, trained: Iterable[nn.Parameter], pieces: Pieces | None = None
+        self,
+        model: nn.Module,
+        trained: Iterable[nn.Parameter],
+        pieces: Pieces | None = None,
+        *,
+        is_asked: bool = True,
     ) -> None:
         self._model = model
+        self._is_asked = is_asked
         self._trained = {id(p): p for p in trained}
         self.any_apart = world_size() > 1 or any(map(is_shard, self._trained.values()))
         self.pieces = Pieces() if pieces is None else pieces
@@ -39,24 +70,22 @@ class Provenance:
 
     def start(self) -> None:
         """Reset to the tensors that the model holds now."""
-        model = self._model
-        # Equals `model.parameters()` and `model.buffers()` in one traversal of the modules.
-        held: dict[int, nn.Parameter] = {}
-        held_buffers: dict[int, Tensor] = {}
-        for module in model.modules():
-            held.update((id(p), p) for p in module._parameters.values() if p is not None)
-            held_buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
-        parameters, buffers = held.values(), held_buffers.values()
-        self.tape = Tape(self._trained, parameters, buffers)
-        self._standing = Standing(model)
-        self._held: dict[int, Tensor] = {
-            id(p): p for p in parameters if self._standing.of(p) is None
-        }
-        self._held |= {id(buffer): buffer for buffer in buffers}
-        self._buffers = {id(buffer) for buffer in buffers}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._expanded: dict[int, weakref.ref[Tensor]] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}
+        vars(self).pop("_held", None)
+        if self._is_asked:  # in a forward pass, other tensors may take the places of these
+            _ = self._held
+
+    @cached_property
+    def _held(self) -> _Held:
+        """The tensors of the model."""
+        return _Held(self._model, self._trained)
+
+    @property
+    def tape(self) -> Tape:
+        """The calls that compute tensors from parameters."""
+        return self._held.tape
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the unsharded parameter used in place of a sharded one; None if it has none."""
@@ -76,11 +105,11 @@ class Provenance:
         if not isinstance(value, Tensor):
             return None
         base = value if value._base is None else value._base
-        return base if id(base) in self._buffers else None
+        return base if id(base) in self._held.buffers else None
 
     def of_model(self, value: object) -> bool:
         """Return whether a value is no data: it depends on the model and constants alone."""
-        if id(value) in self._held or not isinstance(value, Tensor):
+        if id(value) in self._held.tensors or not isinstance(value, Tensor):
             return True
         made = self._made.get(id(value))
         if made is not None and made() is value:
@@ -92,10 +121,10 @@ class Provenance:
 
     def _stands_in(self, value: Tensor) -> bool:
         """Return whether it is used in place of a sharded parameter, and remember it if so."""
-        parameter = self._standing.of(value)
+        parameter = self._held.standing.of(value)
         if parameter is None:
             return False
-        self._held[id(value)] = value
+        self._held.tensors[id(value)] = value
         if id(parameter) in self._trained:
             assert isinstance(value, nn.Parameter)
             self._trained[id(value)] = parameter
@@ -112,7 +141,7 @@ class Provenance:
             return ()
         if self._trained.get(id(value)) is value:
             return (id(value),)
-        if isinstance(value, nn.Parameter) and id(value) not in self._held:
+        if isinstance(value, nn.Parameter) and id(value) not in self._held.tensors:
             self._stands_in(value)
         if id(value) in self._trained:
             return (id(self._trained[id(value)]),)
@@ -160,7 +189,7 @@ class Provenance:
         """Remember a result that was computed from the model alone."""
         for tensor in tensors_in(result):
             for known in (tensor, whole_of(tensor)):
-                if id(known) not in self._held:
+                if id(known) not in self._held.tensors:
                     self._made[id(known)] = weakref.ref(known)
 
     def forget(self, tensor: Tensor) -> None:
@@ -169,7 +198,7 @@ class Provenance:
         for known in (tensor, whole):
             self._made.pop(id(known), None)
             if known.requires_grad and not isinstance(known, nn.Parameter):
-                self._held.pop(id(known), None)
+                self._held.tensors.pop(id(known), None)
         self.tape.forget(whole)
 
     def spend(self, result: object, *, written: bool) -> None:

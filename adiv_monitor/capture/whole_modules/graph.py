@@ -1,8 +1,7 @@
 """Searches of the graph that autograd keeps of a tensor."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,8 +26,7 @@ _MOVES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Edge:
+class Edge(NamedTuple):
     """An edge by which a tensor's gradient reaches a leaf.
 
     Attributes:

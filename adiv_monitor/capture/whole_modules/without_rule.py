@@ -49,7 +49,7 @@ class ParametersWithoutRule:
         self._accounted: set[int] = set()
         for module in selection.rules:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
-        self._held = _below(selection)
+        self._held = selection.below
         self._claims: dict[int, set[nn.Module]] = defaultdict(set)
         self._before: dict[int, nn.Parameter] = {}
 
@@ -88,6 +88,11 @@ class ParametersWithoutRule:
             for nodes in functions.values():
                 nodes.clear()
         self._before = {}
+
+    @property
+    def unmeasured(self) -> set[int]:
+        """Ids of the parameters with a use that a gradient reached and that is not measured."""
+        return (self._unexplained.keys() & self._reached.keys()) | self._refused.keys()
 
     def has(self, key: int) -> bool:
         """Return whether a use of this parameter that a gradient reached is not measured."""
@@ -193,16 +198,6 @@ class ParametersWithoutRule:
                 "from generators that are not torch's"
             )
         raise Refused(f"{reason}; register_features can teach the monitor its class")
-
-
-def _below(selection: Selection) -> dict[nn.Module, set[int]]:
-    """Return ids of the parameters to measure that each module holds at any depth."""
-    held: dict[nn.Module, set[int]] = {}
-    for module in reversed(selection.modules):  # inner modules first
-        own = {id(p) for p in module._parameters.values() if id(p) in selection.places}
-        below = (held.get(child, set()) for child in module._modules.values() if child is not None)
-        held[module] = own.union(*below)
-    return held
 
 
 def _run(
