@@ -216,33 +216,25 @@ class Accumulation:
                 factor = _ratio(held, left)  # with several ranks, `held` is their average
         elif held is not None:
             self.foreign = held
-        for rows in self._owner.users(self._known_as):
+        followed = False
+        for user in self._owner.users(self._known_as):
             if held is None:
-                rows.reset()
+                user.reset()
             elif factor is not None:
-                rows.rescale(factor)
-            rows.fold()
+                user.rescale(factor)
+            user.fold()
+            if type(user) is GradientShare and user.parameter is self._parameter:
+                followed |= user.is_known and world_size() == 1
         if held is None:
             self.foreign = None
         grad = self._part(parameter.grad)
         parts = dots.norms(grad)
         self._left_norm = torch.linalg.vector_norm(parts)
-        if is_small(grad):
-            self._left = grad.clone()
-            entries: Tensor | None = sampled_entries(self._left).reshape(-1)
-        else:
-            self._left = parts
-            entries = None if self._is_followed else sampled_entries(grad).clone().reshape(-1)
+        self._left = parts
+        # What the calls contributed shows more than these entries.
+        entries = None if followed else sampled_entries(grad).clone().reshape(-1)
         self._entries = None if entries is None else self._if_alike(entries, parameter.grad)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
-
-    @property
-    def _is_followed(self) -> bool:
-        """Whether the shares of calls make sampled entries unnecessary."""
-        users = self._owner.users(self._known_as)
-        followed = (user for user in users if isinstance(user, GradientShare))
-        known = (user.is_known and user.parameter is self._parameter for user in followed)
-        return world_size() == 1 and any(known)
 
     def _part(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient."""

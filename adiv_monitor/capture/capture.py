@@ -153,6 +153,16 @@ class Capture:
         """Return the layer's own share of a shared gradient; see `Layers.own_gradient`."""
         return self._layers.own_gradient(layer)
 
+    def first_called(self) -> list[nn.Module]:
+        """Return the modules with parameters that may be the first to run in the next forward pass.
+
+        These are the first one that ran in this step, and those that did not run.
+        """
+        owners, ran = self._selection.owners, self._watching.record.calls
+        held = set(owners)
+        first = next((module for module in ran if module in held), None)
+        return [module for module in owners if module is first or module not in ran]
+
     def in_order(self) -> list[Layer]:
         """Return the layers that were seen, in the model's order."""
         return self._layers.in_order()
@@ -187,7 +197,8 @@ class Capture:
                 f"inside one module: what all uses do there is measured as {listed(by)}."
             )
         partly = defaultdict(list)
-        for parameter in self._selection.due_parameters:
+        unmeasured = self._without_rule.unmeasured
+        for parameter in self._selection.due_parameters if unmeasured else ():
             why = self._without_rule.why(id(parameter))
             if why is not None and self._layers.have(parameter):
                 partly[why].append(self._selection.names[id(parameter)])

@@ -173,6 +173,11 @@ class Selection:
         return list(self.held.values())
 
     @cached_property
+    def shards(self) -> list[nn.Parameter]:
+        """The parameters to measure that are partitioned across ranks."""
+        return [p for p in self.parameters if is_shard(p)]
+
+    @cached_property
     def due_parameters(self) -> list[nn.Parameter]:
         """The parameters to measure that are due in this step."""
         return [p for key, p in self.held.items() if self.due is None or key in self.due]

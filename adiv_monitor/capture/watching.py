@@ -82,7 +82,7 @@ class Watching:
         self._provenance = provenance
         self._without_rule = without_rule
         self._takes = takes
-        self._first_begins = begins
+        self._first_begins: Callable[[], object] | None = begins
         self._calls = calls
         self._attention = attention
         self._repeated = repeated
@@ -110,8 +110,9 @@ class Watching:
             self._calls.began(forward.module, forward.args, forward.kwargs, around)
 
     def _layer_begins(self) -> None:
-        begins, self._first_begins = self._first_begins, lambda: None
-        begins()
+        begins, self._first_begins = self._first_begins, None
+        if begins is not None:
+            begins()
 
     def plain(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

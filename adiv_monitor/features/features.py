@@ -147,8 +147,8 @@ class DenseFeatures:
             return None
         if not isinstance(self.bias, Tensor):
             assert self.phi is not None
-            row = bias.reshape(1, -1).to(self.phi.dtype)
-            return (row if self.bias == 1 else self.bias * row).expand(len(self.phi), -1)
+            row = bias.flatten().to(self.phi.dtype)
+            return (row if self.bias == 1 else self.bias * row).expand(self.phi.shape[0], -1)
         blocks = bias.reshape(self.bias.shape[1], -1).to(self.bias.dtype)
         return (self.bias[..., None] * blocks).flatten(1)
 

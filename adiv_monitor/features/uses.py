@@ -147,10 +147,11 @@ def uses_in(
     There are also none if the rule does not accept the arguments: a function and a method of the
     same name may differ.
     """
-    rule = _RULES.get(f"{call.inside}.{function}") or _RULES.get(function)
+    opened = _RULES.get(f"{call.inside}.{function}") if call.inside else None
+    rule = opened or _RULES.get(function)
     if rule is None or not call.result.is_floating_point():
         return ()
-    if kwargs.get("out", call) is None:
+    if "out" in kwargs and kwargs["out"] is None:
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     if not _takes(rule, len(args), tuple(kwargs)):
         return ()

@@ -19,6 +19,7 @@ from adiv_monitor.maths.alike import Fail, of_alike, raised
 from adiv_monitor.maths.estimates import (
     Ends,
     Estimate,
+    Flags,
     PerLayer,
     PerRow,
     Sample,
@@ -79,6 +80,7 @@ class Measured:
         holds_more: γ is more than c·GᵀΦ: the suspicion is confirmed.
         common_unknown: some rows have zero gradient, and `common_share` was not computed from the
             sample.
+        is_finite: no tensor of the layer holds NaN or inf.
     """
 
     values: dict[str, float]
@@ -88,6 +90,7 @@ class Measured:
     suspected: bool
     holds_more: bool
     common_unknown: bool
+    is_finite: bool
 
 
 def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Measured]:
@@ -183,6 +186,23 @@ class _StackedLayers:
     def idle_seen(self) -> Index:
         """Number of zero-gradient rows in the sample."""
         found: Index = self.sample.seen.astype(np.int64) - self.sample.active.sum(1)
+        return found
+
+    @property
+    @np.errstate(all="ignore")
+    def is_finite(self) -> Flags:
+        """Whether all sums of squares of a layer are finite; False if their sum overflows.
+
+        The products contain those with the scales of the rows.
+        """
+        total = self.products.sum((1, 2, 3)) + self.dots.gamma_gamma
+        for step in (self.dots.w_w, self.dots.a_a):
+            total = total if step is None else total + step
+        if self.totals is not None:
+            total = total + self.whole(self.totals.G_G)
+        if self.scales is not None:
+            total = total + self.whole(self.scales.sum)
+        found: Flags = np.isfinite(total)
         return found
 
     def has(self, *vectors: Vector) -> bool:
@@ -294,7 +314,7 @@ def _each(
     unknown = np.full(len(x.layers), fill_value=False)
     if x.common is None:
         unknown = x.active < x.sample.total
-    flags = (x.idle_seen, x.suspected, x.holds_more, unknown)
+    flags = (x.idle_seen, x.suspected, x.holds_more, unknown, x.is_finite)
     return [
         Measured(
             dict(zip(found, of_layer, strict=True)),

@@ -41,6 +41,26 @@ class AllRows:
     weight_sum: Float[Tensor, " features"] | None = None
 
 
+def joined(calls: Sequence[AllRows]) -> AllRows:
+    """Return the rows of several calls of one layer, with what is known of every call."""
+    if not calls[1:]:
+        return calls[0]
+    filled = [rows for rows in calls if rows.square.shape[0]] or calls[:1]
+    square = torch.cat([rows.square for rows in filled])
+    weights = [rows.weight_square for rows in filled if rows.weight_square is not None]
+    if len(weights) < len(filled):
+        own = [rows.own for rows in filled if rows.own is not None]
+        return AllRows(None, 0.0, square, torch.cat(own, 1) if len(own) == len(filled) else None)
+    biases = [rows.bias_square for rows in filled if isinstance(rows.bias_square, Tensor)]
+    totals = [rows.weight_sum for rows in filled if rows.weight_sum is not None]
+    return AllRows(
+        torch.cat(weights),
+        torch.cat(biases) if biases else filled[0].bias_square,
+        square,
+        weight_sum=torch.stack(totals).sum(0) if len(totals) == len(filled) else None,
+    )
+
+
 def sums(
     layers: Mapping[str, AllRows],
     generator: np.random.Generator,

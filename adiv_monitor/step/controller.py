@@ -374,11 +374,11 @@ class StepController:
             armed.learning_rates,
         )
         if not self._compiled:  # a hook would become part of the compiled code
-            modules = armed.selection.owners
             # An embedding with max_norm renormalizes its rows in its forward.
-            renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
+            owners = armed.selection.owners
+            renormed = [m for m in owners if getattr(m, "max_norm", None) is not None]
             guard = self._failures.safely
-            last = renormed[-1:] or modules
+            last = renormed[-1:] or armed.capture.first_called()
             self._pending.wait(NextForward(last, self.finish, guard, ends=bool(renormed)))
             if self._asked.realised is not False:  # runs before any module of that pass
                 first = armed.selection.modules

@@ -1,7 +1,6 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
 from collections.abc import Container, Iterable, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import joined, to_compute_dtype
+from adiv_monitor.features.whole import Whole
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN
@@ -33,7 +33,7 @@ from adiv_monitor.maths.sums import (
 )
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe
+from adiv_monitor.step.plain_step import Change, WeightVersion, act, changes, gram_is_less, probe
 from adiv_monitor.step.rank_contribution import Pieces
 from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.rows_across_ranks import partition
@@ -159,10 +159,11 @@ class FinalGradient:
         attainable, ceiling = self._of_ceiling(layer.path, calls, sampled.partition)
         about = _about(layer, features)
         self._keep_all_rows(layer.path, calls)
-        versions = [
-            (made, sum([call.z.shape[0] for call in alike]))
-            for made, alike in groupby(calls, key=lambda call: call.layer)
-        ]
+        versions: list[WeightVersion] = []
+        for call in calls:
+            version, rows = call.layer, call.z.shape[0]
+            before = versions.pop()[1] if versions and versions[-1][0] is version else 0
+            versions += ((version, before + rows),)
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
@@ -289,31 +290,22 @@ class FinalGradient:
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
         """Keep the sums over all rows; and those of their scales, if every call has them."""
-        sizes = [call.size for call in calls if call.size is not None]
-        if len(sizes) < len(calls):  # two passes through one graph: only sampled rows are known
-            return
-        squares = [size[0] for size in sizes]
-        whole = [call.whole for call in calls if call.whole is not None]
-        if len(whole) < len(calls) or not sum([call.total for call in calls]):
-            own = [size[1:] for size in sizes if len(size) > 1]
-            every = joined([part.T for part in own]).T if len(own) == len(sizes) else None
-            self._all_rows[path] = AllRows(None, 0.0, joined(squares), every)
-            return
-        for i, all_rows in enumerate(whole):
-            if all_rows.trained is not None:
-                squares[i] = squares[i] * all_rows.trained
-        weight_squares = [w.weight_square for w in whole if w.weight_square is not None]
-        bias_squares = [w.bias_square for w in whole if isinstance(w.bias_square, Tensor)]
-        sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
-        weight_sum = None
-        if len(sums) == len(calls):
-            weight_sum = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-        self._all_rows[path] = AllRows(
-            joined([part.flatten() for part in weight_squares]),
-            joined([b.flatten() for b in bias_squares]) if bias_squares else whole[0].bias_square,
-            joined(squares),
-            weight_sum=weight_sum,
-        )
+        of_calls = [_all_rows(call.whole, call.size) for call in calls if call.size is not None]
+        if of_calls[len(calls) - 1 :]:  # after two passes through one graph it is unknown
+            self._all_rows[path] = totals.joined(of_calls)
+
+
+def _all_rows(whole: Whole | None, size: Tensor) -> AllRows:
+    """Return the numbers of all rows of one call; see `Call.size`."""
+    if whole is None or whole.weight_square is None or not size.shape[1]:
+        return AllRows(None, 0.0, size[0], size[1:] if size.shape[0] > 1 else None)
+    bias, total = whole.bias_square, whole.weight_sum
+    return AllRows(
+        whole.weight_square.flatten(),
+        bias.flatten() if isinstance(bias, Tensor) else bias,
+        size[0] if whole.trained is None else size[0] * whole.trained,
+        weight_sum=None if total is None else total.flatten(),
+    )
 
 
 def _about(layer: Layer, features: Features) -> About:

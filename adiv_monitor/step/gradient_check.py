@@ -39,25 +39,22 @@ class Multiple(NamedTuple):
     entries: int = 0
 
 
-class Pair(NamedTuple):
-    """Entries of two gradients, and the norm that rounding alone may give to the second."""
-
-    now: Array
-    then: Array
-    rounding: float = 0.0
+# Entries of two gradients, and the norm that rounding alone may give to the second.
+Pair = tuple[Array, Array, float]
 
 
 @np.errstate(all="ignore")  # zero or non-finite entries have no factor
 def multiples(pairs: Sequence[Pair]) -> list[Multiple]:
     """Return the `Multiple` of each pair, in a few operations for all pairs."""
-    filled = [pair for pair in pairs if pair.now.size]
+    filled = [pair for pair in pairs if pair[0].size]
     if not filled:
         return [Multiple()] * len(pairs)
-    sizes = [pair.now.size for pair in filled]
+    several_now, several_then, roundings = zip(*filled, strict=True)
+    sizes = [now.size for now in several_now]
     starts = np.cumsum([0, *sizes[:-1]])
-    of_now, now = _normed(np.concatenate([pair.now for pair in filled]), starts, sizes)
-    of_then, then = _normed(np.concatenate([pair.then for pair in filled]), starts, sizes)
-    rounding = np.array([pair.rounding for pair in filled])
+    of_now, now = _normed(np.concatenate(several_now), starts, sizes)
+    of_then, then = _normed(np.concatenate(several_then), starts, sizes)
+    rounding = np.array(roundings)
     squares = np.add.reduceat(then * then, starts)
     length = np.sqrt(np.add.reduceat(now * now, starts))
     ratio = np.maximum(np.add.reduceat(now * then, starts) / squares, 0.0)
@@ -69,7 +66,7 @@ def multiples(pairs: Sequence[Pair]) -> list[Multiple]:
     rest = np.where(known, np.maximum(rest, 0.0) / length, math.nan)
     columns = (factor, rest, now_length, then_length)
     found = map(Multiple, *(column.tolist() for column in columns), sizes)
-    return [next(found) if pair.now.size else Multiple() for pair in pairs]
+    return [next(found) if pair[0].size else Multiple() for pair in pairs]
 
 
 def _normed(entries: Array, starts: Index, sizes: Sequence[int]) -> tuple[Array, Array]:
@@ -101,17 +98,18 @@ def compared(several: Sequence[Evidence[Array]]) -> list[Compared]:
     pairs: list[Pair] = []
     places: list[tuple[bool, list[int]]] = []
     for seen in several:
-        rounding, first = seen.rounding, seen.now[0] if seen.now else None
-        then = seen.then
-        has_then = then is not None and first is not None and len(then) == len(first)
-        if has_then:
-            pairs.append(Pair(first, then, rounding))  # type: ignore[arg-type]  # mypy forgets
-        calls = []
-        for place, (own, now) in enumerate(zip(seen.contributed, seen.now, strict=False)):
+        rounding, first, then = seen.rounding, seen.now[0] if seen.now else None, seen.then
+        has_then = False
+        if then is not None and first is not None and then.shape == first.shape:
+            has_then = True
+            pairs += ((first, then, rounding),)
+        calls: list[int] = []
+        for place, own in enumerate(seen.contributed):
+            now = seen.now[place]
             if own is not None and now is not None:
-                calls.append(place)
-                pairs.append(Pair(now, own, rounding))
-        places.append((has_then, calls))
+                calls += (place,)
+                pairs += ((now, own, rounding),)
+        places += ((has_then, calls),)
     found = iter(multiples(pairs))
     return [
         Compared(next(found) if has_then else Multiple(), {place: next(found) for place in calls})

@@ -3,7 +3,8 @@
 All tensors stay on the device until `part`, which makes one transfer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 
@@ -145,7 +146,8 @@ class MeasuredStep:
             self._attention.gradient_is_final(self._steps, updates=steps)
         if not steps:
             for layer in [measured.layer for measured in self._measured.values()]:
-                self._try(layer, self._finish_rows, layer.path)
+                with without_autocast(layer.parameters[0]):
+                    self._try(layer, self._finish_rows, layer.path)
 
     @property
     def _measured(self) -> dict[str, MeasuredLayer]:
@@ -164,7 +166,7 @@ class MeasuredStep:
                 reached[layer] = calls
             else:
                 others.append((layer, bool(rows.calls)))
-        trained = {parameter for layer in reached for parameter in layer.parameters}
+        trained = {p for layer in reached for p in layer.parameters} if others else set()
         for layer, called in others:
             elsewhere = (p in trained or self._capture.trains(p) for p in layer.parameters)
             if called and all(elsewhere):
@@ -303,7 +305,7 @@ class MeasuredStep:
 
     def _measure(
         self,
-        layers: Iterable[Layer],
+        layers: Collection[Layer],
         measure: Callable[[Layer, Parts], None],
         made: Callable[[Sequence[Layer]], Iterable[tuple[Layer, Parts]]] | None,
     ) -> None:
@@ -315,16 +317,20 @@ class MeasuredStep:
             made: all-gathers pieces with the other ranks; None: that is impossible.
         """
         apart = dict.fromkeys(filter(spread, layers)) if self._unsharded.has_shards else {}
-        for layer in layers:
-            if layer not in apart:
-                self._try(layer, measure, layer, {})
         errors: list[Exception] = []
-        for layer, parts in made(tuple(apart)) if made else ():
-            del apart[layer]
-            try:
-                self._try(layer, measure, layer, parts)
-            except Exception as error:  # raised here, it would leave the other ranks waiting
-                errors.append(error)
+        with ExitStack() as stack:
+            firsts = [layer.parameters[0] for layer in layers]
+            for first in {tensor.device.type: tensor for tensor in firsts}.values():
+                stack.enter_context(without_autocast(first))
+            for layer in layers:
+                if layer not in apart:
+                    self._try(layer, measure, layer, {})
+            for layer, parts in made(tuple(apart)) if made else ():
+                del apart[layer]
+                try:
+                    self._try(layer, measure, layer, parts)
+                except Exception as error:  # raised here, it would leave the other ranks waiting
+                    errors.append(error)
         for layer in apart:
             self._lose(layer.path, Refused(WHY_NOT))
         if errors:
@@ -332,8 +338,7 @@ class MeasuredStep:
 
     def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
         try:
-            with without_autocast(layer.parameters[0]):
-                function(*args)
+            function(*args)
         except Exception as error:
             self._lose(layer.path, error)
 

@@ -31,7 +31,7 @@ from adiv_monitor.maths.sums import (
     Vector,
     of_rows,
 )
-from adiv_monitor.step.gradient_check import Pair, multiples
+from adiv_monitor.step.gradient_check import multiples
 
 Layer = LayerSums[Array]
 
@@ -61,7 +61,8 @@ def packed(layer: Layer) -> Layer:
     """
     evidence = layer.evidence
     if evidence.since is not None:
-        since = multiples([Pair(*evidence.since)])[0]
+        now, then = evidence.since
+        since = multiples([(now, then, 0.0)])[0]
         evidence = replace(evidence, since=np.array([(since.factor, since.rest)]))
     return replace(
         layer,

@@ -235,7 +235,7 @@ def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerRea
         rows_without_gradient=found.idle_seen,
         gradient_factor=factor if dots.gamma_gamma > 0 else math.nan,
         features=about.features,
-        non_finite=finite.non_finite(layer),
+        non_finite=() if found.is_finite else finite.non_finite(layer),
         module=about.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),

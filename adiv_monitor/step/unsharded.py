@@ -47,8 +47,8 @@ class UnshardedParameters:
     """
 
     def __init__(self, selection: Selection, agree: Agree) -> None:
-        self._sharded = [p for p in selection.parameters if is_shard(p)]
-        self._named = {key: places[0].full_name for key, places in selection.places.items()}
+        self._sharded = selection.shards
+        self._named = selection.names
         self.peers = selection.peers
         self._agree = agree
         self._collectives = Collectives()

@@ -10,7 +10,6 @@ from adiv_monitor.maths.sums import Array, Evidence
 from adiv_monitor.step.gradient_check import (
     LARGEST_REST,
     Multiple,
-    Pair,
     compared,
     multiples,
     speaks_against,
@@ -58,7 +57,7 @@ def contributed(seen: Evidence[Array]) -> str:
 
 
 def as_multiple(now: Array, then: Array, rounding: float = 0.0) -> tuple[float, float]:
-    found = multiples([Pair(now, then, rounding)])[0]
+    found = multiples([(now, then, rounding)])[0]
     return found.factor, found.rest
 
 
@@ -75,13 +74,13 @@ def test_a_multiple_is_told_with_its_factor() -> None:
 def test_several_are_told_as_each_alone() -> None:
     nothing = np.empty(0)
     pairs = [
-        Pair(0.25 * GAMMA, GAMMA),
-        Pair(nothing, nothing),
-        Pair(SHORT, 0 * SHORT),
-        Pair(GAMMA + across(GAMMA, 0.1), 1e200 * GAMMA, 1e198),
-        Pair(np.array([1.0, math.inf, math.nan]), np.array([1.0, 2.0, 3.0])),
-        Pair(SHORT, SHORT, 1e9),
-        Pair(-GAMMA, GAMMA),
+        (0.25 * GAMMA, GAMMA, 0.0),
+        (nothing, nothing, 0.0),
+        (SHORT, 0 * SHORT, 0.0),
+        (GAMMA + across(GAMMA, 0.1), 1e200 * GAMMA, 1e198),
+        (np.array([1.0, math.inf, math.nan]), np.array([1.0, 2.0, 3.0]), 0.0),
+        (SHORT, SHORT, 1e9),
+        (-GAMMA, GAMMA, 0.0),
     ]
     for pair, found in zip(pairs, multiples(pairs), strict=True):
         assert found == pytest.approx(multiples([pair])[0], rel=1e-12, nan_ok=True)
