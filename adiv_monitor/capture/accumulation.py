@@ -230,9 +230,12 @@ class Accumulation:
         grad = self._part(parameter.grad)
         parts = dots.norms(grad)
         self._left_norm = torch.linalg.vector_norm(parts)
-        self._left = parts
-        # What the calls contributed shows more than these entries.
-        entries = None if followed else sampled_entries(grad).clone().reshape(-1)
+        if is_small(grad):
+            self._left = grad.clone()
+            entries: Tensor | None = sampled_entries(self._left).reshape(-1)
+        else:
+            self._left = parts
+            entries = None if followed else sampled_entries(grad).clone().reshape(-1)
         self._entries = None if entries is None else self._if_alike(entries, parameter.grad)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
 
