@@ -136,6 +136,8 @@ class Accumulation:
             call_all(*[handle.remove for handle in self._handles])
         else:
             call_all(*(partial(take_off, self._parameter, *hook) for hook in self._hooks))
+        self._hooks.clear()  # a cycle would keep gradients until it is collected
+        self._handles.clear()
 
     def left(self) -> Tensor | None:
         """Return a tensor with the norm of the gradient that backward left; None: unknown.

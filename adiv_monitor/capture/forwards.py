@@ -321,8 +321,9 @@ class Forwards:
 
     def _take_off(self) -> None:
         if self._inside.isdisjoint(thread.ident for thread in threading.enumerate()):
-            call_all(*(hook.remove for hook in self._hooks))
+            call_all(*[hook.remove for hook in self._hooks])
             self._hooks.clear()
+            vars(self).pop("_watcher", None)  # a cycle would keep gradients until it is collected
 
     @property
     def _is_watching(self) -> bool:

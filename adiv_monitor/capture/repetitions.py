@@ -4,6 +4,7 @@ The functions that take a repetition determine its role. If only products take i
 of a linear map. Otherwise it counts as data from then on, with the parameter as an offset.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -60,6 +61,9 @@ class Repetition:
             return tensor
 
 
+Noting = Callable[[list[Tensor]], AbstractContextManager[object]]
+
+
 class Repetitions:
     """The repetitions in the running forward pass that are not known to be offsets.
 
@@ -81,13 +85,13 @@ class Repetitions:
         layers: Layers,
         provenance: Provenance,
         takes: Takes,
-        noting: Callable[[list[Tensor]], AbstractContextManager[object]],
+        noting: Noting,
     ) -> None:
         self._forwards = forwards
         self._layers = layers
         self._provenance = provenance
         self._takes = takes
-        self._noting = noting
+        self._noting = weakref.WeakMethod(noting)  # its object holds this one
         self.shown: dict[int, tuple[Tensor, Repetition]] = {}
 
     def add(self, repetition: Repetition) -> None:
@@ -146,7 +150,7 @@ class Repetitions:
             return False
         given, named = _replaced((args, kwargs), shown[0], weight)
         call = FunctionCall(result, self._provenance.of_model, self._forwards.inside)
-        with self._noting([weight]), without_autocast(result):
+        with self._noted(weight), without_autocast(result):
             uses = uses_in(name_of(function), call, given, named)
             found = [use for use in uses if use.weight is weight and use.kind == "linear"]
             if len(found) != 1 or not _fits(found[0], result):
@@ -163,8 +167,13 @@ class Repetitions:
         use, result = repetition.use, repetition.result
         weight = use.bias if use.weight is None else use.weight
         assert weight is not None
-        with self._noting([weight]), without_autocast(result):
+        with self._noted(weight), without_autocast(result):
             self._takes.use(use, result)
+
+    def _noted(self, weight: Tensor) -> AbstractContextManager[object]:
+        noting = self._noting()
+        assert noting is not None
+        return noting([weight])
 
     def forward_ends(self, *, raised: bool) -> None:
         """Take unused repetitions as offsets when the module's forward that made them ends."""

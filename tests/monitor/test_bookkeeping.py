@@ -1,6 +1,7 @@
 """State kept within and between steps: small errors in it would silently change readings."""
 
 import copy
+import gc
 import math
 
 import pytest
@@ -256,3 +257,27 @@ def test_gradients_that_are_not_finite_harm_no_countable_share() -> None:
         optimizer.step()
     assert monitor.latest is not None
     assert math.isnan(monitor.latest.layers[""].harmed_fraction)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_measured_step_leaves_nothing_to_the_garbage_collector(name: str) -> None:
+    """Reference cycles keep gradients and activations alive until Python looks for cycles."""
+    case = CASES[name]
+    model, batch = case.model(), case.batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=1):
+        for step in range(4):  # all functions are watched in the first steps, plain hooks do later
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loss_of(model, batch)  # completes the report
+                gc.collect()
+                left = {type(found) for found in gc.garbage}
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+            ours = {kind for kind in left if kind.__module__.startswith("adiv_monitor")}
+            assert not ours, f"step {step}"
