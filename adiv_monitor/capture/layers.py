@@ -374,12 +374,12 @@ class Layers:
         running, task = self._running, torch._C._current_graph_task_id()
         if task < 0 or task != running.task:
             self.guard(running.begins, task)
-        if running.trains and holds_memory(args[-1]):
+        if running.trains:
             self.guard.within(running.state, self._run, paths, function, *args)
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         watched = [path for path in paths if path in self.rows]
-        if not watched:
+        if not watched or not holds_memory(args[-1]):
             return
         gradients = torch.is_grad_enabled()
         try:
