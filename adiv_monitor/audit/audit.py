@@ -146,7 +146,7 @@ class _Diagnosis:
         if cap is not None and cap.reached:
             self._record = replace(self._record, hurried=True)
         if self._record.interrupted:
-            note = "The audit was interrupted: not all that could be tried was."
+            note = "The audit was interrupted, so not all fixes were tried."
             self._record = replace(self._record, notes=(*self._record.notes, note))
         return AuditReport(
             self._findings or diagnose(self._record), self._record, self._alternatives

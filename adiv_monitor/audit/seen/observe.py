@@ -225,21 +225,19 @@ def _notes(setup: Setup, fork: Fork) -> list[str]:
     found = []
     if fork.lost:
         on = ", ".join(dict.fromkeys(fork.lost))
-        found.append(f"Hooks on {on} do not run: what they refer to can't be copied.")
+        found.append(f"Hooks on {on} do not run: the objects that they refer to can't be copied.")
     if not setup.model.training:
         found.append("The model was given in evaluation mode; it is trained in training mode.")
     if setup.steps < FEWEST:
-        found.append(
-            f"{setup.steps} steps are too few to judge how the loss goes: give at least {FEWEST}."
-        )
+        found.append(f"{setup.steps} steps are too few to judge the loss: use at least {FEWEST}.")
     optimizer = setup.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if _is_resumed(setup):
             found.append("The optimizer has taken steps before; the run goes on from its state.")
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             found.append(
-                "No scheduler runs: learning rates stay as they stood."
-                + " Those that a warm-up raises from zero are its `initial_lr`."
+                "No scheduler runs: the learning rates stay constant."
+                + " A learning rate that a warm-up raises from zero is set to its `initial_lr`."
                 * bool(lifted(optimizer, setup.steps))
             )
     return found
