@@ -49,7 +49,9 @@ def losses(rate: float) -> list[float]:
 def test_a_copy_that_trains_as_the_run_did_says_so_in_a_note() -> None:
     report = audited(own_losses=losses(0.3))
     assert "does not train as your run did" not in report.verdict
-    assert f"The copy's losses agree with those of your run over {STEPS} steps." in report.record.notes
+    assert (
+        f"The copy's losses agree with those of your run over {STEPS} steps." in report.record.notes
+    )
     assert type(report).from_json(report.to_json()) == report
 
 
