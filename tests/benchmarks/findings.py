@@ -598,7 +598,8 @@ PICTURES: dict[str, Picture] = {
     "unshuffled": Picture(
         "the samples are sorted by their label before they are made into batches",
         lambda: replace(HEALTHY.setup(), batches=in_order(HEALTHY.setup().batches)),
-        {"variance of labels within a batch, over that in shuffled batches": of_fact("unshuffled", "ratio")},
+        {"variance of labels within a batch, over that in shuffled batches":
+            of_fact("unshuffled", "ratio")},
         (data, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
     ),
     "one-sided-weights": Picture(
@@ -643,7 +644,8 @@ PICTURES: dict[str, Picture] = {
     "gradient-hooks": Picture(
         "a hook before the optimizer's step clips the gradient's norm to 0.001",
         with_setup(optimizer=clipped_hook),
-        {"gradient's length after the hooks, over that before them": of_fact("gradient-hooks", "ratio")},
+        {"gradient's length after the hooks, over that before them":
+            of_fact("gradient-hooks", "ratio")},
         (code, ("CHANGED_LENGTH", "TURNED")),
     ),
     "left-in-eval": Picture(
