@@ -114,7 +114,7 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
 FIRST_THAT = (
     Advice(
         "fix the findings above first, because they may cause this one",
-        untried="it has no fix of its own",
+        untried="its cause comes first",
     ),
 )
 

@@ -208,8 +208,8 @@ def not_finite(case: Case) -> None:
     first = case.seen.running.findings()[0]
     assert (first.name, first.strength, first.since) == ("non-finite", "act", step)
     assert case.headline.startswith("To fix: values that are not finite")
-    assert f"were seen first at step {step}" in first.summary
-    assert first.summary.endswith(f"; first in: {place}.")
+    assert first.summary.startswith(f"Step {step} is the first with values that are not finite")
+    assert first.summary.endswith(f"The first one is in: {place}.")
     read(case, first.summary)
     (line,) = case.seen.logged
     assert f"adiv-monitor: values that are not finite since step {step} → " in line.getMessage()
