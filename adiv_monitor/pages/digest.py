@@ -98,7 +98,7 @@ def _evidence(evidence: Evidence) -> str:
     where = "" if evidence.layer is None else f" in {code(evidence.layer or 'the model itself')}"
     step = "" if evidence.step is None else f" at step {evidence.step:,}"
     title = markdown(measure_title(evidence.measure))
-    return f"{title} {significant(evidence.value)}{limit}{where}{step}"
+    return f"{title} = {significant(evidence.value)}{limit}{where}{step}"
 
 
 def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:

@@ -104,12 +104,15 @@ def settings(record: Record) -> dict[str, str]:
         "Optimizer": f"{facts.optimizer} ({optimizer})" if optimizer else facts.optimizer,
         "Gradients": clip,
         "Batches": f"{facts.batches:,} of {facts.batch_size:,} samples{again}",
-        "Steps": f"{len(record.losses):,} of {facts.steps:,}, every "
-        f"{'one' if facts.every_n_steps == 1 else f'{facts.every_n_steps} steps one'} measured",
+        "Steps": f"{len(record.losses):,} of {facts.steps:,}, "
+        + ("all" if facts.every_n_steps == 1 else f"one of every {facts.every_n_steps}")
+        + " measured",
         "Seed": f"{facts.seed}",
         "Device": facts.device,
         "torch": facts.torch,
-        "Time of a step": "–" if math.isnan(seconds) else f"{seconds * 1000:.3g} ms (not measured)",
+        "Time of a step": "–"
+        if math.isnan(seconds)
+        else f"{seconds * 1000:.3g} ms without measuring",
     }
 
 

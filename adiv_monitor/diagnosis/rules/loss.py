@@ -42,7 +42,7 @@ def double_softmax(record: Record) -> Iterator[Finding]:
             "double-softmax",
             (),
             "act",
-            (Evidence("outputs are probabilities, and the loss takes their softmax", 1.0),),
+            (Evidence("number of softmaxes before that of the loss", 1.0),),
             (Advice("pass the inputs of the softmax to the loss, not its outputs",
                     "plain-outputs"),),
             "The model's outputs are already probabilities, and the loss applies a second softmax "
@@ -63,7 +63,7 @@ def activated_logits(record: Record) -> Iterator[Finding]:
         "activated-logits",
         (output.module,) if output.module else (),
         "act",
-        (Evidence(f"the loss uses the outputs of {where} as logits", 1.0),),
+        (Evidence("number of activation functions on the logits", 1.0),),
         (Advice("remove that function from the outputs: the loss already contains a softmax (or "
                 "sigmoid)", "plain-outputs"),),
         f"The loss uses the outputs of {where} as logits. Such logits "

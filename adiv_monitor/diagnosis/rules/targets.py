@@ -38,7 +38,7 @@ def no_log(record: Record) -> Iterator[Finding]:
                 "no-log",
                 (),
                 "act",
-                (Evidence("the loss expects log-probabilities and receives logits", 1.0, step=0),),
+                (Evidence("number of losses that need a log_softmax first", 1.0, step=0),),
                 (Advice("use cross_entropy instead of nll_loss, or log_softmax before nll_loss"),),
                 f"{fact.place} expects log-probabilities, but receives logits: their exponentials "
                 "do not sum to 1. This loss has no lower bound: it falls as the outputs grow, "
@@ -52,8 +52,7 @@ def no_log(record: Record) -> Iterator[Finding]:
             "no-log",
             (),
             "act",
-            (Evidence("the loss expects log-probabilities and receives probabilities", 1.0,
-                      step=0),),
+            (Evidence("number of losses that need a logarithm first", 1.0, step=0),),
             (Advice("use log_softmax instead of softmax, or pass the inputs of the softmax to "
                     "cross_entropy"),),
             f"{fact.place} expects log-probabilities, but receives probabilities: they sum to 1. "
