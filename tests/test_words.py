@@ -14,10 +14,6 @@ EVERYWHERE = {
     r"wards?": "fault benchmark",
     r"takes of the cosine": "lowers the cosine",
     r"lent": "borrowed",
-}
-# Outside of code, where the word may mean something else.
-IN_DOCS = {
-    r"remed(y|ies)": "fix",
     r"(several|other|all|single|each|every|first|number of) process(es)?": "rank",
     r"effective rate": "effective learning rate",
     r"dealt": "partitioned across ranks",
@@ -25,6 +21,10 @@ IN_DOCS = {
     r"by heart": "overfit one batch",
     r"knowing nothing": "the loss of a constant prediction",
     r"made whole": "all-gathered, unsharded",
+}
+# Outside of code, where the word may mean something else.
+IN_DOCS = {
+    r"remed(y|ies)": "fix",
 }
 
 

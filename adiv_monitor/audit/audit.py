@@ -1,4 +1,4 @@
-"""The audit: train a copy, say what is wrong with it, and try what would fix it."""
+"""The audit: trains a copy of a model, finds faults in its training, and tries fixes."""
 
 import math
 import warnings
@@ -46,41 +46,41 @@ def audit(
     progress: Progress | None = None,
     try_mends: bool | None = None,
 ) -> AuditReport:
-    """Train a copy of a model for some steps, and say what is wrong with its training.
+    """Train a copy of a model for some steps, and report faults of its training.
 
-    The model, the optimizer, the batches and random numbers are as they were afterwards.
+    The model, the optimizer, the batches and random numbers are unchanged afterwards.
 
     Args:
-        model: the model, as training would begin with it. Copies of it are trained.
-        batches: an iterable of batches; as many are taken as there are steps, and if there are
-            fewer, they are repeated.
-        loss: (model, batch) → the loss, one number. None: the model gives an object that has the
-            loss as its `loss`, called as `model(**batch)`, `model(*batch)` or `model(batch)`.
-        optimizer: over the model's parameters, with learning rates as they are to be tested; or
-            what makes one for a model. None: AdamW of learning rate 1e-3.
-        steps: how many to train, at least 1.
+        model: the model in the state in which training would begin. Copies of it are trained.
+        batches: an iterable of batches; one is taken for each step, and if there are fewer, they
+            are repeated.
+        loss: function (model, batch) → the loss, one number. None: the model returns an object with
+            the loss as its `loss`, called as `model(**batch)`, `model(*batch)` or `model(batch)`.
+        optimizer: optimizer of the model's parameters, with the learning rates to test, or a
+            function that makes one for a model. None: AdamW with learning rate 1e-3.
+        steps: number of training steps, at least 1.
         every_n_steps: each step whose number is a multiple of this is measured; None: a tenth of
             the steps.
-        max_rows: rows to look at per layer and step; None: all of them.
+        max_rows: number of rows to sample per layer and step; None: all of them.
         clip_norm: largest norm of the gradient; None: it is not clipped.
-        realised: measure what each step really did to the activations, too.
-        attention: measure what each step did to attention scores, too.
-        alignment: measure how weights, updates and activations are aligned, too, with the first
-            batch for a probe.
-        try_fixes: try what would fix the run, and other learning rates, in short runs.
-        try_seconds: no trial begins that would end later than so many seconds after the first.
-            Where that leaves one out, what is tried depends on the clock, and the verdict says so.
-            By default it does not: how many trials there are, and how long they are, follows from
-            the steps and from what one costs (`record.facts.step_cost`).
-        what_if: say how the steps of layers would be with other maps or inputs.
-        seed: of the run's random numbers.
-        own_losses: of the run itself: those of its steps 0, 1, 2, …, or by step. The verdict says
-            if the copy behaves otherwise.
-        progress: called with (what is done, how far, of how much).
+        realised: whether to also measure the actual change of the activations in each step.
+        attention: whether to also measure the effect of each step on attention scores.
+        alignment: whether to also measure the alignment of weights, updates and activations, with
+            the first batch as the probe.
+        try_fixes: whether to try fixes and other learning rates in short runs.
+        try_seconds: no trial begins that would end later than this many seconds after the first
+            one. If that leaves a trial out, the result depends on the clock, and the verdict says
+            so. Without this limit it does not: number and length of trials follow from the number
+            of steps and from the cost of a step (`record.facts.step_cost`).
+        what_if: whether to compute the steps of layers with other maps or inputs.
+        seed: seed of the run's random numbers.
+        own_losses: losses of your own run: those of its steps 0, 1, 2, …, or step → loss. The
+            verdict says if the copy behaves otherwise.
+        progress: called with (name of the part, units done, units in all).
         try_mends: the old name of `try_fixes`, until 1.0.
 
     Raises:
-        TypeError, ValueError: an argument is not what is expected; the message says what is.
+        TypeError, ValueError: an argument is not as expected; the message says what is expected.
     """
     if try_mends is not None:
         warnings.warn(
@@ -117,7 +117,7 @@ def audit(
 
 
 def _beside(record: Record, losses: Mapping[int, float] | Sequence[float] | None) -> Record:
-    """With the losses of the user's own run, and a note on how they compare."""
+    """Return the record with the losses of the user's own run, and a note on the comparison."""
     if losses is None:
         return record
     by_step = losses if isinstance(losses, Mapping) else dict(enumerate(losses))
@@ -127,7 +127,7 @@ def _beside(record: Record, losses: Mapping[int, float] | Sequence[float] | None
 
 
 class _Diagnosis:
-    """What follows from a record; the keyboard may end it, and what is there is told."""
+    """The diagnosis of a record; after a keyboard interrupt it holds the results so far."""
 
     def __init__(self, setup: Setup, record: Record, progress: Progress | None) -> None:
         self._setup = setup
@@ -137,7 +137,7 @@ class _Diagnosis:
         self._alternatives: Mapping[str, Mapping[str, Alternative]] = {}
 
     def report(self, cap: trials.Cap | None, what_if: bool) -> AuditReport:
-        """What was found; nothing is tried without a cap, or after an interrupted run."""
+        """Return the report; without a cap, or after an interrupted run, nothing is tried."""
         try:
             if not self._record.interrupted:
                 self._run(cap, what_if)
@@ -146,7 +146,7 @@ class _Diagnosis:
         if cap is not None and cap.reached:
             self._record = replace(self._record, hurried=True)
         if self._record.interrupted:
-            note = "The audit was interrupted: not all that could be tried was."
+            note = "The audit was interrupted, so not all fixes were tried."
             self._record = replace(self._record, notes=(*self._record.notes, note))
         return AuditReport(
             self._findings or diagnose(self._record), self._record, self._alternatives
@@ -175,15 +175,15 @@ class _Diagnosis:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """What trains a model that no optimizer is given for."""
+    """Return the default optimizer for a model."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that the model itself gives, as models of Hugging Face do.
+    """Return the loss that the model itself returns, as models of Hugging Face do.
 
     Raises:
-        TypeError: what the model gives has none, or it does not take the batch.
+        TypeError: the model's output has no loss, or the model does not accept the batch.
     """
     try:
         output = called(model, batch)

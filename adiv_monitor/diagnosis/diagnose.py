@@ -111,7 +111,12 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
     }
 )
-FIRST_THAT = (Advice("fix first what stands above"),)
+FIRST_THAT = (
+    Advice(
+        "fix the findings above first, because they may cause this one",
+        untried="its cause comes first",
+    ),
+)
 
 
 def _behind_its_cause(finding: Finding, findings: Iterable[Finding]) -> Finding:

@@ -47,8 +47,8 @@ class Diagnosis:
     def _of_the_copy(self) -> str:
         act = [f for f in self.findings if f.strength == "act"]
         clock = (
-            " The time for trials (try_seconds) was over before all of them had run: this depends "
-            "on the clock."
+            " The time for trials (try_seconds) ended before all of them had run, so this result "
+            "depends on the clock."
         ) * self.record.hurried
         if not act:
             return self._nothing() + clock
@@ -64,14 +64,14 @@ class Diagnosis:
 
     def _nothing(self) -> str:
         """Return the verdict without findings to act on, unless the loss contradicts it."""
-        rest = f" {_count(len(self.findings), 'lesser finding')} below." * bool(self.findings)
+        rest = f" {_count(len(self.findings), 'weaker finding')} below." * bool(self.findings)
         stuck = next((f for f in self.findings if f.name == "loss-stuck"), None)
         if stuck is not None and stuck.strength == "watch":
-            return f"{stuck.summary} What was looked for does not say why.{rest}"
+            return f"{stuck.summary} The audit did not find the cause.{rest}"
         if stuck is not None:  # whether the loss falls is unknown
-            return f"{stuck.summary} Nothing else was found that costs this run its training."
+            return f"{stuck.summary} The audit found nothing else that hinders this training."
         untried = " Other learning rates were not tried." * (not self.record.rates)
-        return f"Nothing was found that costs this run its training.{untried}{rest}"
+        return f"The audit found nothing that hinders this training.{untried}{rest}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as nested plain data; docs/report-schema.md describes the fields."""
@@ -128,9 +128,9 @@ def _fixed(act: Sequence[Finding]) -> str:
     others = [a for each in act[1:] for a in each.advice if a.trial and a.trial.helps]
     if others:
         best = min(others, key=lambda advice: advice.trial.loss if advice.trial else math.inf)
-        return f" No fix of it that was tried helps; what does: {best}."
+        return f" None of its fixes helped in a trial; a fix of another finding did: {best}."
     to_try = f"; to try next: {first}" * (first.trial is None)
-    return f" No fix of it that was tried helps{to_try}."
+    return f" None of its fixes helped in a trial{to_try}."
 
 
 def _count(n: int, what: str) -> str:

@@ -107,10 +107,10 @@ class Trial:
         rate = "" if self.rate == 1 else f"with learning rate × {self.rate:g}, "
         without = "" if math.isinf(self.loss_without) else f" instead of {self.loss_without:.3g}"
         if math.isinf(self.loss):
-            as_it_is = " as it does without" if math.isinf(self.loss_without) else without
+            as_it_is = ", as without the fix" if math.isinf(self.loss_without) else without
             return f"{rate}the loss diverges within {self.steps} steps{as_it_is}"
         error = f" (± {self.error:.1g})" if self.error > 0 else ""
-        without = without or ", which diverges without"
+        without = without or " instead of diverging"
         return f"{rate}loss after {self.steps} steps {self.loss:.3g}{without}{error}"
 
     @property
@@ -171,7 +171,7 @@ class Trial:
         if math.isinf(self.loss):
             return "it diverges"
         if not self.pays:
-            return "the loss is not lower by more than its error and 2 %"
+            return "the loss is not lower by more than two standard errors and 2 %"
         if not self.beats_constant:
             return f"no better than a constant prediction ({self.constant:.3g})"
         return f"no better than another learning rate alone ({self.loss_by_rate:.3g})"
@@ -235,7 +235,7 @@ class Advice:
     @property
     def outcome(self) -> Outcome:
         """Mark and words of the outcome of this advice."""
-        only_you = "no short run can do it" if self.fix is None else ""
+        only_you = "the audit can't do this itself" if self.fix is None else ""
         return outcome(self.trial, self.untried or only_you)
 
 

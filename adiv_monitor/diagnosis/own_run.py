@@ -1,4 +1,4 @@
-"""Whether the copy that was trained behaves as the user's own run did, by its first losses."""
+"""Comparison of the first losses of the trained copy with those of the user's own run."""
 
 import math
 from typing import NamedTuple
@@ -8,20 +8,20 @@ import numpy as np
 from adiv_monitor.diagnosis.record import Record
 
 FEWEST = 4  # losses of one half of the steps that both know, two of which have an error
-# The mean difference of a half is beyond so many of its standard errors, this share of the larger
-# mean, and this share of the first loss. Of 108 pairs of healthy runs whose batches come in another
-# order none is; without the last of these four are.
+# Limits of the mean difference over a half of the steps: in standard errors, as a share of the
+# larger mean, and as a share of the first loss. None of 108 pairs of healthy runs with differently
+# ordered batches exceeds all three; without the last limit four pairs would.
 ERRORS, SHARE, OF_THE_FIRST = 4.0, 0.25, 0.2
 
 
 class Difference(NamedTuple):
-    """Where two runs part.
+    """A difference between the losses of two runs.
 
     Attributes:
-        first: step, from which on.
-        last: the last step that was compared.
-        own: mean loss of the user's run over them.
-        copy: of the copy.
+        first: first step of the half in which they differ.
+        last: last step of that half.
+        own: mean loss of the user's run over these steps.
+        copy: mean loss of the copy over these steps.
     """
 
     first: int
@@ -31,7 +31,9 @@ class Difference(NamedTuple):
 
 
 def difference(record: Record) -> Difference | None:
-    """The first half of the common steps in which the losses differ; None: in neither, or unknown.
+    """Return where the losses of the common steps differ; None if they agree, or are too few.
+
+    The steps are judged in two halves, and the first half that differs is returned:
 
     mean(d) > max(4 std(d)/√n, max(means)/4, first/5) of the n paired differences d of a half.
     """
@@ -57,37 +59,37 @@ def difference(record: Record) -> Difference | None:
 
 
 def common_steps(record: Record) -> list[int]:
-    """The steps whose loss is known of both runs."""
+    """Return the steps whose loss is known in both runs."""
     return sorted(step for step in record.own_losses if 0 <= step < len(record.losses))
 
 
 def said(record: Record) -> str:
-    """What the verdict says of it in front; "" where the copy behaves as the run did."""
+    """Return the beginning of the verdict if the two runs differ, else ""."""
     found = difference(record)
     if found is None:
         return ""
     return (
-        f"The copy does not train as your run did: over the steps {found.first} to {found.last} "
-        f"its loss is {found.copy:.3g} where yours was {found.own:.3g}. What makes them differ is "
-        "not in the copy, and may be what is wrong. Of the copy: "
+        f"The copy does not train as your run did: over the steps {found.first} to {found.last}, "
+        f"its mean loss is {found.copy:.3g}, and yours was {found.own:.3g}. The copy lacks the "
+        "cause of this difference, which may be the fault of your run. About the copy: "
     )
 
 
 def lacks(record: Record) -> str:
-    """What the verdict says of what the copy lacks; "" where nothing is known to be missing."""
-    return f" Not as in your run: {'; '.join(record.lost)}." if record.lost else ""
+    """Return the end of the verdict if the copy lacks parts of the run, else ""."""
+    return f" The copy differs from your run: {'; '.join(record.lost)}." if record.lost else ""
 
 
 def compared(record: Record) -> str:
-    """A note on the comparison; "" without losses of the user's own."""
+    """Return a note on the comparison of losses; "" if the user gave no losses, or they differ."""
     if not record.own_losses:
         return ""
     count = len(common_steps(record))
     if count < 2 * FEWEST:
         return (
-            f"Of your run's losses {count} are of steps that the copy took, too few to compare: "
-            f"{2 * FEWEST} are needed. Log every step, or give --steps more."
+            f"Only {count} of your run's losses belong to steps that the copy took, and a "
+            f"comparison needs {2 * FEWEST}. Log every step, or raise --steps."
         )
     if difference(record) is None:
-        return f"The copy's losses agree with your run's, over {count} steps."
+        return f"The copy's losses agree with those of your run over {count} steps."
     return ""

@@ -9,8 +9,8 @@ from adiv_monitor.report import StepReport
 PEAK = 0.5  # of the largest learning rate so far: lower ones are warmup or intended decay
 _FEWEST = 2  # fewest measured steps at the peak
 _RISES = 1.01  # times the learning rate of the previous measured step
-LOOK_AGAIN = "look again when the learning rate is at its peak"
-RISES_YET = " The learning rate still rises: at its peak this will tell more."
+LOOK_AGAIN = "look again when the learning rate has reached its peak"
+RISES_YET = " The learning rate still rises: measurements at its peak will be clearer."
 
 
 def learning_rate(report: StepReport) -> float | None:

@@ -26,18 +26,18 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         ),
         "gradient_cosine": Title(
             "Cosine of a plain gradient step",
-            "cos(e, G): what is between this and the step's own cosine is the optimizer's doing",
+            "cos(e, G): the optimizer makes the difference to the step's own cosine",
         ),
         "diagonal_cosine": Title(
             "Cosine with the scales alone",
-            "cos(D G, G): what rows of different length cost by themselves; 1 is nothing",
+            "cos(D G, G): below 1 only because rows have different lengths",
         ),
         "attainable_cosine": Title(
             "Ceiling of the cosine", "‖P G‖ / ‖G‖: the most that any step of this layer could reach"
         ),
         "interference_ratio": Title(
             "Interference",
-            "‖e − D G‖ / ‖D G‖: what the other rows do to a row, against its own part",
+            "‖e − D G‖ / ‖D G‖: a row's move by the other rows, over its move by itself",
         ),
         "scale_cv": Title(
             "Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows"
@@ -45,16 +45,18 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "scale_mean": Title("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows"),
         "common_share": Title(
             "Share of the mean feature",
-            "‖mean φ‖² / mean ‖φ‖²: what centring the inputs would take out",
+            "‖mean φ‖² / mean ‖φ‖²: the share that centred inputs would remove",
         ),
         "effective_lr": Title(
             "Effective learning rate",
-            "⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill",
+            "⟨d, G⟩ / ‖G‖²: the learning rate at which the activations actually move downhill",
         ),
         "update_ratio": Title(
             "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step"
         ),
-        GRADIENT: Title("Gradient that arrives", "‖∂L/∂z‖ over the last layer's"),
+        GRADIENT: Title(
+            "Gradient that arrives", "‖∂L/∂z‖ of the layer over that of the last layer"
+        ),
         "row_cosine_p50": Title(
             "Cosine of the median row", "median of cos(d_r, g_r): how a single sample fares"
         ),
@@ -74,18 +76,22 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         ),
         "projection_cosine": Title(
             "Cosine of the projection",
-            "cos(a, u): what was applied in the end against the optimizer's update",
+            "cos(a, u): the change that remains after the step against the optimizer's update",
         ),
-        "applied_cosine": Title("Cosine of what was applied", "cos(a, −γ): against the gradient"),
+        "applied_cosine": Title(
+            "Cosine of the applied change",
+            "cos(a, −γ): the change that remains against the gradient",
+        ),
         "realised_cosine": Title(
-            "Realised cosine", "cos(r, G): what really happened, all layers having moved"
+            "Realised cosine",
+            "cos(r, G): the actual change of the activations, with all layers moved",
         ),
         "single_layer_share": Title(
             "Share of the layer's own step",
-            "cos(r, d): how much of what happened is this layer's own doing",
+            "cos(r, d): how much of the actual change is due to the layer's own step",
         ),
         "first_order_error": Title(
-            "Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: how far the move is from proportional"
+            "Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: how far the move is from linear"
         ),
         "scale_max": Title("Row scale, largest", "largest ‖φ‖² of the rows"),
         "scale_p05": Title("Row scale, 5th percentile", "of ‖φ‖² over the rows"),
@@ -96,7 +102,8 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "row_cosine_p95": Title("Cosine of rows, 95th percentile", "of cos(d_r, g_r)"),
         "attention_cosine": Title("Cosine of the scores", "cos(−ΔY, G) of the attention scores"),
         "attention_gradient_cosine": Title(
-            "Cosine of a plain gradient step", "the same of a plain gradient step"
+            "Cosine of the scores, plain gradient step",
+            "the cosine of the scores under a plain gradient step",
         ),
         "attention_scale_mean": Title("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
         "attention_scale_cv": Title(
@@ -111,10 +118,11 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "kappa_u": Title("κ of u", "n^(u − 1)"),
         "kappa_cumulative": Title("κ of the alignment of W and z", "n^(A − 1)"),
         "effective_rank": Title(
-            "Effective rank", "over how many directions weights and inputs are spread alike"
+            "Effective rank",
+            "the number of directions over which weights and inputs are spread alike",
         ),
-        "output_rms": Title("RMS of W z", "without the bias"),
-        "output_change_rms": Title("RMS of its change", "of W z − W₀ z₀"),
+        "output_rms": Title("RMS of W z", "rms of the outputs without the bias"),
+        "output_change_rms": Title("RMS of the change of W z", "rms of W z − W₀ z₀"),
     }
 )
 
@@ -129,7 +137,7 @@ SHORT_TITLES: Mapping[str, str] = MappingProxyType(
         "common_share": "Mean feature",
         "interference_ratio": "Interference",
         "harmed_fraction": "Harmed rows",
-        "effective_lr": "Effective rate",
+        "effective_lr": "Effective lr",
         "update_ratio": "Move",
     }
 )
@@ -137,20 +145,20 @@ SHORT_TITLES: Mapping[str, str] = MappingProxyType(
 FINDING_TITLES: Mapping[str, str] = MappingProxyType(
     {
         "not-held": "Parameters that the optimizer does not hold",
-        "unreached": "Parameters that the loss does not reach",
+        "unreached": "Parameters that no gradient reaches",
         "frozen": "Frozen parameters",
         "input-ignored": "The inputs make no difference",
-        "cannot-overfit": "One small batch is not overfitted",
+        "cannot-overfit": "The model can't overfit one small batch",
         "non-finite": "Values that are not finite",
         "input-scale": "Inputs of an unsuitable scale",
         "input-mean": "Inputs that are not centred",
         "row-spread": "Rows of very different length",
         "rate-too-high": "Learning rate too high",
         "rate-too-low": "Learning rate too low",
-        "uneven-rates": "Layers learn at very different rates",
-        "loss-stuck": "The loss shows no learning",
+        "uneven-rates": "Layers move by very different amounts",
+        "loss-stuck": "The loss does not clearly fall",
         "stands-still": "Layers that hardly move",
-        "outside-healthy": "Layers outside of what healthy ones read",
+        "outside-healthy": "Readings outside the healthy range",
         "rate-decayed": "The learning rate has decayed",
         "settled": "Layers that move less than at first",
         "bad-initialisation": "Unsuitable initialisation",
@@ -158,38 +166,38 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "exploding": "Exploding gradients",
         "dead-units": "Dead units",
         "saturated-units": "Saturated units",
-        "interference": "Direction lost to interference",
-        "optimizer-turns": "The optimizer turns the step",
-        "decay-fights": "Weight decay fights the gradient",
-        "projection-fights": "A projection fights the update",
-        "clipping-always": "Clipping is always at work",
-        "double-softmax": "The softmax is taken twice",
+        "interference": "Direction lost to interference between rows",
+        "optimizer-turns": "The optimizer turns the step away from the gradient",
+        "decay-fights": "Weight decay outweighs the gradient",
+        "projection-fights": "Other code changes the weights",
+        "clipping-always": "Most gradients are clipped",
+        "double-softmax": "Softmax is applied twice",
         "activated-logits": "An activation function on the logits",
-        "target-scale": "A loss that is large by nature",
-        "unbounded-loss": "A loss without a lowest value",
-        "samples-mixed": "Samples that mix",
+        "target-scale": "Targets, or a loss, of a very large scale",
+        "unbounded-loss": "A loss without a lower bound",
+        "samples-mixed": "Predictions depend on other samples",
         "reshape-scrambles": "A reshape that scrambles axes",
-        "gradient-cut": "A gradient that is cut on its way",
-        "same-batch": "The same batch again and again",
-        "unshuffled": "Data that are not shuffled",
-        "one-sided-weights": "Weights on one side of zero",
-        "input-partly-ignored": "Parts of the inputs that are ignored",
-        "order-ignored": "Places whose order is ignored",
-        "bounded-logits": "Logits that can't go far enough",
-        "broadcast-loss": "Outputs compared with all targets",
-        "no-log": "Probabilities where logarithms are wanted",
-        "softmax-of-one": "A softmax of one class",
-        "softmax-over-samples": "A softmax over the samples",
-        "targets-out-of-range": "Targets that the outputs can't be",
-        "target-is-input": "Targets that are the inputs",
-        "future-leak": "The model sees what it shall predict",
-        "hidden-parameters": "Parameters that the model does not know of",
+        "gradient-cut": "The gradient is cut on one of its paths",
+        "same-batch": "The same batch is repeated",
+        "unshuffled": "The data are not shuffled",
+        "one-sided-weights": "Initial weights of one sign",
+        "input-partly-ignored": "Parts of the inputs are ignored",
+        "order-ignored": "The order of positions is ignored",
+        "bounded-logits": "Logits of too narrow a range",
+        "broadcast-loss": "Each output is compared with all targets",
+        "no-log": "The loss expects log-probabilities",
+        "softmax-of-one": "Softmax over a single class",
+        "softmax-over-samples": "Softmax over the samples",
+        "targets-out-of-range": "Targets that the outputs can't reach",
+        "target-is-input": "The targets are the inputs",
+        "future-leak": "The model sees the tokens that it should predict",
+        "hidden-parameters": "Parameters that are not registered",
         "rate-zero": "A learning rate of zero",
-        "rounded-away": "Steps that rounding takes back",
+        "rounded-away": "Steps lost to rounding",
         "gradient-hooks": "Hooks that change the gradient",
         "left-in-eval": "Normalisations left in evaluation mode",
         "batch-norm-starved": "Batch normalisation of too few values",
-        "dropout-too-high": "Dropout that drops most",
+        "dropout-too-high": "Dropout rate too high",
     }
 )
 

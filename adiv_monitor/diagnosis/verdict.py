@@ -16,7 +16,7 @@ from adiv_monitor.diagnosis.titles import finding_title
 EXPLAINING = frozenset({"rate-decayed"})
 NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
-_BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; to know"}
+_BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
 _AUDIT = "run `adiv-audit`"
 FEWEST_REPORTS = 3  # fewest reports that show typical values
 
@@ -26,7 +26,7 @@ class Untold(NamedTuple):
 
     Attributes:
         title: the question.
-        would_tell: what would answer it.
+        would_tell: an action that would answer it.
     """
 
     title: str
@@ -88,29 +88,39 @@ def _could_show(record: Record) -> tuple[str, ...]:
 
 
 def untold(record: Record) -> tuple[Untold, ...]:
-    """Return the questions that these reports can't answer, and what would answer them."""
+    """Return the questions that these reports can't answer, and how to answer them."""
     paths = maps(record)
     found = []
     if len(record.losses) < FEWEST and not record.first_non_finite:
-        why = f"`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for {FEWEST} steps at least"
+        why = (
+            "pass the loss of every step to the monitor (`Monitor(…, loss=…)` or "
+            f"`monitor.log_loss(…)`), for at least {FEWEST} steps"
+        )
         found.append(Untold("Whether the loss falls", why))
     if len(record.reports) < FEWEST_REPORTS:
-        why = f"{FEWEST_REPORTS} measured steps or more"
-        found.append(Untold("How far layers typically move, and what the optimizer does", why))
+        why = f"measure at least {FEWEST_REPORTS} steps (a smaller `every_n_steps`)"
+        found.append(
+            Untold("How far layers typically move, and how the optimizer changes the step", why)
+        )
     if paths and not (record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS):
         found.append(
             Untold(
                 "Whether gradients vanish or explode from the start",
-                "measure step 0 of a network of three layers or more",
+                "measure step 0 of a network with at least three layers",
             )
         )
     if not by_layer(record, "attainable_cosine"):
-        found.append(Untold("Direction lost to interference", "`Monitor(…, attainable=True)`"))
+        found.append(
+            Untold("Direction lost to interference", "measure with `Monitor(…, attainable=True)`")
+        )
     return (
         *found,
         Untold("Whether another learning rate does better", _AUDIT),
         Untold("Wiring: parameters that are not held, not reached or frozen", _AUDIT),
-        Untold("Whether labels belong to their inputs", "overfit one batch, and look at some"),
+        Untold(
+            "Whether labels belong to their inputs",
+            "overfit one batch, and look at some samples with their labels",
+        ),
         Untold("The inputs themselves, single units, the loss function, decay, clipping", _AUDIT),
     )
 
@@ -120,7 +130,7 @@ def until(record: Record) -> str:
     if record.non_finite_since is None:
         return ""
     steps = [r.step for r in record.reports if r.step < record.non_finite_since]
-    return f" up to step {steps[-1]:,}" if steps else " in what is finite"
+    return f" up to step {steps[-1]:,}" if steps else " in the finite values"
 
 
 def loss_words(record: Record) -> str:
@@ -133,7 +143,7 @@ def loss_words(record: Record) -> str:
         return "too few steps to tell whether it falls"
     if fell(record):
         return "falls"
-    return "can't be told to fall" if may_have_fallen(record) else "does not fall"
+    return "not clear whether it falls" if may_have_fallen(record) else "does not fall"
 
 
 def _knows_loss(record: Record) -> bool:

@@ -132,14 +132,16 @@ def _run(report: Diagnosis) -> _Run:
             _Line(check.title, ", ".join(check.findings), check.strength, check.missing)
             for check in checks(findings, record)
         ]
-        return _Run(headline(findings), report.verdict, _loss(record), findings, lines)
+        return _Run(headline(findings, record), report.verdict, _loss(record), findings, lines)
     strengths = {finding.name: finding.strength for finding in reversed(findings)}
     names = looked_for(record, findings)
     lines = [
         _Line(finding_title(name), "found" * (name in strengths), strengths.get(name, ""))
         for name in names
     ]
-    lines += [_Line(line.title, missing=line.would_tell) for line in untold(record)]
+    lines += [
+        _Line(line.title, missing=f"to find out, {line.would_tell}") for line in untold(record)
+    ]
     return _Run(running_headline(findings, record), "", _loss(record), findings, lines)
 
 

@@ -53,7 +53,7 @@ def _head(report: Diagnosis, count: int) -> Iterator[str]:
     reports = record.reports
     if record.is_audited:
         yield f"# Audit of {code(record.facts.model)}"
-        yield f"\n**{headline(report.findings)}.** {markdown(report.verdict)}"
+        yield f"\n**{headline(report.findings, record)}.** {markdown(report.verdict)}"
         run = f"{len(record.losses):,} of {record.facts.steps:,} steps"
         interrupted = ", interrupted" * record.interrupted
         yield f"\n{run}{interrupted}, {count:,} measured."
@@ -98,7 +98,7 @@ def _evidence(evidence: Evidence) -> str:
     where = "" if evidence.layer is None else f" in {code(evidence.layer or 'the model itself')}"
     step = "" if evidence.step is None else f" at step {evidence.step:,}"
     title = markdown(measure_title(evidence.measure))
-    return f"{title} {significant(evidence.value)}{limit}{where}{step}"
+    return f"{title} = {significant(evidence.value)}{limit}{where}{step}"
 
 
 def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:
@@ -107,7 +107,7 @@ def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:
         for check in checks(findings, record):
             found = ", ".join(check.findings)
             state = f"found: {found}" if found else "nothing found"
-            missing = f"; not looked at: {check.missing}" if check.missing else ""
+            missing = f"; not checked: {check.missing}" if check.missing else ""
             yield f"- {check.title}: {markdown(state + missing)}"
         return
     found_names = {finding.name for finding in findings}
@@ -115,7 +115,8 @@ def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:
         state = "found" if name in found_names else "looked at, nothing found"
         yield f"- {finding_title(name)}: {state}"
     for line in untold(record):
-        yield f"- {markdown(line.title)}: can't tell from reports: {markdown(line.would_tell)}"
+        how = markdown(line.would_tell)
+        yield f"- {markdown(line.title)}: reports can't tell; to find out, {how}"
 
 
 def _measured(record: Record) -> list[str]:
@@ -154,7 +155,7 @@ def _losses(record: Record) -> list[str]:
 def _worst(record: Record) -> list[str]:
     last = last_told(record.reports)
     lines = [
-        f"- {measure_title(end.measure)}: {end.text} in "
+        f"- {end.title}: {end.text} in "
         + "one of " * (len(end.layers) > 1)
         + listed(list(end.layers), as_code=True)
         for end in (worst(last) if last is not None else ())

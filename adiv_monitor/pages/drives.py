@@ -13,13 +13,13 @@ from adiv_monitor.report.wording import number
 _CAUSES: Mapping[str, tuple[str, str]] = {
     "scale": (
         "1 − diagonal cosine",
-        "Rows of different length are moved differently far; fixed by inputs, or layers, that "
-        "make the rows alike.",
+        "A step moves rows of different length by different amounts. Inputs or layers that make "
+        "the rows alike fix this.",
     ),
     "interference": (
         "diagonal cosine − gradient cosine",
-        "Rows share the weights, so each is moved by the others' gradients too; no step of the "
-        "layer can keep more than its ceiling.",
+        "Rows share the weights, so the gradients of the other rows move each row too. No step of "
+        "the layer can keep more than its ceiling.",
     ),
     "optimizer": (
         "gradient cosine − update cosine",
@@ -27,12 +27,12 @@ _CAUSES: Mapping[str, tuple[str, str]] = {
     ),
     "depth": (
         "update cosine − realised cosine",
-        "The layers before have moved too, and so have the inputs; whatever changes the weights "
-        "after the step is in here as well.",
+        "The layers before this one have moved too, and so have its inputs. Code that changes the "
+        "weights after the step also counts here.",
     ),
     "projection": (
         "parameter cosine − applied cosine",
-        "Code that changes the weights after the optimizer's step; this one is measured in "
+        "Code changes the weights after the optimizer's step. This cause is measured in "
         "parameters, the others in activations.",
     ),
 }
@@ -125,16 +125,16 @@ def _sentence(
     told = [part for part in parts if abs(part.taken) > 2 * part.error and abs(part.taken) >= 5e-3]
     told.sort(key=lambda part: -part.taken)
     taking = [
-        f"{'the ' * (p.cause == 'optimizer')}{p.cause} takes {number(p.taken, p.error)}"
+        f"{'the ' * (p.cause == 'optimizer')}{p.cause} lowers it by {number(p.taken, p.error)}"
         for p in told
         if p.taken > 0
     ]
     giving = [
-        f"{'the ' * (p.cause == 'optimizer')}{p.cause} wins back {number(-p.taken, p.error)}"
+        f"{'the ' * (p.cause == 'optimizer')}{p.cause} raises it by {number(-p.taken, p.error)}"
         for p in told
         if p.taken < 0
     ]
-    causes = ", ".join([*taking, *giving]) or "nothing takes more than its error"
+    causes = ", ".join([*taking, *giving]) or "no cause lowers it by more than its error"
     words = f"Of a cosine of 1, the mean layer's step keeps {number(kept)}: {causes}."
     several = (reading.attainable_cosine for reading in readings.values())
     ceilings = [c for c in several if c is not None and math.isfinite(c)]

@@ -43,12 +43,12 @@ def _of_rates(record: Record) -> str:
 
 
 def _of_loss(record: Record) -> str:
-    told = "its loss without the inputs (could not be told)"
+    told = "the loss of a constant prediction (not known)"
     return "" if record.chance is not None else told
 
 
 def _of_inputs(record: Record) -> str:
-    return "" if record.inputs else "inputs (none of floating-point numbers was seen)"
+    return "" if record.inputs else "inputs (no floating-point input was seen)"
 
 
 def _of_units(record: Record) -> str:
@@ -58,7 +58,7 @@ def _of_units(record: Record) -> str:
 def _of_wiring(record: Record) -> str:
     missing = []
     if math.isnan(record.wiring.input_matters):
-        missing.append("whether inputs matter (could not be told)")
+        missing.append("whether inputs matter (not known)")
     if record.overfit is None:
         missing.append("overfitting one small batch (not tried)")
     return "; ".join(missing)
@@ -70,7 +70,7 @@ def _of_probes(record: Record) -> str:
     missing = [
         f"{finding_title(name)} ({probed.untold})" for name, probed in asked if probed.untold
     ]
-    return "; ".join(missing) if asked else "whatever copies of the model tell (none was asked)"
+    return "; ".join(missing) if asked else "tests with copies of the model (none was made)"
 
 
 # Title, question, findings that answer it, and a function that returns what is missing; causes
@@ -85,19 +85,19 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     ("Finite values", "Are losses, activations and gradients finite?", ("non-finite",), _always),
     (
         "Inputs",
-        "Are they of a suitable scale, centred, and rows of like length?",
+        "Are they of a suitable scale, centred and shuffled? Are rows of similar length?",
         ("input-scale", "input-mean", "row-spread", "same-batch", "unshuffled"),
         _of_inputs,
     ),
     (
         "Learning rate",
-        "Is it too high or too low, does the loss fall, do layers learn at like rates?",
+        "Is it too high or too low? Does the loss fall? Do layers learn at similar speeds?",
         ("rate-too-high", "rate-too-low", "uneven-rates", "loss-stuck"),
         _of_rates,
     ),
     (
         "Loss",
-        "Does it take logits for logits, and once only? Is it of a suitable size?",
+        "Does it receive the outputs and targets that it expects? Is its size suitable?",
         (
             *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
             *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
@@ -117,16 +117,16 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         ("dead-units", "saturated-units"),
         _of_units,
     ),
-    ("Interference", "Do rows take each other's direction?", ("interference",), _always),
+    ("Interference", "Do rows disturb each other's step?", ("interference",), _always),
     (
         "Optimizer",
-        "Do momentum, decay, clipping or projections turn or fight the step?",
+        "Do momentum, decay, clipping or projections turn the step or undo it?",
         ("optimizer-turns", "decay-fights", "projection-fights", "clipping-always"),
         _always,
     ),
     (
         "Code",
-        "Does all of it reach the optimizer, in the mode that is meant, as it was computed?",
+        "Are all parameters registered, modules in the right mode, gradients and axes intact?",
         (
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
             *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
@@ -146,7 +146,7 @@ def checks(findings: Sequence[Finding], record: Record) -> tuple[Check, ...]:
         for title, asks, names, missing in _CHECKS
     ]
     if others := [f for f in findings if f.name not in known]:
-        made.append(_check("Others", "What else was seen.", others, ""))
+        made.append(_check("Others", "All other findings.", others, ""))
     return tuple(made)
 
 

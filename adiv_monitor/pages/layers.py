@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adiv_monitor.diagnosis.titles import measure_title
 from adiv_monitor.pages.chain import Part, chain
 from adiv_monitor.pages.multiples import Axis, Block, bar, distribution, scale_axis
 from adiv_monitor.report import WORST, LayerReading, StepReport, taken
@@ -126,11 +127,19 @@ class End:
         measure: name of the measure.
         text: the value at this end.
         layers: layers that may have the value; one, if the errors leave one candidate.
+        which: "lowest" or "highest" if neither end is the bad one, else "".
     """
 
     measure: str
     text: str
     layers: tuple[str, ...]
+    which: str = ""
+
+    @property
+    def title(self) -> str:
+        """Title of the measure, with the end if both are named."""
+        title = measure_title(self.measure)
+        return f"{title}, {self.which}" if self.which else title
 
 
 def layer_table(report: StepReport) -> Layers:
@@ -155,16 +164,19 @@ def worst(report: StepReport) -> list[End]:
         if measure not in _NAMED_WORST or summary.min_layers == summary.max_layers:
             continue
         bad = WORST.get(measure)
+        lowest, highest = ("", "") if bad else ("lowest", "highest")
         if bad != "max":
-            said.append(_end(report, measure, summary.min_layers, summary.min))
+            said.append(_end(report, measure, summary.min_layers, summary.min, lowest))
         if bad != "min":
-            said.append(_end(report, measure, summary.max_layers, summary.max))
+            said.append(_end(report, measure, summary.max_layers, summary.max, highest))
     return said
 
 
-def _end(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> End:
+def _end(
+    report: StepReport, measure: str, layers: tuple[str, ...], value: float, which: str
+) -> End:
     errors = [report.layers[path].standard_error.get(measure, 0.0) for path in layers]
-    return End(measure, number(value, min(errors)), layers)
+    return End(measure, number(value, min(errors)), layers, which)
 
 
 def _worst_layers(report: StepReport) -> dict[str, str | None]:

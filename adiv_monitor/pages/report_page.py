@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adiv_monitor.diagnosis import own_run
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import STRENGTHS, Finding, outcome
 from adiv_monitor.diagnosis.hidden import without_secrets
@@ -46,7 +47,7 @@ def page(report: Diagnosis) -> str:
         record=record,
         facts=record.facts,
         findings=report.findings,
-        headline=headline(report.findings),
+        headline=headline(report.findings, record),
         strengths=strengths_of(report.findings),
         checks=checks(report.findings, record),
         last=last,
@@ -69,12 +70,20 @@ def page(report: Diagnosis) -> str:
     )
 
 
-def headline(findings: Sequence[Finding]) -> str:
-    """Return the number of findings to fix or to watch, in words."""
+def headline(findings: Sequence[Finding], record: Record) -> str:
+    """Return the number of findings to fix or to watch, in words.
+
+    If the copy does not train as the user's run did, the headline says so, since findings in the
+    copy, or their absence, may not apply to the run.
+    """
+    differs = "the copy does not train as your run did" if own_run.difference(record) else ""
     counts = Counter(finding.strength for finding in findings)
     if counts["act"]:
         things = "one thing" if counts["act"] == 1 else f"{counts['act']} things"
-        return f"{things[0].upper()}{things[1:]} to fix"
+        also = f", and {differs}" if differs else ""
+        return f"{things[0].upper()}{things[1:]} to fix{also}"
+    if differs:
+        return f"{differs[0].upper()}{differs[1:]}"
     if counts["watch"]:
         things = "one thing" if counts["watch"] == 1 else f"{counts['watch']} things"
         return f"Nothing to fix, {things} to watch"
@@ -95,12 +104,15 @@ def settings(record: Record) -> dict[str, str]:
         "Optimizer": f"{facts.optimizer} ({optimizer})" if optimizer else facts.optimizer,
         "Gradients": clip,
         "Batches": f"{facts.batches:,} of {facts.batch_size:,} samples{again}",
-        "Steps": f"{len(record.losses):,} of {facts.steps:,}, every "
-        f"{'one' if facts.every_n_steps == 1 else f'{facts.every_n_steps} steps one'} measured",
+        "Steps": f"{len(record.losses):,} of {facts.steps:,}, "
+        + ("all" if facts.every_n_steps == 1 else f"one of every {facts.every_n_steps}")
+        + " measured",
         "Seed": f"{facts.seed}",
         "Device": facts.device,
         "torch": facts.torch,
-        "Time of a step": "–" if math.isnan(seconds) else f"{seconds * 1000:.3g} ms (not measured)",
+        "Time of a step": "–"
+        if math.isnan(seconds)
+        else f"{seconds * 1000:.3g} ms without measuring",
     }
 
 

@@ -13,8 +13,8 @@ from adiv_monitor.report.wording import number
 WHAT_IF_MEASURES = {
     "gradient_cosine": "Cosine of a plain gradient step: nearer to 1 is better",
     "scale_cv": "Spread of the row scales: 0 is best",
-    "effective_lr": "Effective rate of a plain gradient step of learning rate 1: "
-    "alike in all layers is best",
+    "effective_lr": "Effective learning rate of a plain gradient step with learning rate 1: "
+    "equal in all layers is best",
 }
 
 

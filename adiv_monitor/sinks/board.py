@@ -28,8 +28,8 @@ _GROWTH = 1.4  # pictures are redrawn when the number of reports has grown by th
 _FIRST = 0.3  # seconds, on the slower of two processors: imports and the pictures of a small net
 _MOST_EVIDENCE = 2  # panels of the overview that show the evidence of findings
 _UNTOLD = (
-    "Reports can't tell whether another learning rate does better, nor see wiring, single units "
-    "or labels: run adiv-audit."
+    "Reports can't tell whether another learning rate does better, and do not show wiring, single "
+    "units or labels: run adiv-audit."
 )
 
 
@@ -170,7 +170,7 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
         if finding.not_advised:
             parts.append(f"What would not help: {markdown(finding.not_advised)}")
     told = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
-    return "\n\n".join([*parts, f"Can't tell from reports:\n\n{told}"])
+    return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{told}"])
 
 
 def _said(findings: Iterable[Finding]) -> list[str]:

@@ -151,7 +151,7 @@ def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: 
     # The gradient before the rows' is compared with ‖γ‖, in the units of the optimizer's gradient.
     held = 0.0 if seen.foreign is None else float(seen.foreign)
     if held > seen.rounding and held * factor > seen.tolerance * math.sqrt(gamma):
-        return "more"
+        return "earlier"
     if reason := contributed(seen, found, factor * scale):
         return reason
     if seen.probe is not None:

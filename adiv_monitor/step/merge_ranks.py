@@ -138,7 +138,7 @@ def merge_ranks(
 
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")
 _INCOMPLETE = (
-    "its rows were dealt out among ranks that compute it together (tensor parallelism), one of "
+    "its rows were partitioned across ranks that compute it together (tensor parallelism), one of "
     "which failed"
 )
 

@@ -37,11 +37,16 @@ _FROM_ROWS = {
         "The gradients of the parameters of {} were multiplied by different factors (each clipped "
         "by itself?)"
     ),
+    "earlier": (
+        "The gradient of {} holds more than these rows: it was not zero before their backward pass "
+        "(was `zero_grad()` forgotten?)"
+    ),
     "more": (
         "The gradient of {} holds more than these rows, or something else (a penalty in the loss, "
-        "an earlier step's that was not zeroed, a use outside the layer's forward, an edit?)"
+        "a use outside the layer's forward, an earlier step's that `zero_grad()` did not clear, an "
+        "edit?)"
     ),
-    "seems": "The gradient of {} seems to hold more than these rows, as the next report will tell",
+    "seems": "The gradient of {} seems to hold more than these rows; the next report will tell",
 }
 
 
@@ -83,6 +88,8 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
     for path, found in measured.items():
         if found.suspected:
             reasons[path] = "more" if found.holds_more else "seems"
+    if "more" in reasons.values():  # a forgotten `zero_grad()` would show in all layers
+        reasons = {path: "more" if of == "earlier" else of for path, of in reasons.items()}
     readings = {p: _reading(layer, measured[p], facts) for p, layer in kept.items()}
     history.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
     history.suspected = {path for path, found in measured.items() if found.suspected}
@@ -161,8 +168,8 @@ def _without_common(
     if not paths:
         return []
     return [
-        f"Idle rows, unlike before: common_share is missing for {listed(paths)}, from the next "
-        "report on it is there."
+        "Some rows have a zero gradient, unlike before: common_share is missing for "
+        f"{listed(paths)}; from the next report on it is there."
     ]
 
 

@@ -160,22 +160,24 @@ def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
 def test_the_verdict() -> None:
     report = audited()
     act = report.findings[0]
-    assert report.verdict.startswith("It is so. No fix of it that was tried helps.")
+    assert report.verdict.startswith("It is so. None of its fixes helped in a trial.")
     pays = replace(act.advice[0], trial=Trial("rate*0.1", 9, 0.1, math.inf, None, math.nan))
     paid = replace(report, findings=(replace(act, advice=(pays,)),)).verdict
     assert paid.startswith(
-        "It is so. To fix it: Fix it: loss after 9 steps 0.1, which diverges without."
+        "It is so. To fix it: Fix it: loss after 9 steps 0.1 instead of diverging."
     )
     untried = replace(report, findings=(replace(act, advice=(Advice("Do"),)),)).verdict
-    assert untried.startswith("It is so. To try first: Do (not tried: no short run can do it).")
+    assert untried.startswith(
+        "It is so. To try first: Do (not tried: the audit can't do this itself)."
+    )
     assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
     well = replace(report, findings=(replace(act, strength="watch"),))
-    assert well.verdict.startswith("Nothing was found")
-    assert "1 lesser finding" in well.verdict
+    assert well.verdict.startswith("The audit found nothing that hinders this training.")
+    assert "1 weaker finding" in well.verdict
     assert (well.worst, replace(report, findings=()).worst) == ("watch", None)
     stuck = replace(act, name="loss-stuck", strength="watch", summary="The loss does not fall.")
     said = replace(report, findings=(stuck,)).verdict
-    assert said.startswith("The loss does not fall. What was looked for does not say why.")
+    assert said.startswith("The loss does not fall. The audit did not find the cause.")
 
 
 def test_the_verdict_never_advises_what_does_not_help() -> None:
@@ -190,11 +192,12 @@ def test_the_verdict_never_advises_what_does_not_help() -> None:
     assert "To fix it: Win: loss after 9 steps 0.5 instead of 1 (± 0.01)." in (
         replace(report, findings=(won, lost)).verdict
     )
-    assert "No fix of it that was tried helps; what does: Win more: loss after 9 steps 0.25" in (
-        replace(report, findings=(lost, won)).verdict
-    )
+    assert (
+        "None of its fixes helped in a trial; a fix of another finding did: Win more: loss after 9 "
+        "steps 0.25"
+    ) in replace(report, findings=(lost, won)).verdict
     alone = replace(report, findings=(lost,)).verdict
-    assert "No fix of it that was tried helps." in alone and "Lose" not in alone
+    assert "None of its fixes helped in a trial." in alone and "Lose" not in alone
     wiring = replace(report, findings=(replace(lost, name="not-held"), won)).verdict
     assert "What to do: Lose. And" in wiring
 
@@ -202,7 +205,7 @@ def test_the_verdict_never_advises_what_does_not_help() -> None:
 def test_a_verdict_that_depends_on_the_clock_says_so() -> None:
     report = audited()
     act = report.findings[0]
-    slow = "this depends on the clock"
+    slow = "this result depends on the clock"
     assert not report.hurried and slow not in report.verdict
     untried = replace(act, advice=(Advice("Do", "clip", untried=NO_TIME),))
     hurried = replace(report.record, hurried=True)
@@ -225,9 +228,9 @@ def test_a_verdict_says_that_nothing_was_tried() -> None:
     [
         (0.5, 1.0, "loss after 9 steps 0.5 instead of 1 (± 0.01)"),
         (1.5, 1.0, "loss after 9 steps 1.5 instead of 1 (± 0.01), which does not help"),
-        (0.5, math.inf, "loss after 9 steps 0.5, which diverges without"),
+        (0.5, math.inf, "loss after 9 steps 0.5 instead of diverging"),
         (math.inf, 1.0, "the loss diverges within 9 steps instead of 1"),
-        (math.inf, math.inf, "the loss diverges within 9 steps as it does without"),
+        (math.inf, math.inf, "the loss diverges within 9 steps, as without the fix"),
     ],
 )
 def test_a_trial_in_words(loss: float, without: float, said: str) -> None:

@@ -428,7 +428,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for option in ("--model-args", "--checkpoint", "--fail-if", "--no-try", "--config"):
         assert option in text
-    for code in ("0 audited", "1 a --fail-if", "2 it could not", "130 interrupted"):
+    for code in ("0 audited", "1 a --fail-if", "2 the audit was not possible", "130 interrupted"):
         assert code in text
 
 

@@ -22,7 +22,7 @@ from made_records import (
 
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import fell
-from adiv_monitor.diagnosis.diagnose import RULES
+from adiv_monitor.diagnosis.diagnose import FIRST_THAT, RULES
 from adiv_monitor.diagnosis.finding import Finding, Trial
 from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
@@ -195,7 +195,7 @@ def test_causes_come_before_what_follows_from_them() -> None:
     assert names == ["not-held", "input-scale"]
     follows = {f.name: f for f in diagnose(faulty) if f.strength == "watch"}
     assert list(follows) == ["rate-too-high", "dead-units", "loss-stuck"]
-    assert {f.advice[0].text for f in follows.values()} == {"fix first what stands above"}
+    assert {f.advice for f in follows.values()} == {FIRST_THAT}
     assert (
         "This would explain: rate-too-high, dead-units, loss-stuck." in diagnose(faulty)[0].summary
     )
@@ -313,7 +313,7 @@ def test_a_loss_no_lower_than_that_of_knowing_nothing_is_stuck_wherever_it_began
     assert stuck.strength == "watch" and "a constant prediction" in stuck.summary
     learnt = Trial("overfit", 100, 0.1, 2.3, None, 0.01)
     overfits = found(record(losses=fallen, overfit=learnt))["loss-stuck"]
-    assert "One small batch is overfitted" in overfits.summary
+    assert "the model overfits one small batch" in overfits.summary
     assert "overfitted" not in stuck.summary and "labels" not in overfits.summary
     assert "loss-stuck" not in found(record(losses=tuple(0.5 * x for x in fallen)))
 
@@ -322,7 +322,7 @@ def test_advice_prints_its_numbers() -> None:
     norms = tuple(range(1, STEPS + 1))
     burst = record({"a": reading(descent=1e6, scale_mean=17.0)}, gradient_norms=norms)
     said = [advice.text for advice in found(burst)["exploding"].advice]
-    assert "clip the gradient's norm at 36" in said
+    assert "clip the gradient's norm at 36.1" in said
     uneven = record({"a": reading(effective_lr=0.001, update_ratio=1e-6)})
     assert found(uneven)["uneven-rates"].advice[0].text.endswith(": × 100 for 'a'")
 

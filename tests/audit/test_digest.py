@@ -82,9 +82,16 @@ def test_it_says_what_the_page_says() -> None:
     assert "`stem.0`" in text
 
 
+def test_every_worst_layer_has_a_line_with_its_own_title() -> None:
+    _, _, lines = digest(example_audits.healthy()).partition("## Worst layers")
+    titles = re.findall(r"^- ([^:]*):", lines, re.MULTILINE)
+    assert len(titles) == len(set(titles))
+    assert {"Effective learning rate, lowest", "Effective learning rate, highest"} <= set(titles)
+
+
 def test_what_was_not_looked_at_is_said() -> None:
     text = digest(example_audits.healthy())
-    assert "- Wiring: nothing found; not looked at: " in text
+    assert "- Wiring: nothing found; not checked: " in text
     assert "other learning rates (not tried)" in text
     assert "## Findings" not in text
 
@@ -94,7 +101,7 @@ def test_a_training_without_a_loss_can_not_be_said_to_learn() -> None:
     running.add(report(layers={"a": reading(update_ratio=0.1)}))
     text = digest(AuditReport((), running.record()), 1)
     assert "# Training up to step 0" in text and "Loss: not known." in text
-    assert "- Whether the loss falls: can't tell from reports: `Monitor(…, loss=…)`" in text
+    assert "- Whether the loss falls: reports can't tell; to find out, pass the loss of" in text
     assert "## Settings" not in text and "## Loss" not in text
 
 

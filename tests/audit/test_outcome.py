@@ -104,12 +104,12 @@ def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
     assert not within_noise.helps and replace(within_noise, loss_error=0.01).helps
     finding = Finding("rate-too-low", (), "act", (), (Advice("more", "rate*10", trial),), "Slow.")
     verdict = AuditReport((finding,), SMALL.record).verdict
-    assert "To fix it" not in verdict and "No fix of it that was tried helps" in verdict
+    assert "To fix it" not in verdict and "None of its fixes helped in a trial" in verdict
 
 
 def test_what_was_not_tried_says_why() -> None:
     assert outcome(None, "there is no momentum") == ("→", "not tried: there is no momentum")
-    assert Advice("look at it").outcome == ("→", "not tried: no short run can do it")
+    assert Advice("look at it").outcome == ("→", "not tried: the audit can't do this itself")
     assert Advice("clip", "clip").outcome == ("→", "not tried")
 
 

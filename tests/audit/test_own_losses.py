@@ -16,7 +16,9 @@ from adiv_monitor import audit
 from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.sources.own_losses import own_losses
 from adiv_monitor.diagnosis import own_run
+from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.pages.report_page import headline
 
 STEPS = 24
 
@@ -47,7 +49,9 @@ def losses(rate: float) -> list[float]:
 def test_a_copy_that_trains_as_the_run_did_says_so_in_a_note() -> None:
     report = audited(own_losses=losses(0.3))
     assert "does not train as your run did" not in report.verdict
-    assert f"The copy's losses agree with your run's, over {STEPS} steps." in report.record.notes
+    assert (
+        f"The copy's losses agree with those of your run over {STEPS} steps." in report.record.notes
+    )
     assert type(report).from_json(report.to_json()) == report
 
 
@@ -61,10 +65,22 @@ def test_a_copy_that_trains_otherwise_says_so_first_in_the_verdict() -> None:
     assert own_run.said(replace(report.record, own_losses={})) == ""
 
 
+def test_a_headline_does_not_say_nothing_to_fix_of_a_run_that_trains_otherwise() -> None:
+    report = audited(own_losses=losses(1e-4))
+    assert headline((), report.record) == "The copy does not train as your run did"
+    assert headline((), replace(report.record, own_losses={})) == "Nothing to fix"
+    act = Finding("not-held", (), "act", (), ())
+    said = headline((act,), report.record)
+    assert said == "One thing to fix, and the copy does not train as your run did"
+
+
 def test_too_few_losses_are_not_compared() -> None:
     report = audited(own_losses={0: 9.0, 10: 9.0, 20: 9.0, 1000: 9.0})
     assert "does not train" not in report.verdict
-    assert any("3 are of steps that the copy took, too few" in n for n in report.record.notes)
+    assert any(
+        "Only 3 of your run's losses belong to steps that the copy took" in n
+        for n in report.record.notes
+    )
 
 
 def test_what_the_copy_lacks_is_in_the_verdict() -> None:
@@ -74,10 +90,10 @@ def test_what_the_copy_lacks_is_in_the_verdict() -> None:
     quick: dict[str, Any] = {"steps": 3, "try_fixes": False, "what_if": False}
     report = audit(model.eval(), batches(), loss=cross_entropy, optimizer=optimizer, **quick)
     assert report.verdict.endswith(
-        "Not as in your run: the model was given in evaluation mode and is trained in training "
-        "mode; no scheduler runs."
+        "The copy differs from your run: the model was given in evaluation mode and is trained in "
+        "training mode; no scheduler runs."
     )
-    assert "Not as in your run" not in audited().verdict
+    assert "differs from your run" not in audited().verdict
 
 
 def test_a_difference_of_the_last_half_is_found_and_noise_is_not() -> None:

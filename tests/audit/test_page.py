@@ -394,7 +394,7 @@ def test_trainings_are_compared_by_what_is_known_of_them() -> None:
     for unknown in ("Parameters", "Batches", "Seed", "Gradients", "Model", " 0 ", "nan"):
         assert unknown not in told
     assert "not tried" not in text and "trial" not in text.partition("</style>")[2].lower()
-    assert "can't tell: run <code>adiv-audit</code>" in text
+    assert "not known: to find out, run <code>adiv-audit</code>" in text
     assert text.count("<img ") == 6, "one colour scale for both, three measures"
 
 

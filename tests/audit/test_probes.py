@@ -270,7 +270,7 @@ def test_order_that_is_ignored_is_told_from_places_by_themselves_and_from_masks(
     for model in (Attends(causal=True), Attends(per_place=True)):
         assert not asked_one("order-ignored", of_lines(model, lines)).facts
     alike = asked_one("order-ignored", of_lines(Attends(), torch.ones_like(lines)))
-    assert not alike.facts and alike.untold == "all places are alike"
+    assert not alike.facts and alike.untold == "all positions are equal"
 
 
 class Reads(nn.Module):

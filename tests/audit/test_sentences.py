@@ -216,314 +216,338 @@ HEALTHY = by_reports(*[layers()] * 4)
 STANDS = layers() | {"a": reading(update_ratio=0.004)}
 ROWS: list[Row] = [
     # non-finite
-    Row("non-finite", "Values are not finite after 3 steps; first in: loss",
+    Row("non-finite", "Some values are not finite after 3 steps. The first one is in: loss",
         record(losses=(2.3, 2.2, 2.1, math.nan)), record()),
     Row("non-finite", "before the first step", record(losses=(math.nan,)),
         record(losses=(2.3, math.nan))),
-    Row("non-finite", "look at the data for NaN and infinite entries, and in the first place named",
+    Row("non-finite", "look for NaN and infinite entries in the data, and",
         record(losses=(math.nan,)), record(losses=(2.3, math.nan))),
-    Row("non-finite", "for log(0), x/0, sqrt(0)", by_reports(broken("inputs")), HEALTHY),
+    Row("non-finite", "for log(0), x/0 and sqrt(0) in the code of the place named here",
+        by_reports(broken("inputs")), HEALTHY),
     Row("non-finite", "lower the learning rate", by_reports(broken("update")),
         by_reports(broken("inputs"))),
     Row("non-finite", "clip the gradient's norm", record(losses=(2.3, math.nan)),
         record(losses=(math.nan,))),
-    Row("non-finite", "in the place named, look for log(0), x/0, sqrt(0), and half precision",
+    Row("non-finite", "look for log(0), x/0, sqrt(0) and half precision in the code of the place "
+        "named here",
         record(losses=(2.3, math.nan)), record(losses=(math.nan,))),
     Row("non-finite", "Replacing NaN by 0 (nan_to_num) hides where they come from",
         record(losses=(2.3, math.nan)), record()),
-    Row("non-finite", "Values that are not finite (NaN, infinite or too large to square) were seen "
-        "first at step 10, after step 0 was finite; first in: the outputs of Linear 'b'",
+    Row("non-finite", "Step 10 is the first with values that are not finite (NaN, infinite or too "
+        "large to square); at step 0 all were finite. The first one is in: the outputs of Linear "
+        "'b'",
         by_reports(layers(), broken("gradient", "outputs")),
         by_reports(layers(), broken("gradient"))),
-    Row("non-finite", "Values that are not finite were seen first at step 1; first in: the loss",
+    Row("non-finite", "Step 1 is the first with values that are not finite. The first one is in: "
+        "the loss",
         by_reports(layers(), losses=(1.0, math.nan)),
         by_reports(layers(), losses=(1.0, 0.5))),
     # stands-still, outside-healthy, rate-decayed
-    Row("stands-still", "The activations of layer 'a' move by 0.004 of their length in a step; "
-        "healthy layers that train from scratch move by 0.009 at least",
+    Row("stands-still", "In a step, the activations of layer 'a' move by 0.004 times their length. "
+        "Healthy layers that train from scratch move by at least 0.009",
         by_reports(*[STANDS] * 4), HEALTHY),
     Row("stands-still", "all 4 layers",
         by_reports({n: reading(update_ratio=0.004) for n in "abcd"}),
         by_reports({n: reading(update_ratio=0.004) for n in "abc"})),
     Row("stands-still", "a learning rate ten times as high, for these layers or for all",
         by_reports(*[STANDS] * 4), HEALTHY),
-    Row("stands-still", "nothing, where pretrained weights shall stay near to what they are",
+    Row("stands-still", "change nothing, if pretrained weights should stay close to their values",
         by_reports(*[STANDS] * 4), HEALTHY),
-    Row("stands-still", "The loss falls all the same: in fine-tuning they need not move",
+    Row("stands-still", "The loss still falls: in fine-tuning, layers need not move far",
         by_reports(*[STANDS] * 4, losses=WELL),
         by_reports(*[STANDS] * 4, losses=STILL)),
-    Row("settled", "The activations of layer 'a' moved at first as those of healthy layers do, and "
-        "by less than 0.009 of their length later on: near the end of a training they "
-        "need not move", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
-    Row("settled", "The activations of layer 'a' moved at first as those of healthy layers do",
+    Row("settled", "The activations of layer 'a' first moved as far as in healthy layers, and "
+        "later by less than 0.009 times their length in a step. That is usual near the end of a "
+        "training", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+    Row("settled", "The activations of layer 'a' first moved as far as in healthy layers",
         by_reports(*[layers()] * 6, *[STANDS] * 2), HEALTHY),
-    Row("stands-still", "How far the activations of layer 'a' move can't be told: in no measured "
-        "step had they a gradient and an output other than zero",
+    Row("stands-still", "The move of the activations of layer 'a' is not known: in no measured "
+        "step were both their gradients and their outputs nonzero",
         by_reports(layers() | {"a": reading(update_ratio=math.nan)}), HEALTHY),
-    Row("stands-still", "look whether gradients are zero, or are wiped before the step",
+    Row("stands-still", "check whether gradients are zero, or are cleared before the step",
         by_reports(layers() | {"a": reading(update_ratio=math.nan)}), HEALTHY),
-    Row("loss-stuck", "It need not fall where its parts oppose each other, as those of two players",
+    Row("loss-stuck", "It need not fall if its parts oppose each other, as in a generative "
+        "adversarial network",
         by_reports(*[layers()] * 4, losses=STILL), record(losses=STILL)),
-    Row("stands-still", "The activations of layer 'a' do not move at all by the step of their own "
-        "weights: a learning rate of zero, or something that keeps these as they are",
+    Row("stands-still", "The steps do not move the activations of layer 'a' at all: the learning "
+        "rate is zero, or other code resets the weights",
         by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4), by_reports(*[STANDS] * 4)),
-    Row("stands-still", "give their parameters a learning rate above zero, unless they are meant "
-        "to stay as they are", by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4),
+    Row("stands-still", "give these layers' parameters a learning rate above zero, unless they "
+        "should not be trained", by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4),
         by_reports(*[STANDS] * 4)),
-    Row("stands-still", "fix first what stands above",
+    Row("stands-still", "fix the findings above first, because they may cause this one",
         by_reports(broken("inputs") | {"a": STANDS["a"]}), by_reports(*[STANDS] * 4)),
-    Row("non-finite", "look at the batches up to step 10 for NaN and infinite entries",
+    Row("non-finite", "look for NaN and infinite entries in the batches up to step 10",
         by_reports(layers(), broken("outputs")), record(losses=(2.3, math.nan))),
-    Row("stands-still", "look again when the learning rate is at its peak",
+    Row("stands-still", "look again when the learning rate has reached its peak",
         by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
         by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),
-    Row("stands-still", "The learning rate still rises: at its peak this will tell more",
+    Row("stands-still", "The learning rate still rises: measurements at its peak will be clearer",
         by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
         by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),
-    Row("outside-healthy", "the activations of layer 'a' move by more than 0.7 of their length in "
-        "a step", by_reports(layers(update_ratio=0.05) | {"a": reading(update_ratio=1.0)}),
+    Row("outside-healthy", "the activations of layer 'a' move by more than 0.7 times their length",
+        by_reports(layers(update_ratio=0.05) | {"a": reading(update_ratio=1.0)}),
         HEALTHY),
-    Row("outside-healthy", "the gradient that reaches layer 'a' is less than 0.03 of the last "
-        "layer's", by_reports(layers() | {"a": reading(effective_lr=400.0)}), HEALTHY),
-    Row("outside-healthy", "the gradient that reaches layer 'c' is more than 70 times the last "
-        "layer's", by_reports(
+    Row("outside-healthy", "the gradient at layer 'a' is less than 0.03 times that at the last "
+        "layer", by_reports(layers() | {"a": reading(effective_lr=400.0)}), HEALTHY),
+    Row("outside-healthy", "the gradient at layer 'c' is more than 70 times that at the last layer",
+        by_reports(
             layers() | {"c": reading(descent=100.0, scale_mean=9.0), "d": reading()}
         ), HEALTHY),
-    Row("outside-healthy", "more than 0.15 of the rows of layer 'a' have no gradient (padding, "
-        "masked tokens, dead units)", by_reports(layers() | {"a": reading(idle_share=0.5)}),
+    Row("outside-healthy", "the gradient is zero for a share of more than 0.15 of the rows of "
+        "layer 'a' (padding, masked tokens, dead units)",
+        by_reports(layers() | {"a": reading(idle_share=0.5)}),
         HEALTHY),
-    Row("outside-healthy", "the row scales of layer 'b' differ by more than 0.8 of their mean",
+    Row("outside-healthy", "the row scales of layer 'b' have a standard deviation of more than 0.8 "
+        "times their mean",
         by_reports(layers() | {"b": reading(scale_cv=0.9)}), HEALTHY),
-    Row("outside-healthy", "what was applied to layer 'a' has a cosine below 0.98 with the "
-        "optimizer's update",
+    Row("outside-healthy", "the change of the weights of layer 'a' has a cosine below 0.98 with "
+        "the optimizer's update",
         by_reports(layers() | {"a": reading(kind="gain", projection_cosine=0.5)}), HEALTHY),
-    Row("outside-healthy", "run adiv-audit: it looks for the cause, and tries what would fix it",
+    Row("outside-healthy", "run adiv-audit: it looks for the cause, and tries fixes",
         by_reports(layers() | {"b": reading(scale_cv=0.9)}), HEALTHY),
-    Row("outside-healthy", "Outside of what healthy layers read",
+    Row("outside-healthy", "Some readings lie outside the healthy range",
         by_reports(layers() | {"b": reading(scale_cv=0.9)}),
         record(layers() | {"b": reading(scale_cv=0.9)}, rates=HIGH)),
-    Row("rate-decayed", "Since step 20 the learning rate is below half of its peak (0.01 of it at "
-        "step 30): layers move little since then because of that. They are judged by the steps at "
-        "the peak", by_reports(*[layers()] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01)),
+    Row("rate-decayed", "Since step 20, the learning rate is below half of its peak (at step 30 it "
+        "is 0.01 times the peak), so the layers move less. The findings use the steps near the "
+        "peak", by_reports(*[layers()] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01)),
         by_reports(*[layers()] * 2, *[STANDS] * 2, rates=(1.0,) * 4)),
     # not-held, unreached, frozen, input-ignored
-    Row("not-held", "The optimizer does not hold the parameter 'c.weight', which the loss has a "
-        "gradient for: it never changes them", record(wiring=Wiring(not_held=("c.weight",))),
+    Row("not-held", "The optimizer does not hold the parameter 'c.weight'. The loss has a gradient "
+        "for it, but the optimizer never changes it", record(wiring=Wiring(not_held=("c.weight",))),
         record()),
     Row("not-held", "the parameters 'a', 'b', 'c' and 1 more",
         record(wiring=Wiring(not_held=tuple("abcd"))), record(wiring=Wiring(not_held=("a",)))),
-    Row("not-held", "Another learning rate changes nothing",
+    Row("not-held", "Another learning rate does not train",
         record(wiring=Wiring(not_held=("c.weight",))),
         record(wiring=Wiring(not_held=("c.weight",)), rates=LOW)),
     Row("unreached", "The loss depends on the parameter 'a.weight', but no gradient comes back",
         record(wiring=Wiring(unreached=("a.weight",))),
         record(wiring=Wiring(unreached=("a.weight",), unused=("a.weight",)))),
-    Row("unreached", "The loss does not depend on the parameter 'a.weight': no step trains that",
+    Row("unreached", "The loss does not depend on the parameter 'a.weight': no step trains it",
         record(wiring=Wiring(unreached=("a.weight",), unused=("a.weight",))),
         record(wiring=Wiring(unreached=("a.weight",)))),
-    Row("unreached", "no gradient comes back: the way is cut at detach in 'a'.",
+    Row("unreached", "no gradient comes back: the graph is cut at detach in 'a'.",
         CUT_OFF, record(wiring=Wiring(unreached=("a.weight",)))),
-    Row("unreached", "take off the detach(), .data or torch.no_grad() at detach in 'a'",
+    Row("unreached", "remove the detach(), .data or torch.no_grad() at detach in 'a'",
         CUT_OFF, record(wiring=Wiring(unreached=("a.weight",)))),
-    Row("unreached", "look for .detach(), .data, .item(), torch.no_grad() or argmax on the way",
+    Row("unreached", "look for .detach(), .data, .item(), torch.no_grad() or argmax between",
         record(wiring=Wiring(unreached=("a.weight",))), CUT_OFF),
-    Row("unreached", "No optimizer and no learning rate can train what has no gradient",
+    Row("unreached", "No optimizer and no learning rate can train parameters without a gradient",
         record(wiring=Wiring(unreached=("a.weight",))),
         record(wiring=Wiring(unreached=("a.weight",)), rates=HIGH)),
-    Row("frozen", "Frozen (requires_grad=False) and staying so: the parameter 'a.weight'",
+    Row("frozen", "No step trains the parameter 'a.weight'",
         record(wiring=Wiring(frozen=("a.weight",))), record()),
-    Row("frozen", "looks as torch initialises it",
+    Row("frozen", "look like torch's initialisation, so they were probably never trained",
         record(wiring=Wiring(frozen=("a.weight",)), weights={"a": WeightStatistics(0.58, 0, 0)}),
         record(wiring=Wiring(frozen=("a.weight",)), weights={"a": WeightStatistics(0.9, 0, 0)})),
     Row("input-ignored", "The outputs hardly change when inputs are exchanged",
         record(wiring=Wiring(input_matters=0.0)), record(wiring=Wiring(input_matters=0.01))),
-    Row("input-ignored", "More steps or another learning rate teach at best",
+    Row("input-ignored", "With more steps or another learning rate, the model can only learn",
         record(wiring=Wiring(input_matters=0.0)),
         record(wiring=Wiring(input_matters=0.0), rates=LOW)),
     # What copies of the model tell
     Row("hidden-parameters", "forward() uses 'a[0].weight', 'a[1].weight', 'a[2].weight' and 1 "
-        "more, which no parameter of the model is: torch does not look into plain lists",
+        "more, but the model does not register them as parameters: torch finds no parameters in "
+        "plain lists",
         probed("hidden-parameters", *(Fact(f"a[{i}].weight", {"share": 0.1}) for i in range(4))),
         record(probed={"hidden-parameters": Probed()})),
-    Row("hidden-parameters", "Another learning rate changes nothing", HIDDEN,
+    Row("hidden-parameters", "Another learning rate does not train", HIDDEN,
         replace(HIDDEN, rates=LOW)),
     Row("hidden-parameters", "put modules into nn.ModuleList or nn.ModuleDict and tensors into "
         "nn.Parameter, then make the optimizer", HIDDEN, record()),
     Row("hidden-parameters", "This would explain: loss-stuck.", replace(HIDDEN, losses=STILL),
         HIDDEN),
-    Row("rate-zero", "The learning rate is 0 for 30% of the parameters, from 'a.weight' on, which "
-        "have a gradient: they stay as they are to the last bit", zero(0.0),
+    Row("rate-zero", "The learning rate is 0 for 30% of the parameters (the first is 'a.weight'). "
+        "They receive a gradient, but no step changes them", zero(0.0),
         record(probed={"rate-zero": Probed()})),
-    Row("rate-zero", "A scheduler has set it, and would not raise it within these steps: look for "
-        "a division of integers", zero(0.1), zero(0.0)),
+    Row("rate-zero", "A scheduler set it to 0 and does not raise it within the steps of the audit: "
+        "look for an integer division", zero(0.1), zero(0.0)),
     Row("rate-zero", "give this parameter group a learning rate, or set requires_grad=False",
         zero(0.0), record()),
-    Row("rate-zero", "A factor on the learning rate leaves zero at zero", zero(0.0),
+    Row("rate-zero", "Any multiple of a learning rate of zero is zero", zero(0.0),
         replace(zero(0.0), rates=LOW)),
-    Row("rounded-away", "80% of the entries that have a gradient are equal to the last bit after a "
-        "step: the weights are bfloat16, and the step is smaller than their last digit",
+    Row("rounded-away", "A step leaves 80% of the entries that have a gradient unchanged to the "
+        "last bit: the weights are bfloat16, and the step is smaller than their last digit",
         coarse(0.8), coarse(0.4)),
     Row("rounded-away", "keep the weights in float32, and compute in 16 bits under torch.autocast",
         coarse(0.8), coarse(0.4)),
-    Row("rounded-away", "A lower learning rate makes steps that are rounded away altogether",
+    Row("rounded-away", "With a lower learning rate, even more steps are smaller than the weights' "
+        "last digit",
         coarse(0.8), replace(coarse(0.8), rates=HIGH)),
-    Row("gradient-hooks", "Hooks change the gradient between backward() and the step: the "
-        "optimizer uses one of 0.001 times its length, with a cosine of 1.00 to it",
+    Row("gradient-hooks", "Hooks change the gradient between backward() and the optimizer's step: "
+        "its length becomes 0.001 times as large, and its cosine with the original gradient is 1",
         hooked(0.001, 1.0), hooked(0.2, 0.95)),
-    Row("gradient-hooks", "Hooks change the gradient between backward() and the step",
+    Row("gradient-hooks", "Hooks change the gradient between backward() and the optimizer's step",
         hooked(20.0, 1.0), hooked(9.0, 1.0)),
-    Row("gradient-hooks", "with a cosine of 0.50 to it", hooked(1.0, 0.5), hooked(1.0, 0.95)),
-    Row("gradient-hooks", "take off the hooks that change gradients", hooked(0.001, 1.0),
+    Row("gradient-hooks", "its cosine with the original gradient is 0.5",
+        hooked(1.0, 0.5), hooked(1.0, 0.95)),
+    Row("gradient-hooks", "remove the hooks that change gradients", hooked(0.001, 1.0),
         hooked(1.0, 1.0)),
-    Row("left-in-eval", "Evaluation mode while the model trains: 'a', with the mean 0 and the "
-        "variance 1 that they were made with: they normalise nothing",
+    Row("left-in-eval", "These normalisations are in evaluation mode while the model trains: 'a'. "
+        "Their running mean is still 0 and their running variance 1, so they normalise nothing",
         probed("left-in-eval", Fact("a", {"given": 0.0})),
         probed("left-in-eval", Fact("a", {"given": 1.0}))),
     Row("left-in-eval", "call train() on these modules before training",
         probed("left-in-eval", Fact("a", {"given": 0.0})),
         probed("left-in-eval", Fact("a", {"given": 1.0}))),
-    Row("left-in-eval", "The model was given in evaluation mode, and its normalisations have the "
-        "mean 0 and the variance 1 that they were made with. The audit has trained it in training "
-        "mode; a loop that does not call train() normalises nothing",
+    Row("left-in-eval", "The audit received the model in evaluation mode, and the running mean and "
+        "variance of its normalisations are still 0 and 1. The audit trained it in training mode; "
+        "in a training loop that does not call train(), these layers normalise nothing",
         probed("left-in-eval", Fact("a", {"given": 1.0})),
         probed("left-in-eval", Fact("a", {"given": 0.0}))),
-    Row("left-in-eval", "call model.train() at the head of the training loop",
+    Row("left-in-eval", "call model.train() at the beginning of the training loop",
         probed("left-in-eval", Fact("a", {"given": 1.0})), record()),
-    Row("batch-norm-starved", "Mean and variance of 2 values in each channel: 'a'. They differ "
-        "from batch to batch by about as much as they are",
+    Row("batch-norm-starved", "These batch normalisations compute mean and variance from 2 values "
+        "in each channel: 'a'. From so few values, both change strongly from batch to batch",
         probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
-    Row("batch-norm-starved", "LayerNorm or GroupNorm in their place",
+    Row("batch-norm-starved", "use LayerNorm or GroupNorm instead",
         probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
     Row("batch-norm-starved", "larger batches",
         probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
-    Row("dropout-too-high", "dropout in 'a' drops 90% of what it is given. The trained model's "
-        "loss is 2 with it, 1 without", dropped(2.0), record()),
-    Row("dropout-too-high", "a rate of 0.1: the argument is the share to drop, not to keep",
+    Row("dropout-too-high", "dropout in 'a' drops 90% of its input. The loss of the trained model "
+        "is 2 with dropout and 1 without", dropped(2.0), record()),
+    Row("dropout-too-high", "use a dropout rate of 0.1: the argument is the share to drop, not to "
+        "keep",
         dropped(2.0), record()),
-    Row("samples-mixed", "What the model predicts for one sample changes when another sample's "
-        "input does (90% of the outputs); it begins in gru in 'a'", mixed(), record()),
+    Row("samples-mixed", "The predictions for one sample change if the input of another sample "
+        "changes (90% of the outputs do). The first function that mixes samples is gru in 'a'",
+        mixed(), record()),
     Row("samples-mixed", "set batch_first=True, or put the samples along the second axis",
         mixed(batch_first="False"), mixed()),
-    Row("samples-mixed", "look there for a mean, a softmax, attention or a reshape over axis 0",
+    Row("samples-mixed", "look in this function for a mean, a softmax, attention or a reshape over "
+        "axis 0",
         mixed(), record()),
-    Row("samples-mixed", "Another learning rate leaves samples mixed", mixed(),
+    Row("samples-mixed", "Another learning rate does not separate the samples", mixed(),
         replace(mixed(), rates=LOW)),
-    Row("reshape-scrambles", "view makes (8, 3, 4, 4) of (8, 4, 4, 3): its cuts fall across the "
-        "axes, so that entries of several places and channels come to lie in one. So do 1 more.",
+    Row("reshape-scrambles", "view reshapes (8, 4, 4, 3) to (8, 3, 4, 4) across the axes: one "
+        "position of the result holds entries of several positions and channels. Number of "
+        "further such reshapes: 1.",
         scrambled(1.0, 2), scrambled(1.0)),
-    Row("reshape-scrambles", "of several places come to lie in one; where that is a shift, it may "
-        "be meant", scrambled(0.0), scrambled(1.0)),
-    Row("reshape-scrambles", "exchange axes by permute or transpose; a view or reshape only "
-        "splits and joins neighbours", scrambled(1.0), record()),
-    Row("gradient-cut", "The gradient is cut in front of parameters that the loss depends on: "
-        "detach in 'a'. What lies before them learns nothing by that way", cut(0.5), cut(0.995)),
-    Row("gradient-cut", "take off the detach(), .data or torch.no_grad() there, unless it is meant",
+    Row("reshape-scrambles", "of several positions. If a shift is intended, this is no fault",
+        scrambled(0.0), scrambled(1.0)),
+    Row("reshape-scrambles", "exchange axes with permute or transpose: view and reshape can only "
+        "split axes and join neighbouring ones", scrambled(1.0), record()),
+    Row("gradient-cut", "The gradient is cut at detach in 'a', in front of parameters that the "
+        "loss depends on. The layers before the cut receive no gradient on this path",
         cut(0.5), cut(0.995)),
-    Row("same-batch", "Of 60 batches only 1 differ: the rest of the data is never seen. Nothing is "
-        "said here of what would be learnt from it", SAME, record()),
-    Row("same-batch", "look at the loader's index: it gives the same samples each time; set "
-        "shuffle=True", SAME, record()),
-    Row("same-batch", "More steps: they see the same samples", SAME, record()),
-    Row("unshuffled", "The labels of a batch vary by 0.1 of what those of shuffled batches do: the "
-        "data are sorted. Each step learns its own labels and forgets the others",
+    Row("gradient-cut", "remove the detach(), .data or torch.no_grad() there, unless it is "
+        "intended",
+        cut(0.5), cut(0.995)),
+    Row("same-batch", "The number of different batches is 1, out of 60: the model never sees the "
+        "rest of the data. What it would learn from the rest is not known", SAME, record()),
+    Row("same-batch", "check which samples the loader returns: it returns the same ones each time; "
+        "set shuffle=True", SAME, record()),
+    Row("same-batch", "More steps repeat the same samples", SAME, record()),
+    Row("unshuffled", "The labels within a batch vary 0.1 times as much as in shuffled batches: "
+        "the data are sorted. Each step learns the labels of its batch and forgets the others",
         in_order(0.1, -20.0), in_order(0.8, -20.0)),
-    Row("unshuffled", "shuffle the samples before they are made into batches (shuffle=True), "
-        "unless what follows one another shall be learnt", in_order(0.5, -20.0),
+    Row("unshuffled", "shuffle the samples before they are split into batches (shuffle=True), "
+        "unless the model should learn their order", in_order(0.5, -20.0),
         in_order(0.5, -3.0)),
-    Row("unshuffled", "A larger batch of sorted data is sorted as well", in_order(0.1, -20.0),
+    Row("unshuffled", "Larger batches of sorted data are sorted too", in_order(0.1, -20.0),
         in_order(0.8, -20.0)),
-    Row("input-partly-ignored", "No output depends on places 1 to 7 of the input, of shape "
-        "(64, 8), neither before training nor after it: exchanged between samples, they change "
-        "nothing",
+    Row("input-partly-ignored", "No output depends on places 1 to 7 of the input (shape (64, 8)), "
+        "neither before nor after training: exchanging these parts between samples changes no "
+        "output",
         ignored(1), record(probed={"input-partly-ignored": Probed()})),
     Row("samples-mixed", "This would explain: input-partly-ignored", BOTH_MIXED,
         replace(BOTH_MIXED, probed={"samples-mixed": BOTH_MIXED.probed["samples-mixed"]})),
-    Row("input-partly-ignored", "places 1 to 7 of the input and 1 more, of shape (64, 8)",
+    Row("input-partly-ignored", "places 1 to 7 of the input and 1 more (shape (64, 8))",
         ignored(4), ignored(3)),
-    Row("input-partly-ignored", "look at the mask: does True stand for what is left out",
+    Row("input-partly-ignored", "check the mask: does True mark the positions to keep",
         ignored(1, masked="True"), ignored(1)),
-    Row("input-partly-ignored", "follow them through forward(): look for masks, for slices such as "
-        "[:, -1], and for what is overwritten", ignored(1), record()),
-    Row("order-ignored", "The outputs are the same in whatever order the 8 places of an input come",
+    Row("input-partly-ignored", "follow these parts through forward(): look for masks, slices such "
+        "as [:, -1], and overwritten tensors", ignored(1), record()),
+    Row("order-ignored", "The outputs do not depend on the order of the 8 positions of an input",
         UNORDERED, record(probed={"order-ignored": Probed()})),
-    Row("order-ignored", "add positions (sinusoids, or a table that is learnt) to what the first "
-        "layer gives, unless the inputs are sets", UNORDERED, record()),
-    Row("one-sided-weights", "The first values of 'a', 'a', 'a' and 1 more lie on one side of zero "
-        "(mean over rms 0.87): all units give nearly the same, their mean",
+    Row("order-ignored", "add position embeddings (sinusoids, or a learnt table) to the outputs of "
+        "the first layer, unless the inputs are sets", UNORDERED, record()),
+    Row("one-sided-weights", "Nearly all initial values of 'a', 'a', 'a' and 1 more have the same "
+        "sign (abs(mean) / rms is 0.87): all units of such a layer return nearly the same value",
         probed("one-sided-weights", *[Fact("a", {"share": 0.87})] * 4), record()),
-    Row("one-sided-weights", "draw them around zero: torch.randn times 1/√(fan-in), or nn.init, in "
-        "place of torch.rand", probed("one-sided-weights", Fact("a", {"share": 0.87})), record()),
-    Row("bounded-logits", "cross_entropy is given logits between −1 and 1, also where all weights "
-        "are ten times as large: of 10 classes its loss can't be less than 0.8", BOUNDED, record()),
-    Row("bounded-logits", "multiply them by a temperature of 10 to 30, or one that is learnt",
+    Row("one-sided-weights", "draw the weights around zero: torch.randn times 1/√(fan-in), or "
+        "nn.init, instead of torch.rand",
+        probed("one-sided-weights", Fact("a", {"share": 0.87})), record()),
+    Row("bounded-logits", "The logits of cross_entropy stay between −1 and 1 even if all weights "
+        "are ten times as large. With 10 classes, its loss can't fall below 0.8",
+        BOUNDED, record()),
+    Row("bounded-logits", "multiply the logits by a factor of 10 to 30, or by a learnt one",
         BOUNDED, replace(BOUNDED, activated_output=ActivatedOutput("softmax", None))),
-    Row("bounded-logits", "A higher learning rate makes no cosine larger than 1", BOUNDED,
+    Row("bounded-logits", "A higher learning rate does not widen the range of the logits", BOUNDED,
         replace(BOUNDED, rates=LOW)),
-    Row("broadcast-loss", "sub (loss.py:3) takes (64, 1) and (64,) for one another: broadcast, "
-        "each output is compared with the targets of all samples, and the best that it can give is "
-        "their mean", BROADCAST, record()),
-    Row("broadcast-loss", "squeeze the output, or unsqueeze the target, so that both have one "
-        "shape", BROADCAST, record()),
+    Row("broadcast-loss", "sub (loss.py:3) broadcasts the shapes (64, 1) and (64,): the loss "
+        "compares each output with the targets of all samples, and is lowest where every output "
+        "is their mean", BROADCAST, record()),
+    Row("broadcast-loss", "squeeze the outputs, or unsqueeze the targets, so that both have the "
+        "same shape", BROADCAST, record()),
     Row("broadcast-loss", "Another learning rate leads to the same mean", BROADCAST,
         replace(BROADCAST, rates=LOW)),
-    Row("no-log", "nll_loss is given probabilities, which sum to 1, and takes them for their "
-        "logarithms. Its gradient is weakest where the model is wrong",
+    Row("no-log", "nll_loss expects log-probabilities, but receives probabilities: they sum to 1. "
+        "The gradient of this loss is weakest where the model is wrong",
         probed("no-log", Fact("nll_loss")), record(probed={"no-log": Probed()})),
-    Row("no-log", "take the logarithm first: log_softmax in place of softmax, or cross_entropy of "
-        "what goes into the softmax", probed("no-log", Fact("nll_loss")), record()),
-    Row("no-log", "nll_loss is given logits, whose exponentials do not sum to 1, and takes them "
-        "for log-probabilities. The loss has no lower bound: it falls as the outputs grow, "
-        "whatever the model learns", LOGITS, probed("no-log", Fact("nll_loss"))),
-    Row("no-log", "cross_entropy in place of nll_loss, or log_softmax in front of it", LOGITS,
+    Row("no-log", "use log_softmax instead of softmax, or pass the inputs of the softmax to "
+        "cross_entropy", probed("no-log", Fact("nll_loss")), record()),
+    Row("no-log", "nll_loss expects log-probabilities, but receives logits: their exponentials do "
+        "not sum to 1. This loss has no lower bound: it falls as the outputs grow, whatever the "
+        "model learns", LOGITS, probed("no-log", Fact("nll_loss"))),
+    Row("no-log", "use cross_entropy instead of nll_loss, or log_softmax before nll_loss", LOGITS,
         probed("no-log", Fact("nll_loss"))),
-    Row("no-log", "A higher learning rate lets the outputs grow faster", LOGITS,
+    Row("no-log", "With a higher learning rate, the outputs only grow faster", LOGITS,
         probed("no-log", Fact("nll_loss"))),
-    Row("softmax-of-one", "softmax of (64, 1) is over one class: it gives 1, or a loss of 0, "
-        "whatever the model does, and no gradient", of_one("softmax"), record()),
-    Row("softmax-of-one", "take the softmax off, or put a sigmoid in its place", of_one("softmax"),
+    Row("softmax-of-one", "softmax of shape (64, 1) has only one class: its result is the same "
+        "whatever the model computes, so no gradient reaches the model",
+        of_one("softmax"), record()),
+    Row("softmax-of-one", "remove the softmax, or replace it by a sigmoid", of_one("softmax"),
         of_one("cross_entropy")),
-    Row("softmax-of-one", "give the model an output for each class, or take "
+    Row("softmax-of-one", "give the model one output per class, or use "
         "binary_cross_entropy_with_logits", of_one("cross_entropy"), of_one("softmax")),
-    Row("softmax-of-one", "No learning rate makes a gradient of none", of_one("softmax"),
+    Row("softmax-of-one", "No learning rate trains a model that receives no gradient",
+        of_one("softmax"),
         replace(of_one("softmax"), rates=LOW)),
-    Row("softmax-over-samples", "softmax of (64, 10) is over the samples, not the classes: what "
-        "one sample gets depends on the others of its batch", OVER_SAMPLES, record()),
-    Row("softmax-over-samples", "take it over the classes: dim=1", OVER_SAMPLES, record()),
-    Row("targets-out-of-range", "40% of the targets lie outside of 0 to inf, which is all that "
-        "relu on the outputs can give", out_of_range(0.4), out_of_range(0.005)),
-    Row("targets-out-of-range", "take that function off the outputs, or scale the targets into its "
-        "range", out_of_range(0.4), out_of_range(0.005)),
+    Row("softmax-over-samples", "softmax of shape (64, 10) normalises over the samples instead of "
+        "the classes: the result for one sample depends on the other samples of its batch",
+        OVER_SAMPLES, record()),
+    Row("softmax-over-samples", "use the axis of the classes: dim=1", OVER_SAMPLES, record()),
+    Row("targets-out-of-range", "40% of the targets lie outside the range of the outputs: relu on "
+        "the outputs returns values from 0 to inf", out_of_range(0.4), out_of_range(0.005)),
+    Row("targets-out-of-range", "remove that function from the outputs, or scale the targets into "
+        "its range", out_of_range(0.4), out_of_range(0.005)),
     Row("targets-out-of-range", "Another learning rate does not widen the range", out_of_range(0.4),
         replace(out_of_range(0.4), rates=LOW)),
-    Row("target-is-input", "The targets are the tokens that the model is given at the same places, "
-        "and it does not look ahead: it learns to copy its input, not to predict what comes next",
+    Row("target-is-input", "The target at each position is the input token at the same position, "
+        "and the model does not look ahead: it learns to copy its input, not to predict the next "
+        "token",
         probed("target-is-input", Fact("", {"share": 1.0})),
         record(probed={"target-is-input": Probed()})),
-    Row("target-is-input", "move the labels on by one: outputs up to the last but one against "
-        "tokens from the second on", probed("target-is-input", Fact("", {"share": 1.0})), record()),
-    Row("future-leak", "The targets are the inputs moved on by one, and outputs change with the "
-        "inputs behind them: the model is given what it shall predict. Its loss says nothing of "
-        "how well it predicts", probed("future-leak", Fact("", {"change": 0.5})),
+    Row("target-is-input", "shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]",
+        probed("target-is-input", Fact("", {"share": 1.0})), record()),
+    Row("future-leak", "The targets are the next tokens of the input, and the outputs depend on "
+        "later input tokens: the model sees the tokens that it should predict. A low loss does "
+        "not show that it predicts well", probed("future-leak", Fact("", {"change": 0.5})),
         record(probed={"future-leak": Probed()})),
-    Row("future-leak", "give attention a causal mask (is_causal=True), and recurrent layers one "
-        "direction only", probed("future-leak", Fact("", {"change": 0.5})), record()),
+    Row("future-leak", "use a causal mask in attention (is_causal=True), and a single direction in "
+        "recurrent layers", probed("future-leak", Fact("", {"change": 0.5})), record()),
     # The loss
-    Row("unbounded-loss", "The loss falls without bound, ever faster: 2 at first, -1e+06 at the "
-        "end. How far it falls says nothing", record(losses=UNBOUNDED), record(losses=DENSITY)),
-    Row("unbounded-loss", "look for a term of the wrong sign, one that grows as what it measures "
-        "gets worse and is subtracted, and for a variance or a temperature that is learnt and has "
-        "no lower limit", record(losses=UNBOUNDED), record(losses=DENSITY)),
-    Row("unbounded-loss", "Another learning rate only changes how fast it falls",
+    Row("unbounded-loss", "The loss falls without bound, and ever faster: from 2 to -1e+06. Its "
+        "fall does not show that the model learns",
         record(losses=UNBOUNDED), record(losses=DENSITY)),
-    Row("double-softmax", "The model's outputs are probabilities already",
+    Row("unbounded-loss", "look for a term with the wrong sign (an error or a penalty that is "
+        "subtracted instead of added), and for a learnt variance or temperature without a lower "
+        "limit", record(losses=UNBOUNDED), record(losses=DENSITY)),
+    Row("unbounded-loss", "Another learning rate only changes how fast the loss falls",
+        record(losses=UNBOUNDED), record(losses=DENSITY)),
+    Row("double-softmax", "The model's outputs are already probabilities",
         record(double_softmax=True), record(double_softmax=False)),
     Row("double-softmax", "A higher learning rate only saturates the first softmax",
         record(double_softmax=True), record(double_softmax=True, rates=LOW)),
-    Row("activated-logits", "comes out of the relu of 'head.1': logits that are never below zero",
+    Row("activated-logits", "outputs of the relu of 'head.1' as logits. Such logits are never "
+        "negative",
         record(activated_output=ActivatedOutput("relu", "head.1")),
         record(activated_output=ActivatedOutput("tanh", "head.1"))),
-    Row("activated-logits", "comes out of the tanh of the model itself: logits that lie"
-        " between −1",
+    Row("activated-logits", "outputs of the tanh of the model itself as logits. Such logits lie "
+        "between −1",
         record(activated_output=ActivatedOutput("tanh", None)),
         record(activated_output=ActivatedOutput("relu", None))),
     Row("activated-logits", "are bounded on one side",
@@ -531,199 +555,227 @@ ROWS: list[Row] = [
         record(activated_output=ActivatedOutput("relu", None))),
     *(Row("activated-logits", words, record(activated_output=ActivatedOutput(name, None)),
           record(activated_output=ActivatedOutput("gelu", None)))
-      for name, words in (("relu6", "lie between 0 and 6, and get no gradient at the ends"),
+      for name, words in (("relu6", "lie between 0 and 6, and receive no gradient at 0 and at 6"),
                           ("sigmoid", "lie between 0 and 1"),
                           ("hardsigmoid", "lie between 0 and 1"),
-                          ("hardtanh", "lie within bounds, and get no gradient there"),
+                          ("hardtanh",
+                           "lie between two bounds, and receive no gradient at the bounds"),
                           ("softsign", "lie between −1 and 1"))),
-    Row("activated-logits", "Another learning rate gives the loss no logits",
+    Row("activated-logits", "Another learning rate does not widen the range of the logits",
         record(activated_output=ActivatedOutput("relu", None)),
         record(activated_output=ActivatedOutput("relu", None), rates=LOW)),
-    Row("cannot-overfit", "its loss is still 2.2: the model does not overfit it.", overfit(2.2),
+    Row("cannot-overfit", "the loss of this batch is still 2.2: the model does not overfit it.",
+        overfit(2.2),
         overfit(1.0)),
-    Row("cannot-overfit", "if falling: the model is slow to overfit it", overfit(2.2, falls=True),
+    Row("cannot-overfit", "and falling: the model overfits it only slowly",
+        overfit(2.2, falls=True),
         overfit(2.2)),
-    Row("cannot-overfit", "More data: it does not learn the few there are", overfit(2.2),
+    Row("cannot-overfit", "More data do not help a model that can't learn a few samples",
+        overfit(2.2),
         overfit(2.2, falls=True)),
     Row("loss-stuck", "The loss does not fall: 2.31 at first, 2.3 at the end.",
         record(losses=STILL), record()),
     Row("loss-stuck", "The loss rises", record(losses=RISING), record(losses=STILL)),
-    Row("loss-stuck", "ends no lower than 2.3, that of a constant prediction: 4 at first",
+    Row("loss-stuck", "ends no lower than 2.3, the loss of a constant prediction: 4 at first",
         record(losses=(4.0, 3.0, 2.5, *STILL[3:])), record(losses=(4.0, 3.0, 2.5, *WELL[3:]))),
     Row("loss-stuck", "ends no lower than it began",
         record(losses=(1.0, *(3.0 - 0.06 * i for i in range(STEPS - 1)))),
         record(losses=(1.0, *(3.0 - 0.07 * i for i in range(STEPS - 1))))),
-    Row("loss-stuck", "One small batch is overfitted, though", overfit(0.1, STILL),
+    Row("loss-stuck", "However, the model overfits one small batch", overfit(0.1, STILL),
         overfit(2.0, STILL)),
-    Row("loss-stuck", "Whether the loss falls can't be told from 12 steps: 2.3 at first",
+    Row("loss-stuck", "12 steps do not show whether the loss falls: it is 2.3 at first",
         record(losses=FEW_AND_NOISY), record(losses=STILL)),
     Row("loss-stuck", "learning rate × 10", record(losses=STILL), record(losses=RISING)),
     Row("loss-stuck", "learning rate × 0.1", record(losses=RISING), record()),
-    Row("loss-stuck", "more steps: the mean over more batches tells", record(losses=FEW_AND_NOISY),
+    Row("loss-stuck", "train for more steps: the mean over more batches has less noise",
+        record(losses=FEW_AND_NOISY),
         record(losses=STILL)),
-    Row("loss-stuck", "The learning rate still rises: at its peak this will tell more",
+    Row("loss-stuck", "The learning rate still rises: measurements at its peak will be clearer",
         by_reports(*[layers()] * 3, rates=(0.01, 0.02, 0.03), losses=STILL),
         by_reports(*[layers()] * 3, rates=(0.03, 0.03, 0.03), losses=STILL)),
-    Row("loss-stuck", "look again when the learning rate is at its peak",
+    Row("loss-stuck", "look again when the learning rate has reached its peak",
         by_reports(*[layers()] * 3, rates=(0.01, 0.02, 0.03), losses=STILL),
         by_reports(*[layers()] * 3, rates=(0.03, 0.03, 0.03), losses=STILL)),
-    Row("target-scale", "A model that gives zeros has a loss of 1e+06: targets in large units",
+    Row("target-scale", "A model whose outputs are all zero has a loss of 1e+06: the targets are "
+        "in large units",
         record(chance=1e6, losses=(1e6, math.inf)), record(chance=11.0)),
-    Row("target-scale", "AdamW of learning rate 0.001, whose steps do not depend on",
+    Row("target-scale", "use AdamW with learning rate 0.001: its steps do not depend on",
         record(chance=1e6), record(chance=1e6, facts=adam())),
     Row("target-scale", "Clipping the gradient's norm makes all steps equally long",
         record(chance=1e6), record(chance=11.0)),
     # Inputs
     Row("input-scale", "The entries of input '0' have a standard deviation of 160; initialisations "
-        "and learning rates are made for about 1", inputs(std=160.0),
+        "and learning rates expect about 1", inputs(std=160.0),
         inputs(feature_std_ratio=40.0)),
-    Row("input-scale", "One feature of input '0' has a standard deviation 40 times that of",
+    Row("input-scale", "One feature of input '0' has a standard deviation 40 times as large as "
+        "that of",
         inputs(feature_std_ratio=40.0), inputs(std=160.0)),
-    Row("input-scale", "A lower learning rate slows down all other layers for the sake of the",
+    Row("input-scale", "A lower learning rate suits the first layer, and slows down all others",
         inputs(std=160.0), inputs(std=0.01)),
-    Row("input-scale", "The entries that reach the first layer have an rms of",
+    Row("input-scale", "The inputs of the first layer have an rms of",
         record({"a": reading(scale_mean=1e5, features=64)}, **UNSEEN),
         record({"a": reading(scale_mean=65.0, features=64)}, **UNSEEN)),
-    Row("input-mean", "of the mean square of input '0' is its mean, which all samples share",
+    Row("input-mean", "of the mean square of input '0' is due to the mean, which all samples share",
         inputs(mean=10.0), inputs(mean=0.5)),
-    Row("input-mean", "of the mean square of what reaches the first layer is its mean",
+    Row("input-mean", "of the mean square of the first layer's inputs is due to the mean",
         record({"a": reading(common_share=0.95, features=64)}, **UNSEEN),
         record({"a": reading(common_share=0.8, features=64)}, **UNSEEN)),
-    Row("input-mean", "Dividing by a constant or by each row's length leaves the mean",
+    Row("input-mean", "Dividing by a constant or by each row's length does not remove the mean",
         inputs(mean=10.0), inputs(mean=0.5)),
-    Row("row-spread", "The standard deviation of the rows' scale is 3.0 times its mean",
+    Row("row-spread", "The standard deviation of the row scale ‖φ‖² is 3 times its mean",
         record({"a": reading(scale_cv=3.0)}), record({"a": reading(scale_cv=0.9)})),
-    Row("row-spread", "a few long rows set each step, and the others hardly count",
+    Row("row-spread", "a few long rows determine each step, and the others hardly count",
         record({"a": reading(scale_cv=3.0)}), record({"a": reading(scale_cv=1.5)})),
-    Row("row-spread", "One constant scale or another learning rate keeps the rows as unlike",
+    Row("row-spread", "Neither one constant scale nor another learning rate makes the rows more "
+        "alike",
         record({"a": reading(scale_cv=3.0)}), record({"a": reading(scale_cv=3.0)}, rates=LOW)),
     # Initialisation and depth
-    Row("bad-initialisation", "its first loss is 40, a constant prediction has one of 2.3",
+    Row("bad-initialisation", "the first loss is 40, but a constant prediction has a loss of 2.3",
         record(losses=tuple(40 * 0.9**s for s in range(STEPS))), first_weight(gain=30.0)),
-    Row("bad-initialisation", "layer 'a' makes signals 30 times as long", first_weight(gain=30.0),
+    Row("bad-initialisation", "layer 'a' multiplies the length of signals by 30",
+        first_weight(gain=30.0),
         first_weight(bias=5.0)),
     Row("bad-initialisation", "the biases of layer 'a' have an rms of 5", first_weight(bias=5.0),
         first_weight(gain=30.0)),
     Row("bad-initialisation", "75% of the units of layer 'a' equal another",
         record(weights=dict.fromkeys(NAMES, WeightStatistics(0.6, 0, 0.75))),
         record(weights=dict.fromkeys(NAMES, WeightStatistics(0.6, 0, 0.4)))),
-    Row("bad-initialisation", "A lower learning rate keeps what is wrong from the start for longer",
+    Row("bad-initialisation", "With a lower learning rate, training needs longer to undo a bad "
+        "start",
         first_weight(gain=30.0), replace(first_weight(gain=30.0), rates=HIGH)),
-    Row("vanishing", "The gradient that reaches layer 'a' is 0.0003 of that of layer 'c': the "
-        "first layers hardly hear of the loss",
+    Row("vanishing", "The gradient at layer 'a' is 0.000316 times as large as that at layer 'c': "
+        "the first layers receive almost no gradient",
         record({"a": reading(descent=1e-9, scale_mean=17.0)}),
         record({"a": reading(descent=1e-4)})),
-    Row("vanishing", "A higher learning rate for all moves the last layers too far",
+    Row("vanishing", "With a higher learning rate for all layers, the last layers move too far",
         record({"a": reading(descent=1e-9, scale_mean=17.0)}),
         record({"a": reading(descent=1e-9, scale_mean=17.0)}, rates=LOW)),
-    Row("exploding", "The gradient that reaches layer 'a' is 10000 times that of layer 'c'",
+    Row("exploding", "The gradient at layer 'a' is 1e+04 times as large as that at layer 'c'",
         record({"a": reading(descent=1e6, scale_mean=17.0)}), record({"a": reading(descent=1.0)})),
-    Row("exploding", "Clipping alone keeps the layers as unlike as they are",
+    Row("exploding", "Clipping alone does not change the ratio of the layers' gradients",
         record({"a": reading(descent=1e6, scale_mean=17.0)}), record({"a": reading(descent=1.0)})),
     # Learning rates
-    Row("rate-too-high", "At 0.1 times the learning rate the loss is 0.5 instead of 2.2",
+    Row("rate-too-high", "At 0.1 times the learning rate, the loss after 40 steps is 0.5 instead "
+        "of 2.2",
         record(rates=HIGH), record(rates=trials(own=0.6, x01=0.5, error=0.2))),
-    Row("rate-too-high", "the loss is 0.5 where it diverges now",
+    Row("rate-too-high", "is 0.5; at the current one it diverges",
         record(rates=trials(own=math.inf, x01=0.5)), record(rates=HIGH)),
     Row("rate-too-high", "More steps at this learning rate", record(rates=HIGH, losses=STILL),
         record(rates=HIGH)),
-    Row("rate-too-high", "4 of 4 measured steps raised the loss of the batch that they were made",
+    Row("rate-too-high", "4 of 4 measured steps raised the loss of their own batch",
         record(realised=dict.fromkeys(range(0, STEPS, 10), 0.5)),
         record(FAR, losses=STILL)),
-    Row("rate-too-high", "The first step moved activations by 3.0 times their length",
+    Row("rate-too-high", "The first step moved the activations of the median layer by 3 times "
+        "their length",
         record(FAR, losses=STILL), record(FAR)),
-    Row("rate-too-low", "At 10 times the learning rate the loss is 1 instead of 2.28",
+    Row("rate-too-low", "At 10 times the learning rate, the loss after 40 steps is 1 instead of "
+        "2.28",
         record(rates=LOW), record(rates=HIGH)),
-    Row("rate-too-low", "A run this short favours high learning rates: look at a longer one",
+    Row("rate-too-low", "So short a run favours high learning rates: compare them in a longer one",
         record(rates=LOWISH), record(rates=LOW)),
-    Row("rate-too-low", "More layers or units: what there is has not learnt yet",
+    Row("rate-too-low", "More layers or units do not help: the present ones have not learnt yet",
         record(rates=LOW), record(rates=LOWISH)),
-    Row("rate-too-low", "No layer's activations move by more than 0.001 of themselves in a step",
+    Row("rate-too-low", "In a step, no layer's activations move by more than 0.001 times their "
+        "length (limit 0.003)",
         record(SLOW, losses=STILL), record({**SLOW, "a": reading()}, losses=STILL)),
-    Row("rate-too-low", "too little to learn from the beginning. Where a training ends, they need "
-        "not move", by_reports(*[SLOW] * 4, losses=STILL), record(SLOW, losses=STILL)),
-    Row("uneven-rates", "In one step the activations of layer 'a' hardly move: by a factor of "
-        "20000 off the median layer's", record({"a": reading(update_ratio=1e-6)}),
+    Row("rate-too-low", "too little at the beginning of a training, and usual at its end",
+        by_reports(*[SLOW] * 4, losses=STILL), record(SLOW, losses=STILL)),
+    Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "
+        "far, relative to their length, as those of the median layer. The limits are 1/50 and 30 "
+        "times the median, here 0.0004 and 0.6", record({"a": reading(update_ratio=1e-6)}),
         record({"a": reading(update_ratio=9.0)})),
-    Row("uneven-rates", "move unlike the others", record({"a": reading(update_ratio=9.0)}),
+    Row("uneven-rates", "move unlike those of the other layers",
+        record({"a": reading(update_ratio=9.0)}),
         record({"a": reading(update_ratio=1e-6)})),
-    Row("uneven-rates", "One other learning rate for all cannot be right for both kinds",
+    Row("uneven-rates", "No single learning rate suits both kinds of layers",
         record({"a": reading(update_ratio=9.0)}),
         record({"a": reading(update_ratio=9.0)}, rates=HIGH)),
-    Row("uneven-rates", " and 1 more, each by the median layer's speed over its own", SEVEN_OFF,
+    Row("uneven-rates", " and 1 more, each by the ratio of the median layer's speed to its own",
+        SEVEN_OFF,
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)})),
     Row("uneven-rates", "× 0.0111 for 'a'",
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)}), SEVEN_OFF),
     # Units
-    Row("dead-units", "62% of the units of ReLU '5' are dead: flat for every row of 20 batches",
+    Row("dead-units", "62% of the units of ReLU '5' are dead: their values lie where the function "
+        "is flat, for every row of 20 batches",
         units(), units(dead=10)),
     Row("dead-units", "of the units of the model itself are dead", units(path=""), units()),
-    Row("dead-units", "No row sends a gradient to Linear 'a', but layer 'b' gets one", DEAD,
+    Row("dead-units", "No row sends a gradient to Linear 'a', but layer 'b' receives one", DEAD,
         units()),
-    Row("dead-units", "A higher learning rate: no gradient comes through a dead unit", units(),
+    Row("dead-units", "With a higher learning rate, still no gradient passes a dead unit", units(),
         replace(units(), rates=LOW)),
-    Row("saturated-units", "80% of the entries of Tanh '5' lie where the function is flat",
+    Row("saturated-units", "80% of the entries of Tanh '5' are saturated: they lie where the "
+        "function is flat",
         units("tanh", share=0.8), units("tanh", share=0.3)),
-    Row("saturated-units", "A higher learning rate drives them further out",
+    Row("saturated-units", "A higher learning rate drives the entries further into the flat parts",
         units("tanh", share=0.8), replace(units("tanh", share=0.8), rates=LOW)),
-    Row("interference", "In layer 'a' the rows of a batch disturb each other: the gradient step's "
-        "cosine with the ideal one is 0.05; the best step there is would reach 0.90",
+    Row("interference", "In layer 'a', the rows of a batch disturb each other: a gradient step "
+        "moves the activations with a cosine of 0.05 to straight downhill, but the best possible "
+        "step reaches 0.9",
         record({"a": reading(gradient_cosine=0.05)}), record({"a": reading(gradient_cosine=0.2)})),
-    Row("interference", "Corrected layers take out scale, not interference",
+    Row("interference", "Corrected layers remove differences in scale, not interference",
         record({"a": reading(gradient_cosine=0.05)}), record()),
     # The optimizer
-    Row("optimizer-turns", "100% of the measured steps go uphill, as their own batch's gradient",
+    Row("optimizer-turns", "100% of the measured steps go uphill: by the gradient of their own "
+        "batch, they raise the loss",
         LATER_UP, TURNED),
-    Row("optimizer-turns", "In 3 of 3 layers the optimizer's step typically points uphill", TURNED,
+    Row("optimizer-turns", "In 3 of 3 layers, the optimizer's step typically points uphill", TURNED,
         LATER_UP),
-    Row("optimizer-turns", "Momentum of 0.99 keeps each gradient for 100 steps: it goes on when",
+    Row("optimizer-turns", "A momentum of 0.99 keeps each gradient for 100 steps",
         record(facts=LONG, losses=STILL), replace(LATER_UP, facts=LONG)),
-    Row("optimizer-turns", "steps, and there are 40: it goes on",
+    Row("optimizer-turns", "steps (the run has 40)",
         record(facts=settings(momentum=0.999)), record(facts=LONG, losses=STILL)),
     Row("optimizer-turns", "look for maximize=True", record(layers(**UP), losses=RISING), LATER_UP),
     Row("optimizer-turns", "look for maximize=True",
         replace(LATER_UP, facts=settings(maximize=True)), LATER_UP),
-    Row("optimizer-turns", "look for maximize=True, or code that turns the gradient's sign",
+    Row("optimizer-turns", "look for maximize=True, or for code that changes the gradient's sign",
         record(layers(descent=-0.01), losses=RISING), record(facts=LONG, losses=STILL)),
     Row("optimizer-turns", "less momentum: 0.9",
         replace(LATER_UP, facts=LONG), replace(LATER_UP, facts=PLAIN)),
-    Row("optimizer-turns", "less momentum (smaller β₁)", replace(LATER_UP, facts=adam()), LATER_UP),
+    Row("optimizer-turns", "use less momentum (a smaller β₁)",
+        replace(LATER_UP, facts=adam()), LATER_UP),
     Row("optimizer-turns", "less momentum: β₁ = 0.9",
         record(facts=adam(betas=(0.999, 0.999))), LATER_UP),  # type: ignore[arg-type]
-    Row("optimizer-turns", "plain gradient descent of learning rate 0.1",
+    Row("optimizer-turns", "use plain gradient descent with learning rate 0.1",
         replace(LATER_UP, facts=adam()), LATER_UP),
     Row("optimizer-turns", "plain gradient descent", LATER_UP, replace(LATER_UP, facts=PLAIN)),
-    Row("optimizer-turns", "look for what changes gradients or weights between backward() and",
+    Row("optimizer-turns", "look for code that changes gradients or weights between backward() and",
         replace(LATER_UP, facts=PLAIN), LATER_UP),
-    Row("decay-fights", "Weight decay (0.5) pulls 5 times as hard as the gradient at first; the "
-        "parameters' norm ends at 1 times what it was", record(facts=decayed(0.5)),
+    Row("decay-fights", "At the first step, weight decay (0.5) pulls 5 times as hard as the "
+        "gradient. The norm of the parameters ends at 1 times its first value",
+        record(facts=decayed(0.5)),
         record(facts=decayed(0.01), parameter_norms=SHRUNK)),
-    Row("decay-fights", "The parameters' norm ends at 0.2 times what it was, with a weight decay "
-        "of 0.01.", record(facts=decayed(0.01), parameter_norms=SHRUNK),
+    Row("decay-fights", "The norm of the parameters ends at 0.2 times its first value, with a "
+        "weight decay of 0.01.", record(facts=decayed(0.01), parameter_norms=SHRUNK),
         record(facts=decayed(0.5))),
-    Row("decay-fights", "without weight decay: a penalty in the loss may pull at them",
+    Row("decay-fights", "without weight decay: a penalty in the loss may shrink them",
         record(parameter_norms=SHRUNK), record(facts=decayed(0.01), parameter_norms=SHRUNK)),
     Row("decay-fights", "no weight decay", record(facts=decayed(0.5)),
         record(parameter_norms=SHRUNK)),
-    Row("decay-fights", "if the loss holds a penalty on the weights, a tenth of it, or none",
+    Row("decay-fights", "if the loss contains a penalty on the weights, use a tenth of it, or none",
         record(parameter_norms=SHRUNK), record(facts=decayed(0.5))),
-    Row("decay-fights", "A lower learning rate lowers both and leaves their ratio",
+    Row("decay-fights", "A lower learning rate weakens gradient and decay alike: their ratio stays "
+        "the same",
         record(facts=decayed(0.5)), record(parameter_norms=SHRUNK)),
-    Row("projection-fights", "What changes the weights of layer 'b' after the step turns it: "
-        "cosine 0.10 with the optimizer's", record({"b": reading(projection_cosine=0.1)}),
+    Row("projection-fights", "Code that runs after the optimizer's step changes the weights of "
+        "layer 'b' again: the change that remains has a cosine of 0.1 with the optimizer's step",
+        record({"b": reading(projection_cosine=0.1)}),
         record({"b": reading(projection_cosine=0.99)})),
-    Row("projection-fights", "What changes the weights of layer 'a' within the step turns it: the "
-        "first one, which has no past to go by, has a cosine of 0.05 with its gradient",
+    Row("projection-fights", "Code that runs within the step changes the weights of layer 'a': the "
+        "first step, which depends on no earlier gradient, has a cosine of 0.05 with its gradient",
         record(layers(parameter_cosine=0.05)), record(layers(parameter_cosine=0.3))),
     Row("projection-fights", "within the step", record(layers(parameter_cosine=0.05)),
         record(layers(parameter_cosine=0.05), facts=decayed(5.0))),  # the decay does
-    Row("projection-fights", "code within the step turns it, or AdamW does, where few entries",
+    Row("projection-fights", "code within the step changes the weights, or AdamW itself turns the "
+        "step because a few entries",
         record(layers(parameter_cosine=0.05), facts=adam()), record(layers(parameter_cosine=0.05))),
-    Row("projection-fights", "A higher learning rate: the projection grows with the step",
+    Row("projection-fights", "With a higher learning rate, the other code undoes more of each step",
         record({"b": reading(projection_cosine=0.1)}), record(layers(parameter_cosine=0.05))),
-    Row("clipping-always", "100% of the steps are clipped; typically the gradient is 2 times as",
+    Row("clipping-always", "100% of the gradients are clipped. Their typical norm is 2 times the "
+        "limit",
         clipped(1.0), clipped(0.4)),
-    Row("clipping-always", "Another limit: the optimizer's step is the same whatever constant",
+    Row("clipping-always", "Another limit changes little: the steps of this optimizer do not "
+        "depend on a constant",
         clipped(1.0, adam()), clipped(1.0)),
 ]  # fmt: skip
 

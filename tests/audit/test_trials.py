@@ -331,7 +331,7 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     done = [a.fix for f in found for a in f.advice if a.trial is not None]
     assert sorted(done) == ["clip", "larger-batch", "reinitialise", "warm-up"]
     (fourth,) = (a for f in found for a in f.advice if a.fix == "batch-norm")
-    assert fourth.untried == "of each finding only 3 fixes are"
+    assert fourth.untried == "only the first 3 fixes of each finding are tried"
     assert told == [("fixes", i, 5) for i in range(1, 6)]
 
 

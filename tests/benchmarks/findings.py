@@ -585,7 +585,7 @@ PICTURES: dict[str, Picture] = {
     "order-ignored": Picture(
         "the first of 16 words is asked for, of their mean; the healthy one's have positions",
         lambda: first_words(has_positions=False),
-        {"places in any order": of_fact("order-ignored", "places")},
+        {"positions whose order does not matter": of_fact("order-ignored", "places")},
         None,
         lambda: first_words(has_positions=True),
     ),
@@ -598,7 +598,8 @@ PICTURES: dict[str, Picture] = {
     "unshuffled": Picture(
         "the samples are sorted by their label before they are made into batches",
         lambda: replace(HEALTHY.setup(), batches=in_order(HEALTHY.setup().batches)),
-        {"labels' variance within batches, of shuffled ones'": of_fact("unshuffled", "ratio")},
+        {"variance of labels within a batch, over that in shuffled batches":
+            of_fact("unshuffled", "ratio")},
         (data, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
     ),
     "one-sided-weights": Picture(
@@ -623,7 +624,7 @@ PICTURES: dict[str, Picture] = {
     "hidden-parameters": Picture(
         "all layers but the last in a plain list",
         with_model(Listed),
-        {"share of parameters that the model does not know of": lambda r: sum(
+        {"share of parameters that are not registered": lambda r: sum(
             fact.numbers["share"] for fact in r.found_by("hidden-parameters"))},
     ),
     "rate-zero": Picture(
@@ -636,14 +637,15 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(
             HEALTHY.setup(), model=HEALTHY.setup().model.bfloat16(), loss=in_16_bits,
             optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
-        {"share of entries that a step leaves as they are": of_fact("rounded-away", "share")},
+        {"share of entries that a step leaves unchanged": of_fact("rounded-away", "share")},
         (code, ("ROUNDED_AWAY",)),
         with_setup(optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
     ),
     "gradient-hooks": Picture(
         "a hook before the optimizer's step clips the gradient's norm to 0.001",
         with_setup(optimizer=clipped_hook),
-        {"length that is used, of that of the backward pass": of_fact("gradient-hooks", "ratio")},
+        {"gradient's length after the hooks, over that before them":
+            of_fact("gradient-hooks", "ratio")},
         (code, ("CHANGED_LENGTH", "TURNED")),
     ),
     "left-in-eval": Picture(
@@ -694,7 +696,7 @@ PICTURES: dict[str, Picture] = {
     "rate-too-high": Picture(
         "the learning rate × 30",
         faulty(rate=3.0),
-        {"loss at the better of rates × 0.1, 0.3": of_rates(lambda f: 0.1 <= f < 1),
+        {"loss at the better of learning rates × 0.1, 0.3": of_rates(lambda f: 0.1 <= f < 1),
          "share of steps that raise their batch's loss": raised,
          "largest update_ratio": extreme("update_ratio")},
         (rates, ("SHARE_OF_FALL_WATCH", "SHARE_OF_FALL_ACT", "MOVES_TOO_FAR")),
@@ -702,7 +704,7 @@ PICTURES: dict[str, Picture] = {
     "rate-too-low": Picture(
         "the learning rate × 0.001",
         faulty(rate=1e-4),
-        {"loss at the best of higher rates": of_rates(lambda f: f > 1),
+        {"loss at the best of higher learning rates": of_rates(lambda f: f > 1),
          "largest update_ratio": extreme("update_ratio")},
         (rates, (*(f"SHARE_OF_FALL_TOO_LOW_{s}" for s in ("NOTE", "WATCH", "ACT")),
                  "HARDLY_MOVES")),

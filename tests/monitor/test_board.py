@@ -182,7 +182,7 @@ def test_a_layer_that_dies_is_found_with_what_lies_behind_it() -> None:
     assert ours.strength == audits.strength == "act"
     assert ours.advice == audits.advice
     assert ours.layers == ("0",) and audits.layers == ("1",), "maps alone have readings"
-    assert "all units between are dead" in ours.summary
+    assert "all units between them are dead" in ours.summary
 
 
 @pytest.mark.parametrize("since", [0, 3])
@@ -207,7 +207,7 @@ def test_the_text_says_what_where_and_what_to_do() -> None:
     found = running(*record.reports)
     text = findings_text(found.findings(), found.record())
     assert "**Vanishing gradients** (watch, `vanishing`, since step 0)" in text
-    assert "1. layer normalisation in front of all layers" in text
+    assert "1. add layer normalisation in front of all layers" in text
     assert "`adiv-audit`" in text
 
 

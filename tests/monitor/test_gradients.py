@@ -592,6 +592,22 @@ def test_a_gradient_that_was_there_before_is_told() -> None:
     assert any("holds more than these rows" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_a_forgotten_zero_grad_is_named_as_such(zeroed: bool) -> None:
+    """Gradients that were there when the first backward pass began are not taken for a penalty."""
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(2):
+            if zeroed:
+                optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    notes = [note for report in monitor.reports for note in report.notes]
+    assert any("was `zero_grad()` forgotten?" in note for note in notes) is not zeroed
+    assert not any("a penalty in the loss" in note for note in notes)
+
+
 def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -30,8 +30,8 @@ PATHS = {
     "strange": "日本語$a_{{b$.{}",
 }
 FINDING = (
-    "• Layers learn at very different rates (act): backbone_of_the_generator.stage0.output_projecti"
-    "on_of_the_residual_branch, layer2 and 7 more. To fix it: give them learning rates of their own"
+    "• Layers move by very different amounts (act): backbone_of_the_generator.stage0.output_project"
+    "ion_of_the_residual_branch, layer2 and 7 more. To fix it: give them their own learning rates"
 )
 
 

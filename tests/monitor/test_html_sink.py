@@ -64,8 +64,8 @@ def test_findings_are_there_with_what_would_fix_them(tmp_path: Path) -> None:
         sink.write(report(step, layers=layers))
     sink.close()
     text = (tmp_path / "run.html").read_text()
-    assert "Layers learn at very different rates" in text
-    assert "give these layers learning rates of their own" in text
+    assert "Layers move by very different amounts" in text
+    assert "give these layers their own learning rates" in text
     assert "Nothing to fix" not in text
 
 
@@ -293,7 +293,7 @@ def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:
     assert found.verdict in (tmp_path / "run.json").read_text()
     text = (tmp_path / "run.md").read_text()
     assert found.verdict.removesuffix(".") in text and "`slow`" in text
-    assert "can't tell from reports: run `adiv-audit`" in text
+    assert "reports can't tell; to find out, run `adiv-audit`" in text
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.md"])

@@ -208,8 +208,8 @@ def not_finite(case: Case) -> None:
     first = case.seen.running.findings()[0]
     assert (first.name, first.strength, first.since) == ("non-finite", "act", step)
     assert case.headline.startswith("To fix: values that are not finite")
-    assert f"were seen first at step {step}" in first.summary
-    assert first.summary.endswith(f"; first in: {place}.")
+    assert first.summary.startswith(f"Step {step} is the first with values that are not finite")
+    assert first.summary.endswith(f"The first one is in: {place}.")
     read(case, first.summary)
     (line,) = case.seen.logged
     assert f"adiv-monitor: values that are not finite since step {step} → " in line.getMessage()
@@ -230,7 +230,7 @@ def not_finite(case: Case) -> None:
 def flat(case: Case) -> None:
     if case.knows_loss:
         assert case.findings["loss-stuck"].strength == "watch"
-        read(case, "The loss shows no learning")
+        read(case, "The loss does not clearly fall")
         assert ">falls<" not in case.seen.page
     else:
         assert "loss-stuck" not in case.findings
@@ -238,14 +238,14 @@ def flat(case: Case) -> None:
 
 def diverged(case: Case) -> None:
     assert case.findings["rate-too-high"].strength == ("act" if case.knows_loss else "watch")
-    read(case, "The first step moved activations by ")
+    read(case, "The first step moved the activations of the median layer by ")
     assert "learning rate × 10" not in case.seen.findings_text
     flat(case)
 
 
 def too_low(case: Case) -> None:
     assert next(iter(case.findings)) == "rate-too-low"
-    read(case, "No layer's activations move by more than ")
+    read(case, "no layer's activations move by more than ")
 
 
 def dead(case: Case) -> None:
@@ -258,7 +258,7 @@ def dead(case: Case) -> None:
 def held_still(case: Case) -> None:
     assert case.layers("stands-still") == ("second",)
     assert set(case.findings) == {"stands-still"}
-    read(case, "second' do not move at all by the step of their own weights")
+    read(case, "second' at all: the learning rate is zero")
 
 
 def without_gradients(case: Case) -> None:
@@ -272,24 +272,24 @@ def decayed(case: Case) -> None:
     low = -(-DECAYS // EVERY) * EVERY
     assert case.findings["rate-decayed"].since == low
     assert case.headline == NOTHING
-    read(case, f"Since step {low} the learning rate is below half of its peak (0.001 of it at step")
+    read(case, f"Since step {low}, the learning rate is below half of its peak (at step")
 
 
 def warms_up(case: Case) -> None:
     assert case.layers("stands-still")
-    read(case, "The learning rate still rises: at its peak this will tell more")
+    read(case, "The learning rate still rises: measurements at its peak will be clearer")
     assert ("loss-stuck" in case.findings) == case.knows_loss
 
 
 def converged(case: Case) -> None:
-    near = "near the end of a training they need not move"
+    near = "That is usual near the end of a training"
     assert near in case.findings["settled"].summary
     read(case, near)
 
 
 def resumed(case: Case) -> None:
     if not case.knows_loss:
-        read(case, "Where a training ends, they need not move")
+        read(case, "usual at its end")
 
 
 CHECKS = {

@@ -23,9 +23,9 @@ from adiv_monitor.printable import printable
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
 _DESCRIPTION = """\
-Trains a copy of a model for some steps, says what is wrong with its training and how sure that is,
-and tries what would fix it. Leaves report.html, report.json, report.md, config.yaml and
-tensorboard/ in a folder. The model, its weights and its files are never changed."""
+Trains a copy of a model for some steps, finds faults in its training, and tries fixes. Writes
+report.html, report.json, report.md, config.yaml and tensorboard/ into a folder. The model, its
+weights and its files are never changed."""
 
 _EPILOG = """\
 examples:
@@ -40,19 +40,19 @@ examples:
 exit codes:
   0  audited
   1  a --fail-if rule holds
-  2  it could not be audited: the message says what to do
-  130  interrupted with Ctrl-C; what there was is written"""
+  2  the audit was not possible: the message says what to do
+  130  interrupted with Ctrl-C; the results so far are written"""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells errors in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         if argv[:1] == ["compare"]:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _config(argv: list[str]) -> tuple[Config, bool]:
-    """The options of the command line, over those of its --config file; and whether to --force."""
+    """Return the options of the command line over those of its --config file, and --force."""
     given = vars(_parser().parse_args(argv))
     force = given.pop("force", False)
     from_file = load(given.pop("config")) if "config" in given else {}
@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="write to a folder that holds files of the report's names which no audit wrote, and "
-        "overwrite those; not an option of --config",
+        help="overwrite files with the names of the report's files even if no audit wrote them; "
+        "not an option of --config",
     )
     for name, option in NAMES.items():
         about, usual = option.metadata, default(name)
@@ -156,7 +156,7 @@ def _audit(config: Config, force: bool) -> int:
     print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
     failed = _failed(config, report)
     if report.record.interrupted:
-        print("adiv-audit: interrupted; the report holds what there was", file=sys.stderr)
+        print("adiv-audit: interrupted; the report holds the results so far", file=sys.stderr)
         return 130
     return 1 if failed else 0
 
@@ -189,7 +189,7 @@ def _report(prepared: Prepared) -> AuditReport:
 
 
 def _failed(config: Config, report: AuditReport) -> bool:
-    """Whether a rule holds; prints every hit."""
+    """Return whether a rule holds, and print every hit."""
     failed = False
     for rule in map(fail_if.parse, config.fail_if):
         for hit in fail_if.hits(rule, report):
@@ -201,12 +201,12 @@ def _failed(config: Config, report: AuditReport) -> bool:
 def _compare(argv: list[str]) -> int:
     parser = _Parser(
         "adiv-audit compare",
-        description="Makes the page of two audits or trainings, side by side.",
+        description="Writes a page that compares two audits or trainings side by side.",
         allow_abbrev=False,
     )
     about = "folder of an audit, page of a training (run.html), or the JSON of either"
     parser.add_argument("a", metavar="A", help=about)
-    parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument("b", metavar="B", help="the other one, in any of these forms")
     parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
     given = parser.parse_args(argv)
     a, b = _read(given.a), _read(given.b)

@@ -50,7 +50,7 @@ def show(report: AuditReport, console: "Console") -> None:
         if left_out:
             console.print(Text(f"{left_out:,} more layers are in report.html"))
     if report.hurried:
-        console.print(Text("note: with more time (--try-seconds) more is tried"))
+        console.print(Text("note: with more time (--try-seconds), the audit tries more fixes"))
     for note in report.record.notes:
         console.print(Text(printable(f"note: {note}")))
 
@@ -65,7 +65,7 @@ def _lines(finding: Finding) -> "list[object]":
     )
     told = [finding.summary] if finding.summary else []
     told += [f"{advice.outcome.mark} {advice}" for advice in finding.advice]
-    told += [f"not: {finding.not_advised}"] if finding.not_advised else []
+    told += [f"no fix: {finding.not_advised}"] if finding.not_advised else []
     return [head, *(Padding(Text(printable(line)), (0, 0, 0, 7), expand=False) for line in told)]
 
 

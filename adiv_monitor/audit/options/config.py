@@ -1,4 +1,4 @@
-"""Everything that an audit is told: options of the command line and keys of a YAML file alike."""
+"""Settings of an audit: options of the command line, which are also the keys of a YAML file."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from adiv_monitor.audit.options.fail_if import parse
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line
 from adiv_monitor.diagnosis.hidden import without_secrets
 
-# As Lightning calls them; float16 needs a scaled loss, which the audit's loop does not have.
+# Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 Reader = Callable[
     [Any], Any
-]  # from text or from what YAML read; raises ValueError(what is expected)
+]  # from text or from a YAML value; raises ValueError with the expected form
 
 
 def _text(value: Any) -> str:
@@ -116,7 +116,7 @@ def _option(default: Any, read: Reader, help: str, metavar: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """What is audited, how, and where the report goes; see the help of each option."""
+    """The model, the settings of its audit, and the place of the report; see each option's help."""
 
     model: str = _option(
         "",
@@ -129,8 +129,8 @@ class Config:
     model_args: Mapping[str, Any] = _option(
         dict,
         _arguments,
-        "arguments of the class or function; what looks like a secret (api_key, password, token) "
-        "is in no file of the report",
+        "arguments of the class or function; values that look like secrets (api_key, password, "
+        "token) are in no file of the report",
         "JSON",
     )
     checkpoint: str | None = _option(
@@ -149,16 +149,19 @@ class Config:
     )
     download: bool = _option(False, _flag, "fetch CIFAR-10 into ROOT if it is not there")
     input_shape: tuple[int, ...] | None = _option(
-        None, _shape, "of one sample; by default what the model takes: 3,64,64", "SIZES"
+        None,
+        _shape,
+        "shape of one sample (3,64,64); by default the shape that the model accepts",
+        "SIZES",
     )
     num_classes: int | None = _option(
         None,
         _whole(1),
-        "classes of random data; by default as many as the model has outputs, 10 at most. The "
-        "model's own number of outputs is one of its --model-args",
+        "number of classes of random data; by default the number of the model's outputs, at most "
+        "10. To change the model's outputs, use --model-args",
         "N",
     )
-    batch_size: int = _option(16, _whole(1), "samples in a batch", "N")
+    batch_size: int = _option(16, _whole(1), "number of samples in a batch", "N")
     loss: str | None = _option(
         None,
         _text,
@@ -179,43 +182,49 @@ class Config:
         dict, _arguments, """arguments of the optimizer, such as '{"lr": 0.1}'""", "JSON"
     )
     clip_norm: float | None = _option(None, _finite, "clip the gradient to this norm", "NORM")
-    steps: int = _option(60, _whole(1), "steps to train a copy for", "N")
-    seed: int = _option(0, _whole(0), "of initial weights, data and training", "N")
+    steps: int = _option(60, _whole(1), "number of steps to train a copy for", "N")
+    seed: int = _option(0, _whole(0), "seed of initial weights, data and training", "N")
     device: str | None = _option(
-        None, _text, "cpu, cuda, cuda:1, mps …; by default cuda where there is one", "DEVICE"
+        None, _text, "cpu, cuda, cuda:1, mps …; by default cuda if available", "DEVICE"
     )
     precision: str = _option("32-true", _precision, ", ".join(PRECISIONS), "P")
     realised: bool = _option(
-        False, _flag, "measure what steps really did, all layers having moved; costs two forwards"
+        False,
+        _flag,
+        "also measure the actual change of the activations in each step, with all layers moved; "
+        "costs two forward passes",
     )
-    attention: bool = _option(False, _flag, "measure attention scores too")
+    attention: bool = _option(False, _flag, "also measure attention scores")
     alignment: bool = _option(
-        False, _flag, "measure how weights, updates and activations are aligned, on the first batch"
+        False,
+        _flag,
+        "also measure the alignment of weights, updates and activations, on the first batch",
     )
     try_fixes: bool = _option(
-        True, _flag, "try the first fixes in short runs before advising them (on by default)"
+        True, _flag, "try the first fixes in short runs before recommending them (on by default)"
     )
     try_seconds: float = _option(
         math.inf,
         _positive,
-        "begin no trial that would end later than so many seconds after the first; the report says "
-        "where that left one out. How many there are else follows from steps and model, not from "
-        "the clock",
+        "begin no trial that would end later than this many seconds after the first; the report "
+        "says if that left a trial out. Otherwise the number of trials follows from steps and "
+        "model, not from a clock",
         "SECONDS",
     )
     losses: str | None = _option(
         None,
         _text,
-        "what your own run logged of its first steps: a JSON list, a metrics.csv of Lightning's "
+        "losses of the first steps of your own run: a JSON list, a metrics.csv of Lightning's "
         "CSVLogger, or a trainer_state.json; the verdict says if the copy behaves otherwise",
         "FILE",
     )
     fail_if: tuple[str, ...] = _option(
         tuple,
         _rules,
-        "exit with 1 if this holds: '[LAYERS:] MEASURE > NUMBER' (or >=, <, <=) at any layer and "
-        "measured step, by more than two standard errors ('encoder.*: update_cosine < 0'); the "
-        "name of a finding (rate-too-high); or a strength that one has (act). May be repeated",
+        "exit with code 1 if this rule holds: '[LAYERS:] MEASURE > NUMBER' (or >=, <, <=) at any "
+        "layer and measured step, by more than two standard errors ('encoder.*: update_cosine < "
+        "0'); the name of a finding (rate-too-high); or the strength of a finding (act). May be "
+        "repeated",
         "RULE",
     )
     out: str = _option("adiv-audit", _text, "folder of the report", "DIR")
@@ -226,14 +235,14 @@ NAMES = {"try" if f.name == "try_fixes" else f.name: f for f in fields(Config)} 
 
 
 def read(given: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, Any]:
-    """Values of options, checked.
+    """Return the values of options, checked.
 
     Args:
-        given: option → text of the command line, or what YAML read.
-        where: an option's name → how its user knows it, for errors.
+        given: option → text of the command line, or a value from YAML.
+        where: function from an option's name to the name that its user knows, for errors.
 
     Raises:
-        UsageError: there is no such option, or its value is not what is expected.
+        UsageError: there is no such option, or its value is not as expected.
     """
     values = {}
     for key, value in given.items():
@@ -255,15 +264,15 @@ def read(given: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, Any
 
 
 def load(file: str) -> dict[str, Any]:
-    """The options in a YAML file.
+    """Return the options in a YAML file.
 
     Raises:
-        UsageError: it can't be read, or holds something else.
+        UsageError: the file can't be read, or has other content.
     """
     yaml = needed("yaml", "--config")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
-        """Knows 1e-3 for a number, which YAML 1.1 takes for text."""
+        """Reads 1e-3 as a number, which YAML 1.1 reads as text."""
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -284,7 +293,7 @@ def load(file: str) -> dict[str, Any]:
 
 
 def dumped(config: Config) -> str:
-    """The config as YAML that `load` reads back, but for secrets among arguments."""
+    """Return the settings as YAML that `load` reads back, without secrets among arguments."""
     yaml = needed("yaml", "config.yaml")
     values = asdict(config)
     values |= {name: without_secrets(values[name]) for name in ARGUMENTS}
@@ -298,7 +307,7 @@ def dumped(config: Config) -> str:
 
 
 def default(name: str) -> Any:
-    """What an option is unless it is given."""
+    """Return the default of an option."""
     option = NAMES[name]
     if option.default_factory is not MISSING:
         return option.default_factory()

@@ -1,4 +1,4 @@
-"""One fork, trained under a monitor: all that is seen of it."""
+"""Observes one fork that is trained under a monitor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ from adiv_monitor.monitor import Monitor
 from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
-# Batches that the trained model is looked at with: at least so many, and so many samples.
+# Least number of batches, and of samples, with which the trained model is examined.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
-EXCHANGED = 2  # of these: batches whose inputs are exchanged between samples
+EXCHANGED = 2  # number of these batches whose inputs are exchanged between samples
 
 
 def observe(
@@ -46,19 +46,19 @@ def observe(
     alignment: bool = False,
     progress: Progress | None = None,
 ) -> Record:
-    """Train one fork under a monitor, and look at what it has become.
+    """Train one fork under a monitor, and observe the trained model.
 
     Args:
-        setup: what is trained.
+        setup: training setup.
         every_n_steps: each step whose number is a multiple of this is measured.
-        max_rows: as the monitor's.
-        realised: as the monitor's.
-        attention: as the monitor's.
-        alignment: measure alignments, on the first batch.
+        max_rows: as for the monitor.
+        realised: as for the monitor.
+        attention: as for the monitor.
+        alignment: whether to measure alignments, on the first batch.
         progress: called after each step with ("training", steps done, steps).
 
     Raises:
-        TypeError, ValueError: what the setup holds can't be trained; the message says why.
+        TypeError, ValueError: the setup can't be trained; the message says why.
     """
     fork = setup.fork()
     begin = weights(setup)
@@ -81,7 +81,7 @@ def observe(
     )
     monitor.attach()
     try:
-        # What overflows, the record tells; in float64 the measures' squares may, too.
+        # The record reports overflow; squares in the measures may overflow in float64, too.
         with np.errstate(over="ignore", invalid="ignore"):
             course = train(fork, watch)
     finally:
@@ -107,10 +107,10 @@ def observe(
 
 
 def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
-    """What is known of layers, by path, in the order in which their modules first ran.
+    """Return facts about layers by path, in the order in which their modules first ran.
 
-    Modules are registered in any order; what comes first or last is told by the forward pass. What
-    did not run comes last; a part of a module (`attention.q`) runs when it does.
+    Modules may be registered in any order; only the forward pass shows which comes first. Modules
+    that did not run come last; a part of a module (`attention.q`) runs when the module does.
     """
     places = {path: place for place, path in enumerate(ran)}
 
@@ -123,7 +123,7 @@ def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
 
 
 def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
-    """With what forward passes of the trained fork say, and one that knows nothing."""
+    """Add to a record the facts from forward passes of the trained fork and of an untrained one."""
     try:
         if not _repeats(record, setup):
             note = (
@@ -145,7 +145,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
         matters = [record.wiring.input_matters, input_matters(fork, batches[:EXCHANGED])]
     except KeyboardInterrupt:
         return replace(record, interrupted=True)
-    # A model that died in training looked at its inputs once: that is another fault.
+    # A model that died in training used its inputs before: that is another fault.
     most = max((x for x in matters if not math.isnan(x)), default=math.nan)
     return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
 
@@ -161,21 +161,21 @@ def _with_beginning(record: Record, setup: Setup) -> Record:
     if not is_opposed(record):
         return record
     note = (
-        f"In ever shorter steps the loss falls by {record.descent_share:.2g} of what its gradient "
-        "promises: parts of it oppose each other, as those of a generative adversarial network, or "
-        "it is trained with another gradient than its own. How far it falls says nothing, so "
-        "learning rates and what is learnt are not judged by it."
+        "In ever shorter steps, the loss falls by "
+        f"{record.descent_share:.3g} times the decrease that its gradient predicts: parts of it "
+        "oppose each other, as in a generative adversarial network, or the gradient is not that of "
+        "the loss. The audit does not judge learning rates by the fall of such a loss."
     )
     return replace(record, notes=(*record.notes, note))
 
 
 def _repeats(record: Record, setup: Setup) -> bool:
-    """Whether a copy begins with the same loss, or neither with a finite one."""
+    """Return whether a copy begins with the same loss, or neither has a finite one."""
     fork = setup.fork()
     with seeded(setup.seed), torch.enable_grad():
         again = float(fork.loss(fork.model, copied(setup.batches[0])).detach())
     first = record.losses[0]
-    # On the CPU but for the order of sums; other devices may choose other kernels for a copy.
+    # On the CPU, up to the order of sums; other devices may choose other kernels for a copy.
     exact = 1e-6 if torch.device(record.facts.device).type == "cpu" else 1e-3
     is_same = math.isclose(again, first, rel_tol=exact, abs_tol=1e-12)
     return is_same or not (math.isfinite(again) or math.isfinite(first))
@@ -197,20 +197,20 @@ def _units(fork: Fork, batches: Sequence[Any]) -> Any:
 
 
 def _spread(batches: Sequence[Any]) -> list[Any]:
-    """Some batches, evenly over all that there are."""
+    """Return some batches, evenly spread over all of them."""
     wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
     count = min(max(BATCHES, wanted), MOST_BATCHES, len(batches))
     return [batches[i * len(batches) // count] for i in range(count)]
 
 
 def _trains_any(fork: Fork) -> bool:
-    """Whether the optimizer holds anything that is trained; if not, that will be found."""
+    """Return whether the optimizer holds any trained parameter; if not, a rule reports that."""
     own = {id(p) for p in fork.model.parameters() if p.requires_grad}
     return any(id(p) in own for p in held(fork.optimizer))
 
 
 def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
-    """What the verdict says that the copy lacks, or does otherwise; the notes say more."""
+    """Return differences between the copy and the run for the verdict; notes have more details."""
     found = []
     if fork.lost:
         found.append(f"hooks on {', '.join(dict.fromkeys(fork.lost))} do not run")
@@ -225,21 +225,19 @@ def _notes(setup: Setup, fork: Fork) -> list[str]:
     found = []
     if fork.lost:
         on = ", ".join(dict.fromkeys(fork.lost))
-        found.append(f"Hooks on {on} do not run: what they refer to can't be copied.")
+        found.append(f"Hooks on {on} do not run: the objects that they refer to can't be copied.")
     if not setup.model.training:
         found.append("The model was given in evaluation mode; it is trained in training mode.")
     if setup.steps < FEWEST:
-        found.append(
-            f"{setup.steps} steps are too few to judge how the loss goes: give at least {FEWEST}."
-        )
+        found.append(f"{setup.steps} steps are too few to judge the loss: use at least {FEWEST}.")
     optimizer = setup.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if _is_resumed(setup):
             found.append("The optimizer has taken steps before; the run goes on from its state.")
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             found.append(
-                "No scheduler runs: learning rates stay as they stood."
-                + " Those that a warm-up raises from zero are its `initial_lr`."
+                "No scheduler runs: the learning rates stay constant."
+                + " A learning rate that a warm-up raises from zero is set to its `initial_lr`."
                 * bool(lifted(optimizer, setup.steps))
             )
     return found
@@ -274,7 +272,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
 
 
 def _plain(value: object) -> Any:
-    """A setting as plain data."""
+    """Return a setting as plain data."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The first losses of a user's own run, from what it logged."""
+"""Reads the first losses that a user's own run has logged."""
 
 import csv
 import json
@@ -9,20 +9,20 @@ from typing import Any
 
 from adiv_monitor.audit.options.usage import UsageError, one_line
 
-# Columns of a table of metrics, the best first; else the first that has "loss" in its name and is
-# not of an epoch, a validation or a test.
+# Columns of a table of metrics, best first; otherwise the first column with "loss" in its name
+# that is not of an epoch, a validation or a test.
 _COLUMNS = ("train_loss_step", "loss_step", "train_loss", "train/loss", "loss")
 _OTHERS = ("val", "test", "eval", "epoch")
 
 
 def own_losses(file: str) -> dict[int, float]:
-    """Step → loss, of a JSON list, a metrics.csv of Lightning's CSVLogger, or a trainer_state.json.
+    """Read step → loss from a JSON list, Lightning's metrics.csv, or a trainer_state.json.
 
-    A list is of the steps 0, 1, 2, …. Hugging Face's Trainer logs the mean since it last did: it is
-    that of each of these steps.
+    A list holds the losses of the steps 0, 1, 2, …. Hugging Face's Trainer logs the mean since its
+    last log, which is used for each of these steps.
 
     Raises:
-        UsageError: it can't be read, or holds no losses.
+        UsageError: the file can't be read, or holds no losses.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def _of_json(found: Any) -> dict[int, float]:
     last = 0
     for entry in history:
         if "loss" in entry:
-            step = int(entry["step"])  # of which so many are complete
+            step = int(entry["step"])  # number of complete steps
             losses |= dict.fromkeys(range(last, step), _number(entry["loss"]))
             last = step
     return losses

@@ -1,4 +1,4 @@
-"""A fix's trial: at the learning rate as it is, and where that may be wrong with it, at others."""
+"""The trial of one fix: at the run's learning rate, and at others if that may not suit the fix."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,21 +19,21 @@ from adiv_monitor.audit.trials.trial import (
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.record import Record
 
-# In both directions one step, in the better one on while it gets better: five runs at most, as
-# many as the model as it is has had.
+# One step in both directions, then on in the better one while it gets better: at most five runs,
+# as many as the unchanged model had.
 _UP, _DOWN = (3.0, 10.0, 100.0), (0.3, 0.1, 0.01)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all trials of one audit share.
+    """The state that all trials of one audit share.
 
     Attributes:
-        setup: what is trained, with as many steps as each run has.
-        record: of the run as it is.
-        without: losses of the run as it is.
-        budget: what runs may still cost.
-        cap: the time by which they end.
+        setup: the training setup, with as many steps as each run has.
+        record: record of the unchanged run.
+        without: losses of the unchanged run.
+        budget: cost that further runs may have.
+        cap: time by which runs must end.
     """
 
     setup: Setup
@@ -44,7 +44,7 @@ class Bench:
 
     @property
     def by_rate(self) -> Trial | None:
-        """Of the learning rates that were tried, the one of the lowest loss."""
+        """The tried learning rate with the lowest loss."""
         return min(self.record.rates.values(), key=lambda trial: trial.loss, default=None)
 
     def trial(self, fix: Fix, layers: Sequence[str]) -> Trial:
@@ -52,8 +52,8 @@ class Bench:
 
         Raises:
             CapReached: there is no time for one run.
-            DoesNotApply: there is nothing to change.
-            KeyboardInterrupt: the keyboard ended a run.
+            DoesNotApply: the fix has nothing to change.
+            KeyboardInterrupt: the user interrupted a run.
         """
         steps = self.setup.steps
         runs = {1.0: self._losses(fix, layers, 1.0)}
@@ -73,7 +73,7 @@ class Bench:
 
     @property
     def may_run(self) -> bool:
-        """Whether one more run may be begun by what it costs."""
+        """Whether the budget allows one more run."""
         return self.budget.allows(self.setup.steps * step_cost(self.record))
 
     def _at(

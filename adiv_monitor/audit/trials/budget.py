@@ -1,4 +1,4 @@
-"""How many steps, and how many runs, trials have: by what a step costs, not by the clock."""
+"""Number of steps and runs of trials, which follow from the cost of a step, not from a clock."""
 
 import math
 import time
@@ -8,53 +8,53 @@ from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis.course import FEWEST
 from adiv_monitor.diagnosis.record import Record
 
-# What trials of learning rates, of one batch and of fixes may cost, in the unit of
-# `Facts.step_cost`: of a ResNet-18 on 16 images of 64 × 64 some 120 steps in all.
+# Largest costs of the trials of learning rates, of one batch and of fixes, in the unit of
+# `Facts.step_cost`: together some 120 steps of a ResNet-18 on 16 images of 64 × 64.
 FOR_RATES, FOR_ONE_BATCH, FOR_FIXES = 28.0, 8.0, 16.0
 
 
 def within(setup: Setup, record: Record, runs: int, cost: float) -> Setup | None:
-    """The setup with as many steps as `cost` allows for so many runs; None: too few to tell."""
+    """Return the setup with as many steps as `cost` allows for all runs; None: too few."""
     each = step_cost(record)
     fitting = setup.steps if each == 0 else min(setup.steps, int(min(cost / (runs * each), 1e9)))
     return None if fitting < min(FEWEST, setup.steps) else replace(setup, steps=fitting)
 
 
 def fewest(setup: Setup) -> Setup:
-    """The setup with as few steps as can tell anything."""
+    """Return the setup with the smallest number of steps that shows an effect."""
     return replace(setup, steps=min(FEWEST, setup.steps))
 
 
 def step_cost(record: Record) -> float:
-    """What a step costs; 0 where that is not known."""
+    """Return the cost of a step; 0 if it is unknown."""
     cost = record.facts.step_cost
     return 0.0 if math.isnan(cost) else cost
 
 
 class Budget:
-    """What runs may still cost."""
+    """The cost that further runs may have."""
 
     def __init__(self, cost: float) -> None:
         self._left = cost
 
     def allows(self, cost: float) -> bool:
-        """Whether so much is left."""
+        """Return whether this much is left."""
         return cost <= self._left
 
     def spend(self, cost: float) -> None:
-        """Take it from what is left."""
+        """Subtract a cost from the budget."""
         self._left -= cost
 
 
 class CapReached(Exception):
-    """A run would end later than trials may."""
+    """Raised if a run would end after the time that trials have."""
 
 
 class Cap:
     """The time on the clock by which all trials end.
 
     Attributes:
-        reached: a run was not begun because it would have ended later.
+        reached: whether a run was left out because it would have ended later.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
@@ -62,7 +62,7 @@ class Cap:
         self.reached = False
 
     def check(self, record: Record, steps: int) -> None:
-        """Raise CapReached if a run of so many steps, as fast as the observed one, ends later."""
+        """Raise CapReached if a run of this many steps, at the observed speed, would end later."""
         each = record.facts.seconds_per_step
         takes = 0.0 if math.isnan(each) else steps * each
         if time.perf_counter() + takes > self._end:

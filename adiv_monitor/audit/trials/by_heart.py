@@ -1,4 +1,4 @@
-"""Can the model overfit one small batch? If not, something is broken (A. Karpathy 2019)."""
+"""The attempt to overfit one small batch; if it fails, something is broken (A. Karpathy 2019)."""
 
 import math
 from dataclasses import replace
@@ -19,32 +19,32 @@ from adiv_monitor.diagnosis.record import Record
 
 SAMPLES = 16
 STEPS = 100
-FACTORS = (1.0, 3.0, 0.3)  # on the best rate of many batches
-LEARNT = 0.5  # of the first loss: no other rate need be tried
-STANDS = 0.01  # of the first loss: what falls less from one quarter of the steps to the next
+FACTORS = (1.0, 3.0, 0.3)  # on the best learning rate for many batches
+LEARNT = 0.5  # of the first loss: below it, no other learning rate is tried
+STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
 def overfit(
     setup: Setup, record: Record, *, cost: float = FOR_ONE_BATCH, cap: Cap | None = None
 ) -> Trial | None:
-    """A fork learns one small batch, without dropout, at the best learning rate that was tried.
+    """Train a fork on one small batch, without dropout, at the best learning rate that was tried.
 
-    The batch is the first 16 samples of the first one, or all of it, where it can't be cut. Where
-    it is not learnt, three times and 0.3 times that rate are tried too: a rate that is right for
-    many batches may be wrong for one.
+    The batch is the first 16 samples of the first batch, or all of it if it can't be cut. If the
+    fork does not overfit it, 3 and 0.3 times that learning rate are tried too, because the best
+    learning rate for many batches may be wrong for one.
 
     Args:
-        setup: what is trained.
-        record: of the run as it is, with `rates` where they were tried.
-        cost: what it may cost, of steps that cost as much as those of a whole batch.
-        cap: the time by which it ends; None: there is none.
+        setup: training setup.
+        record: record of the unchanged run, with `rates` if learning rates were tried.
+        cost: largest cost, in steps that cost as much as those of a whole batch.
+        cap: time by which the attempt ends; None: unlimited.
 
     Returns:
         The best trial, whose `loss_without` is the first loss, and whose error is that of the mean
-        of the last quarter; None where steps are too costly, or there is no time.
+        of the last quarter; None if steps are too costly, or if there is no time.
 
     Raises:
-        KeyboardInterrupt: the keyboard ended the run.
+        KeyboardInterrupt: the user interrupted the run.
     """
     each = step_cost(record)
     affordable = cost / each if each else math.inf
@@ -61,12 +61,12 @@ def overfit(
         try:
             cap.check(record, steps)
             trials.append(_trial(setup, small, steps, rate))
-        except (CapReached, DoesNotApply):  # there is no time, or the optimizer has no rate
+        except (CapReached, DoesNotApply):  # no time, or no learning rate
             break
         except Exception:
             if small is batch:
                 raise
-            small = batch  # it can't be cut
+            small = batch  # the batch can't be cut
             trials.append(_trial(setup, small, steps, rate))
         if trials[-1].loss < LEARNT * trials[-1].loss_without:
             break

@@ -1,4 +1,4 @@
-"""Other learning rates, which are always tried: what one would fix is no merit of another fix."""
+"""Trials of other learning rates, so that no fix gets the credit for their effect."""
 
 import math
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from adiv_monitor.diagnosis.record import Record
 
 FACTORS = (0.1, 0.3, 3.0, 10.0)
 _FEWEST = (0.1, 10.0)
-_BEYOND = {0.1: 0.01, 10.0: 100.0}  # tried as well, if the best is at that end
-MOVES = 0.01  # of their length: how far activations move in a step where something is learnt
+_BEYOND = {0.1: 0.01, 10.0: 100.0}  # tried as well, if the best factor is at that end
+MOVES = 0.01  # move of activations, relative to their length, in a step of a model that learns
 
 
 def rate_trials(
@@ -36,26 +36,26 @@ def rate_trials(
     cap: Cap | None = None,
     progress: Progress | None = None,
 ) -> dict[float, Trial]:
-    """Short runs at the learning rate × 0.1, 0.3, 3 and 10, and once further at the better end.
+    """Return runs at the learning rate × 0.1, 0.3, 3 and 10, and one beyond the better end.
 
-    Where they would cost too much, × 0.1 and 10 alone. Where all layers stand still, also
-    at the power of ten at which their activations would move by a hundredth of their length, and
-    then at ten times that, or at a tenth, as long as it gets better.
+    If these cost too much, only × 0.1 and 10 are tried. If no layer moves, further runs use the
+    power of ten at which activations would move by a hundredth of their length, and then ten times
+    that, or a tenth of it, as long as the loss gets lower.
 
     Args:
-        setup: what is trained.
-        record: of the run as it is.
-        cost: what all of it may cost: runs are shorter than the setup's where steps are costly;
-            nothing is tried where they would be too short to tell.
-        cap: the time by which they end; None: there is none.
+        setup: training setup.
+        record: record of the unchanged run.
+        cost: largest cost of all runs: if steps are costly, runs are shorter than those of the
+            setup; if they would be too short to show an effect, nothing is tried.
+        cap: time by which the runs end; None: unlimited.
         progress: called with ("learning rates", runs done, runs).
 
     Returns:
-        By factor, smallest first; empty where nothing was tried, or where the optimizer has no
-        learning rate.
+        Factor → trial, smallest factor first; empty if nothing was tried, or if the optimizer has
+        no learning rate.
 
     Raises:
-        KeyboardInterrupt: the keyboard ended a run.
+        KeyboardInterrupt: the user interrupted a run.
     """
     for factors in (FACTORS, _FEWEST):
         shorter = within(setup, record, len(factors) + 1, cost)
@@ -91,10 +91,10 @@ def rate_trials(
 
 
 class _Runs:
-    """Runs at several learning rates, each made when its end is first asked for.
+    """Runs at several learning rates, each of which is made when its end is first requested.
 
     Attributes:
-        losses: factor on the learning rate → of the run.
+        losses: factor on the learning rate → losses of its run.
     """
 
     def __init__(self, setup: Setup, record: Record, cap: Cap) -> None:
@@ -102,10 +102,10 @@ class _Runs:
         self.losses: dict[float, Losses] = {1.0: plain_losses(setup, record)}
 
     def end(self, factor: float) -> float:
-        """The loss at the end of the run at this factor.
+        """Return the loss at the end of the run at this factor.
 
         Raises:
-            CapReached: there is no time for it.
+            CapReached: there is no time for the run.
             DoesNotApply: the optimizer has no learning rate.
         """
         if factor not in self.losses:
@@ -117,10 +117,10 @@ class _Runs:
 
 
 def far_factor(record: Record) -> float | None:
-    """The power of ten on the learning rate at which activations would move by a hundredth.
+    """Return the power of ten on the learning rate at which activations would move by a hundredth.
 
-    None: some layer moves by more than a hundred-thousandth in a step, so that the usual factors
-    get there, or none has a step that could be measured.
+    It is None if some layer moves by more than a hundred-thousandth in a step, so that the usual
+    factors suffice, or if no layer has a measured step.
     """
     moves = [move.value for move in by_layer(record, "update_ratio").values()]
     largest = max(moves, default=0.0)
@@ -131,7 +131,7 @@ def far_factor(record: Record) -> float | None:
 
 
 def _sweep(far: float, runs: _Runs) -> None:
-    """By decades from there, in the direction in which the loss gets lower."""
+    """Try decades from this factor on, in the direction in which the loss gets lower."""
     here = FAR_FACTORS.index(far)
     for step in (1, -1):
         place = here
@@ -144,6 +144,6 @@ def _sweep(far: float, runs: _Runs) -> None:
 
 
 def best_rate(rates: Mapping[float, Trial]) -> float:
-    """The factor of the lowest loss; 1 where none is lower than as it is."""
+    """Return the factor with the lowest loss; 1 if none is below that of the unchanged run."""
     best = min(sorted(rates), key=lambda factor: rates[factor].loss, default=1.0)
     return best if rates and rates[best].loss < rates[best].loss_without else 1.0

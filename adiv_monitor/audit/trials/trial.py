@@ -1,4 +1,4 @@
-"""One trial: a fork is trained, and compared with the run as it is."""
+"""One trial: a fork is trained and compared with the unchanged run."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ _DIVERGED = 1e3
 
 
 def losses_of(fork: Fork) -> Losses:
-    """Train a fork: the loss of each step's batch before the step.
+    """Train a fork and return the loss of each step's batch before the step.
 
     Raises:
-        KeyboardInterrupt: the keyboard ended the run.
+        KeyboardInterrupt: the user interrupted the run.
     """
     course = train(fork)
     if course.interrupted:
@@ -29,10 +29,10 @@ def losses_of(fork: Fork) -> Losses:
 
 
 def plain_losses(setup: Setup, record: Record) -> Losses:
-    """The losses of the run as it is, whose steps are those of `setup`.
+    """Return the losses of the unchanged run with the steps of `setup`.
 
-    The observed run is that run: forks begin alike, and the monitor changes no bit of them. It is
-    run again where the record holds only a part of it.
+    The observed run is that run: forks begin with the same weights, and the monitor does not change
+    them. If the record holds only a part of the run, it is run again.
     """
     losses = record.losses[: setup.steps]
     if len(losses) == setup.steps or (losses and not math.isfinite(losses[-1])):
@@ -41,10 +41,10 @@ def plain_losses(setup: Setup, record: Record) -> Losses:
 
 
 def at_the_end(losses: Sequence[float], steps: int) -> float:
-    """Mean loss of the last quarter of the steps; infinite where the run diverged.
+    """Return the mean loss of the last quarter of the steps; infinite if the run diverged.
 
-    It did where it did not get there, and where it ends a thousand times above where it began: the
-    differences of losses that grow without bound tell nothing of their own error.
+    A run diverged if it stopped early, or if it ends a thousand times above its start: the standard
+    error of losses that grow without bound is not informative.
     """
     if len(losses) < steps or not np.isfinite(losses).all():
         return math.inf
@@ -53,10 +53,10 @@ def at_the_end(losses: Sequence[float], steps: int) -> float:
 
 
 def error_of_difference(without: Sequence[float], losses: Sequence[float], steps: int) -> float:
-    """Standard error of the mean of `without − losses` over the last quarter of the steps.
+    """Return the standard error of the mean of `without − losses` over the last quarter.
 
-    std(d)/√n of the n paired differences d; NaN where one of the runs diverged, or there is
-    one step only.
+    It is std(d)/√n of the n paired differences d; NaN if one of the runs diverged, or if there is
+    only one step.
     """
     ended = [math.isfinite(at_the_end(run, steps)) for run in (without, losses)]
     n = _quarter(steps)
@@ -67,7 +67,7 @@ def error_of_difference(without: Sequence[float], losses: Sequence[float], steps
 
 
 def error_of_mean(losses: Sequence[float], steps: int) -> float:
-    """Standard error of the mean over the last quarter of the steps: std/√n; NaN as above."""
+    """Return the standard error std/√n of the mean over the last quarter; NaN as above."""
     n = _quarter(steps)
     if not math.isfinite(at_the_end(losses, steps)) or n < 2:
         return math.nan
@@ -81,7 +81,7 @@ def compared(
     steps: int,
     by_rate: Trial | None = None,
 ) -> Trial:
-    """What a fix's run gave, beside the run as it is, and that at another learning rate."""
+    """Return the trial of a fix from its run, the plain run, and that at another learning rate."""
     error = error_of_mean(losses, steps)
     return Trial(
         fix=fix,
@@ -96,10 +96,10 @@ def compared(
 
 
 def constant_loss(record: Record) -> float | None:
-    """The loss of a constant prediction; None: not known, or the loss need not fall below it."""
+    """Return the loss of a constant prediction; None: unknown, or the loss need not fall."""
     return None if is_opposed(record) else record.chance
 
 
 def _quarter(steps: int) -> int:
-    """How many steps a quarter is; two at least, so that their difference can be judged."""
+    """Return the number of steps of a quarter, at least two to judge their difference."""
     return min(steps, max(2, math.ceil(steps / 4)))

@@ -1,4 +1,4 @@
-"""Before it is advised, it is tried: findings with what their fixes gave in short runs."""
+"""Trials of the fixes of findings in short runs, before they are recommended."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,15 +26,15 @@ from adiv_monitor.diagnosis.finding import (
 )
 from adiv_monitor.diagnosis.record import Record
 
-FIRST = 3  # fixes of a finding that are tried
+FIRST = 3  # number of fixes of a finding that are tried
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 _LOWER = frozenset(rate_name(factor) for factor in (0.01, 0.1, 0.3))
-_AS_GOOD = 0.1  # losses that differ by less than this share of them
+_AS_GOOD = 0.1  # losses that differ by a smaller share count as equal
 
-NOT_AMONG_THE_FIRST = f"of each finding only {FIRST} fixes are"
+NOT_AMONG_THE_FIRST = f"only the first {FIRST} fixes of each finding are tried"
 
-Outcome = Trial | str  # or why there is none
-Place = tuple[int, int]  # finding, advice
+Outcome = Trial | str  # or the reason why there is no trial
+Place = tuple[int, int]  # indices of finding and advice
 
 
 def tried(
@@ -46,23 +46,24 @@ def tried(
     cap: Cap | None = None,
     progress: Progress | None = None,
 ) -> tuple[Finding, ...]:
-    """The findings, with their first fixes tried in short runs from the same weights and batches.
+    """Return the findings with their first fixes tried from the same weights and batches.
 
-    Those that act come first, then those to watch; of each the first advice, then the second, then
-    the third. The first of all is tried whatever it costs, in as few steps as can tell anything. A
-    finding's advice is put in order of what helped, and a fix that paid, but no more than another
-    learning rate alone, stands behind that. A finding to act on of whose fixes none that was tried
-    pays is one to watch; but not one that says plainly what is so, nor a cause of such a one: what
-    the run suffers from is then certain, and its fixes did not reach it. A fact whose harm depends
-    is one to act on if a fix of it helps. What was tried overrules what a finding says would not
-    help.
+    Findings to act on come first, then those to watch. Of each, the first advice is tried, then the
+    second, then the third. The very first is tried whatever it costs, in the fewest possible steps.
+
+    The advice of a finding is sorted by its effect. A fix that pays no more than another learning
+    rate alone comes after that learning rate. A finding to act on becomes one to watch if none of
+    its tried fixes pays, unless it is certain without a trial, or comes before such a finding: then
+    the run suffers for a known reason that the fixes did not reach. A fact that may be harmless
+    becomes a finding to act on if one of its fixes helps. A trial overrules a finding's statement
+    of what would not help.
 
     Args:
-        findings: as the rules gave them, strongest first.
-        setup: what is trained.
-        record: of the run as it is, with `rates` where they were tried.
-        cost: what it may cost; what does not fit says that it was not tried.
-        cap: the time by which it ends; None: there is none.
+        findings: findings of the rules, strongest first.
+        setup: training setup.
+        record: record of the unchanged run, with `rates` if learning rates were tried.
+        cost: largest cost; fixes beyond it say that they were not tried.
+        cap: time by which the trials end; None: unlimited.
         progress: called with ("fixes", fixes done, fixes).
 
     Returns:
@@ -97,13 +98,13 @@ def tried(
     }
     causes = raised & CAUSES
     has_cause = any(f.strength == "act" and f.name in CAUSES for f in said)
-    if causes or (raised and not has_cause):  # what follows stands behind it
+    if causes or (raised and not has_cause):  # consequences come after their cause
         said = explained(sorted(said, key=lambda finding: finding.name not in causes))
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 
 def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
-    """The findings, where nothing is tried: each fix says why."""
+    """Return the findings with the reason why no fix was tried."""
 
     def said(advice: Advice) -> Advice:
         return advice if advice.fix is None else replace(advice, untried=why)
@@ -112,7 +113,7 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
 
 
 def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
-    """What is known before any fix is tried: the trials of learning rates."""
+    """Return the outcomes that are known before any fix is tried: the trials of learning rates."""
     rates = {trial.fix: trial for trial in record.rates.values()}
     return {
         (i, j): rates.get(advice.fix, NOT_AMONG_THE_FIRST)
@@ -123,7 +124,7 @@ def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
 
 
 def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iterator[Place]:
-    """Which fixes are tried, in what order."""
+    """Yield the fixes to try, in order."""
     for strength in ("act", "watch"):
         several = [i for i, finding in enumerate(findings) if finding.strength == strength]
         open_ = {i: [p for p in known if p[0] == i and isinstance(known[p], str)] for i in several}
@@ -162,7 +163,7 @@ def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
         return NO_TIME
     except DoesNotApply as error:
         return str(error)
-    except Exception as error:  # the model can't be run so
+    except Exception as error:  # the model does not run with this fix
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -174,7 +175,7 @@ def _judged(
     *,
     certain: bool,
 ) -> Finding:
-    """The finding with what trying gave, the advice that pays first, and its strength."""
+    """Return the finding with the outcomes of its trials, its best advice first."""
     advice = []
     for j, each in enumerate(finding.advice):
         outcome = outcomes.get((number, j))
@@ -189,7 +190,7 @@ def _judged(
         advice = _in_order(_with_rate(advice, record))
     pays = any(trial.pays for trial in trials)
     if finding.name == "uneven-rates" and advice[0].fix in _LOWER:
-        pays = False  # it is one rate for all that is too high
+        pays = False  # the learning rate is too high for all layers
     strength, left = finding.strength, IF_A_FIX_HELPS.get(finding.name, 0.0)
     if strength == "act" and trials and not pays and not certain:
         strength = "watch"
@@ -205,7 +206,7 @@ def _does_not_apply(advice: Sequence[Advice]) -> bool:
 
 
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
-    """Where a fix pays no more than a learning rate alone, advise that rate too."""
+    """Add a learning rate to the advice if a fix pays no more than that learning rate alone."""
     factor = best_rate(record.rates)
     if factor == 1 or not record.rates[factor].pays:
         return advice
@@ -216,13 +217,13 @@ def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
 
 
 def _is_no_better(advice: Advice) -> bool:
-    """Whether it pays, but another learning rate alone does as well."""
+    """Return whether a fix pays, but no more than another learning rate alone."""
     trial, by_rate = advice.trial, (advice.fix or "").startswith("rate*")
     return trial is not None and trial.pays and not by_rate and not trial.beats_rate
 
 
 def _in_order(advice: list[Advice]) -> list[Advice]:
-    """What helps; what pays and is no fix; what was not tried; what does not pay."""
+    """Sort advice: helps; pays, but is no fix; not tried; does not pay."""
 
     def kind(each: Advice) -> int:
         if each.trial is None:
@@ -236,7 +237,7 @@ def _in_order(advice: list[Advice]) -> list[Advice]:
 
 
 def _best_first(advice: list[Advice]) -> list[Advice]:
-    """By loss; of those that are as good as the best of the rest, as the rules had them."""
+    """Sort advice by loss; fixes as good as the best of the rest stay in the order of the rules."""
     ordered, rest = [], list(advice)
     while rest:
         least = min(_loss(each) for each in rest)

@@ -110,14 +110,14 @@ class Peers:
         """The global rank of the first of them."""
         return int(self.mesh.mesh.flatten()[0])
 
-    def share(self, rows: int, dealt: int = 0) -> slice:
+    def share(self, rows: int, before: int = 0) -> slice:
         """Return this rank's rows: rows are partitioned across the ranks one by one in turn.
 
         Args:
             rows: the number of rows.
-            dealt: the number of rows that were partitioned before.
+            before: the number of rows that were partitioned before.
         """
-        return slice((self.place - dealt) % self.count, rows, self.count)
+        return slice((self.place - before) % self.count, rows, self.count)
 
     def hold(self, tensor: object) -> bool:
         """Return whether a tensor is placed on these ranks."""
@@ -260,7 +260,7 @@ def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | Non
             return "is spread over the ranks in more ways than FSDP and one of another kind"
     elif not is_parallel:
         return (
-            "is a DTensor that is never made whole, spread over other ranks than the model's "
+            "is a DTensor that is never all-gathered, spread over other ranks than the model's "
             "first one, or over a mesh of several dimensions"
         )
     return None

@@ -30,9 +30,10 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
                 Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into "
                        "nn.Parameter, then make the optimizer", "register-parameters"),
             ),
-            f"forward() uses {_places(facts)}, which no parameter of the model is: torch does not "
-            "look into plain lists, dictionaries and tensors. The optimizer does not change them.",
-            "Another learning rate changes nothing for them.",
+            f"forward() uses {_places(facts)}, but the model does not register them as "
+            "parameters: torch finds no parameters in plain lists, dictionaries and tensors. The "
+            "optimizer does not change them.",
+            "Another learning rate does not train them.",
             0,
             RATES,
         )  # fmt: skip
@@ -45,8 +46,8 @@ def rate_zero(record: Record) -> Iterator[Finding]:
         share = sum(fact.numbers["share"] for fact in facts)
         scheduled = any(fact.numbers["initial_lr"] > 0 for fact in facts)
         source = (
-            " A scheduler has set it, and would not raise it within these steps: look for a "
-            "division of integers."
+            " A scheduler set it to 0 and does not raise it within the steps of the audit: look "
+            "for an integer division."
         ) * scheduled
         yield Finding(
             "rate-zero",
@@ -57,9 +58,9 @@ def rate_zero(record: Record) -> Iterator[Finding]:
                 Advice("give this parameter group a learning rate, or set requires_grad=False",
                        "rate-as-others"),
             ),
-            f"The learning rate is 0 for {share:.0%} of the parameters, from '{facts[0].place}' "
-            f"on, which have a gradient: they stay as they are to the last bit.{source}",
-            "A factor on the learning rate leaves zero at zero.",
+            f"The learning rate is 0 for {share:.0%} of the parameters (the first is "
+            f"'{facts[0].place}'). They receive a gradient, but no step changes them.{source}",
+            "Any multiple of a learning rate of zero is zero.",
             0,
             RATES,
         )  # fmt: skip
@@ -74,15 +75,16 @@ def rounded_away(record: Record) -> Iterator[Finding]:
                 "rounded-away",
                 (),
                 "act" if suffers(record) else "watch",
-                (Evidence("share of entries that a step leaves as they are", share, ROUNDED_AWAY),),
+                (Evidence("share of entries that a step leaves unchanged", share, ROUNDED_AWAY),),
                 (
                     Advice("keep the weights in float32, and compute in 16 bits under "
                            "torch.autocast", "float32-weights"),
                 ),
-                f"{share:.0%} of the entries that have a gradient are equal to the last bit after "
-                f"a step: the weights are {fact.words['dtype']}, and the step is smaller than "
+                f"A step leaves {share:.0%} of the entries that have a gradient unchanged to the "
+                f"last bit: the weights are {fact.words['dtype']}, and the step is smaller than "
                 "their last digit.",
-                "A lower learning rate makes steps that are rounded away altogether.",
+                "With a lower learning rate, even more steps are smaller than the weights' last "
+                "digit.",
                 0,
                 LOWER_RATES,
             )  # fmt: skip
@@ -99,16 +101,18 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
             (),
             "act" if suffers(record) else "watch",
             (
-                Evidence("length that is used, of that of the backward pass", ratio,
+                Evidence("gradient's length after the hooks, over that before them", ratio,
                          CHANGED_LENGTH if ratio > 1 else 1 / CHANGED_LENGTH, step=0),
-                Evidence("their cosine", cosine, TURNED, step=0),
+                Evidence("cosine of the gradients before and after the hooks", cosine, TURNED,
+                         step=0),
             ),
             (
-                Advice("take off the hooks that change gradients (register_hook, "
+                Advice("remove the hooks that change gradients (register_hook, "
                        "register_full_backward_hook, register_step_pre_hook)", "without-hooks"),
             ),
-            f"Hooks change the gradient between backward() and the step: the optimizer uses one of "
-            f"{ratio:.2g} times its length, with a cosine of {cosine:.2f} to it.",
+            "Hooks change the gradient between backward() and the optimizer's step: its length "
+            f"becomes {ratio:.3g} times as large, and its cosine with the original gradient is "
+            f"{cosine:.3g}.",
             "",
             0,
         )  # fmt: skip
@@ -125,8 +129,9 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
             "act" if suffers(record) else "watch",
             (Evidence("normalisations in evaluation mode", len(running), 0),),
             (Advice("call train() on these modules before training", "train-mode"),),
-            f"Evaluation mode while the model trains: {_places(running)}, with the mean 0 and "
-            "the variance 1 that they were made with: they normalise nothing.",
+            f"These normalisations are in evaluation mode while the model trains: "
+            f"{_places(running)}. Their running mean is still 0 and their running variance 1, so "
+            "they normalise nothing.",
             since=0,
         )
     elif facts:
@@ -135,10 +140,10 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
             (),
             "watch",
             (Evidence("normalisations in evaluation mode", len(facts), 0),),
-            (Advice("call model.train() at the head of the training loop"),),
-            "The model was given in evaluation mode, and its normalisations have the mean 0 and "
-            "the variance 1 that they were made with. The audit has trained it in training mode; a "
-            "loop that does not call train() normalises nothing.",
+            (Advice("call model.train() at the beginning of the training loop"),),
+            "The audit received the model in evaluation mode, and the running mean and variance of "
+            "its normalisations are still 0 and 1. The audit trained it in training mode; in a "
+            "training loop that does not call train(), these layers normalise nothing.",
             since=0,
         )
 
@@ -154,11 +159,12 @@ def batch_norm_starved(record: Record) -> Iterator[Finding]:
             "act" if suffers(record) else "watch",
             (Evidence("values of a channel", values, 4, facts[0].place, 0),),
             (
-                Advice("LayerNorm or GroupNorm in their place", "group-norm"),
-                Advice("larger batches", "larger-batch"),
+                Advice("use LayerNorm or GroupNorm instead", "group-norm"),
+                Advice("use larger batches", "larger-batch"),
             ),
-            f"Mean and variance of {values:.0f} values in each channel: {_places(facts)}. They "
-            "differ from batch to batch by about as much as they are.",
+            f"These batch normalisations compute mean and variance from {values:.0f} values in "
+            f"each channel: {_places(facts)}. From so few values, both change strongly from batch "
+            "to batch.",
             since=0,
         )
 
@@ -177,11 +183,12 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
             (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
             (
                 Advice(
-                    "a rate of 0.1: the argument is the share to drop, not to keep", "dropout-0.1"
+                    "use a dropout rate of 0.1: the argument is the share to drop, not to keep",
+                    "dropout-0.1",
                 ),
             ),
-            f"{worst.place} drops {rate:.0%} of what it is given. The trained model's loss is "
-            f"{with_it:.3g} with it, {without:.3g} without.",
+            f"{worst.place} drops {rate:.0%} of its input. The loss of the trained model is "
+            f"{with_it:.3g} with dropout and {without:.3g} without.",
             since=0,
         )
 

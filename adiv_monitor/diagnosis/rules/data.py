@@ -20,11 +20,12 @@ def same_batch(record: Record) -> Iterator[Finding]:
             (),
             "act",
             (Evidence("different batches", different, 2.0),),
-            (Advice("look at the loader's index: it gives the same samples each time; set "
-                    "shuffle=True"),),
-            f"Of {given:.0f} batches only {different:.0f} differ: the rest of the data is never "
-            "seen. Nothing is said here of what would be learnt from it.",
-            "More steps: they see the same samples.",
+            (Advice("check which samples the loader returns: it returns the same ones each time; "
+                    "set shuffle=True"),),
+            f"The number of different batches is {different:.0f}, out of {given:.0f}: "
+            "the model never sees the rest of the data. What it would learn from the rest is not "
+            "known.",
+            "More steps repeat the same samples.",
         )  # fmt: skip
 
 
@@ -38,15 +39,17 @@ def unshuffled(record: Record) -> Iterator[Finding]:
                 (),
                 "act" if ratio < SORTED else "watch",
                 (
-                    Evidence("labels' variance within batches, of shuffled ones'", ratio,
-                             UNSHUFFLED),
-                    Evidence("standard deviations of shuffles from their mean", z, -DEVIATIONS),
+                    Evidence("variance of labels within a batch, over that in shuffled batches",
+                             ratio, UNSHUFFLED),
+                    Evidence("distance from shuffled batches, in standard deviations", z,
+                             -DEVIATIONS),
                 ),
-                (Advice("shuffle the samples before they are made into batches (shuffle=True), "
-                        "unless what follows one another shall be learnt"),),
-                f"The labels of a batch vary by {ratio:.2g} of what those of shuffled batches do: "
-                "the data are sorted. Each step learns its own labels and forgets the others.",
-                "A larger batch of sorted data is sorted as well.",
+                (Advice("shuffle the samples before they are split into batches (shuffle=True), "
+                        "unless the model should learn their order"),),
+                f"The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: "
+                "the data are sorted. Each step learns the labels of its batch and forgets the "
+                "others.",
+                "Larger batches of sorted data are sorted too.",
                 against=("larger-batch",),
             )  # fmt: skip
 
@@ -63,10 +66,11 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
             tuple(fact.place for fact in facts),
             "act" if suffers(record) else "watch",
             (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
-            (Advice("draw them around zero: torch.randn times 1/√(fan-in), or nn.init, in place "
-                    "of torch.rand", "centred-weights"),),
-            f"The first values of {names}{more} lie on one side of zero (mean over rms "
-            f"{worst.numbers['share']:.2f}): all units give nearly the same, their mean.",
+            (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
+                    "instead of torch.rand", "centred-weights"),),
+            f"Nearly all initial values of {names}{more} have the same sign (abs(mean) / rms is "
+            f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
+            "value.",
             since=0,
         )  # fmt: skip
 
@@ -82,10 +86,10 @@ def bounded_logits(record: Record) -> Iterator[Finding]:
             (),
             "act" if suffers(record) else "watch",
             (Evidence("share of the logits within ±1", fact.numbers["share"], 0.9),),
-            (Advice("multiply them by a temperature of 10 to 30, or one that is learnt",
+            (Advice("multiply the logits by a factor of 10 to 30, or by a learnt one",
                     "logits-times-10"),),
-            f"{fact.place} is given logits between −1 and 1, also where all weights are ten times "
-            f"as large: of {classes:.0f} classes its loss can't be less than {floor:.3g}.",
-            "A higher learning rate makes no cosine larger than 1.",
+            f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
+            f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
+            "A higher learning rate does not widen the range of the logits.",
             against=HIGHER_RATES,
         )  # fmt: skip

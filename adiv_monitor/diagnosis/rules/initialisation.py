@@ -41,12 +41,12 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
         "act" if far or suffers(record) or dead_share(record) > DEAD_ACT else "watch",
         evidence,
         (
-            Advice("initialise the weights anew, by their fan-in (He for ReLU, Xavier for tanh)",
-                   "reinitialise"),
-            Advice("layer normalisation in front of the layers", "layer-norm"),
+            Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
+                   "tanh)", "reinitialise"),
+            Advice("add layer normalisation in front of the layers", "layer-norm"),
         ),
-        "The model begins badly: " + "; ".join(_said(record, evidence)) + ".",
-        "A lower learning rate keeps what is wrong from the start for longer.",
+        "The initial weights are unsuitable: " + "; ".join(_said(record, evidence)) + ".",
+        "With a lower learning rate, training needs longer to undo a bad start.",
         0,
         LOWER_RATES,
     )  # fmt: skip
@@ -93,18 +93,18 @@ def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
     measures = {e.measure: e for e in reversed(evidence)}
     if "loss" in measures:
         yield (
-            f"its first loss is {record.losses[0]:.3g}, a constant prediction has one of "
+            f"the first loss is {record.losses[0]:.3g}, but a constant prediction has a loss of "
             f"{record.chance:.3g}"
         )
     if "gain" in measures:
         found = measures["gain"]
-        yield f"{_layer(record, found)} makes signals {found.value:.2g} times as long"
+        yield f"{_layer(record, found)} multiplies the length of signals by {found.value:.3g}"
     if "bias" in measures:
         found = measures["bias"]
-        yield f"the biases of {_layer(record, found)} have an rms of {found.value:.2g}"
+        yield f"the biases of {_layer(record, found)} have an rms of {found.value:.3g}"
     if "alike" in measures:
         found = measures["alike"]
-        yield f"{found.value:.0%} of the units of {_layer(record, found)} equal another"
+        yield f"{found.value:.0%} of the units of {_layer(record, found)} equal another unit"
 
 
 def _layer(record: Record, evidence: Evidence) -> str:
@@ -127,14 +127,18 @@ def vanishing(record: Record) -> Iterator[Finding]:
             "act" if suffers(record) else "watch",
             _evidence(norms, first, max(ratios), VANISHED),
             (
-                _everywhere("layer normalisation in front of all layers", "layer-norm"),
-                _everywhere("batch normalisation in front of all layers", "batch-norm"),
-                _everywhere("initialise all weights anew, by their fan-in", "reinitialise"),
-                Advice("ReLU-like activation functions in place of sigmoids, or residual paths"),
+                _everywhere("add layer normalisation in front of all layers", "layer-norm"),
+                _everywhere("add batch normalisation in front of all layers", "batch-norm"),
+                _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise"),
+                Advice(
+                    "use ReLU-like activation functions instead of sigmoids, or add residual "
+                    "connections"
+                ),
             ),
-            f"The gradient that reaches {named(record, first)} is {max(ratios):.1g} of that of "
-            f"{named(record, last)}: the first layers hardly hear of the loss.",
-            "A higher learning rate for all moves the last layers too far before the first move.",
+            f"The gradient at {named(record, first)} is {max(ratios):.3g} times as large as that "
+            f"at {named(record, last)}: the first layers receive almost no gradient.",
+            "With a higher learning rate for all layers, the last layers move too far before the "
+            "first ones move at all.",
             record.reports[0].step,
             HIGHER_RATES,
         )
@@ -152,13 +156,13 @@ def exploding(record: Record) -> Iterator[Finding]:
             "act" if suffers(record) else "watch",
             _evidence(norms, first, min(ratios), EXPLODED),
             (
-                _everywhere("initialise all weights anew, by their fan-in", "reinitialise"),
-                _everywhere("layer normalisation in front of all layers", "layer-norm"),
-                Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
+                _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise"),
+                _everywhere("add layer normalisation in front of all layers", "layer-norm"),
+                Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip"),
             ),
-            f"The gradient that reaches {named(record, first)} is {min(ratios):.0f} times that of "
-            f"{named(record, last)}.",
-            "Clipping alone keeps the layers as unlike as they are.",
+            f"The gradient at {named(record, first)} is {min(ratios):.3g} times as large as that "
+            f"at {named(record, last)}.",
+            "Clipping alone does not change the ratio of the layers' gradients.",
             record.reports[0].step,
             ("clip",),
         )

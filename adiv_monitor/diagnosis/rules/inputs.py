@@ -37,7 +37,7 @@ LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # An audited run whose first loss is this many times that of a constant prediction begins worse than
 # a model with the same answer to all inputs.
 FAR_ABOVE_CHANCE = 2.0
-_MADE_FOR = "initialisations and learning rates are made for about 1"
+_MADE_FOR = "initialisations and learning rates expect about 1"
 
 
 def input_scale(record: Record) -> Iterator[Finding]:
@@ -67,10 +67,10 @@ def _scale_by_measures(record: Record) -> Iterator[Finding]:
         first,
         "act" if far or suffers(record) else "watch",
         (
-            Evidence("rms of what enters", rms.value, LARGE_STD if large else SMALL_STD, first),
+            Evidence("rms of the inputs", rms.value, LARGE_STD if large else SMALL_STD, first),
             *((Evidence("scale_mean", length.value, layer=first),) if length else ()),
         ),
-        f"The entries that reach the first layer have an rms of {rms.value:.3g}; {_MADE_FOR}.",
+        f"The inputs of the first layer have an rms of {rms.value:.3g}; {_MADE_FOR}.",
         large=large,
     )
 
@@ -113,7 +113,7 @@ def _input_scale(
     if "feature std ratio" in measures:
         said.append(
             f"One feature of input {name!r} has a standard deviation "
-            f"{seen.feature_std_ratio:.3g} times that of the median one."
+            f"{seen.feature_std_ratio:.3g} times as large as that of the median feature."
         )
     large = measures.get("input std", 0.0) > LARGE_STD
     return _scale_finding(first, strength, evidence, " ".join(said), large=large)
@@ -128,14 +128,14 @@ def _scale_finding(
         strength,
         evidence,
         (
-            Advice("standardise the inputs: per feature (channel) less its mean, over its standard "
-                   "deviation", "standardise-inputs"),
-            Advice("divide them by one constant", "scale-inputs"),
-            Advice("put an affine-like layer first, which divides by each row's length",
-                   "affine-like"),
+            Advice("standardise the inputs: subtract the mean of each feature (channel), and "
+                   "divide by its standard deviation", "standardise-inputs"),
+            Advice("divide the inputs by one constant", "scale-inputs"),
+            Advice("use an affine-like layer as the first layer: it divides each row by its "
+                   "length", "affine-like"),
         ),
         said,
-        "A lower learning rate slows down all other layers for the sake of the first." * large,
+        "A lower learning rate suits the first layer, and slows down all others." * large,
         against=LOWER_RATES * large,
     )  # fmt: skip
 
@@ -174,7 +174,7 @@ def _mean_by_measures(record: Record) -> Iterator[Finding]:
             first,
             "act" if suffers(record) else "watch",
             tuple(_ceiling(record, first)),
-            f"{common.value:.0%} of the mean square of what reaches the first layer",
+            f"{common.value:.0%} of the mean square of the first layer's inputs",
         )
 
 
@@ -191,8 +191,9 @@ def _mean_finding(
                    "centre-inputs"),
             Advice("standardise the inputs", "standardise-inputs"),
         ),
-        f"{said} is its mean, which all samples share: each step moves all of them alike.",
-        "Dividing by a constant or by each row's length leaves the mean where it is.",
+        f"{said} is due to the mean, which all samples share: each step moves all samples in the "
+        "same direction.",
+        "Dividing by a constant or by each row's length does not remove the mean.",
         against=("scale-inputs", "affine-like", "norm-like"),
     )  # fmt: skip
 
@@ -214,7 +215,7 @@ def row_spread(record: Record) -> Iterator[Finding]:
     if spread is None or not spread.above(LENGTH_CV_WATCH):
         return
     far = spread.above(LENGTH_CV_ACT)
-    count = ": a few long rows set each step, and the others hardly count" * far
+    count = ": a few long rows determine each step, and the others hardly count" * far
     yield Finding(
         "row-spread",
         (first,) if first is not None else (),
@@ -224,21 +225,22 @@ def row_spread(record: Record) -> Iterator[Finding]:
             *(Evidence("length_cv of inputs", cv) for cv in lengths),
         ),
         (
-            Advice("put an affine-like layer first: it divides each row by its length",
+            Advice("use an affine-like layer as the first layer: it divides each row by its length",
                    "affine-like"),
-            Advice("look at the longest samples: outliers, or a heavy-tailed feature that wants a "
-                   "logarithm or clipping"),
-            Advice("norm-like layer first", "norm-like"),
+            Advice("look at the longest samples: they may be outliers, or a heavy-tailed feature "
+                   "may need a logarithm or clipping"),
+            Advice("use a norm-like layer as the first layer", "norm-like"),
         ),
-        f"The standard deviation of the rows' scale is {spread.value:.1f} times its mean{count}.",
-        "One constant scale or another learning rate keeps the rows as unlike as they are.",
+        f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its mean"
+        f"{count}.",
+        "Neither one constant scale nor another learning rate makes the rows more alike.",
         spread.since,
         ("scale-inputs", *RATES),
     )  # fmt: skip
 
 
 _ADAMW = Advice(
-    "AdamW of learning rate 0.001, whose steps do not depend on the gradient's length", "adamw"
+    "use AdamW with learning rate 0.001: its steps do not depend on the gradient's length", "adamw"
 )
 
 
@@ -254,12 +256,12 @@ def target_scale(record: Record) -> Iterator[Finding]:
             "act" if faulty else "watch",
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (
-                Advice("standardise the targets, or take the loss's mean instead of its sum"),
+                Advice("standardise the targets, or use the mean of the loss instead of its sum"),
                 Advice("learning rate × 0.1", "rate*0.1"),
                 *(() if scale_free(record.facts) else (_ADAMW,)),
             ),
-            f"A model that gives zeros has a loss of {record.chance:.3g}: targets in large units, "
-            "or a loss that is a sum.",
+            f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
+            "are in large units, or the loss is a sum.",
             "Clipping the gradient's norm makes all steps equally long.",
             0,
             ("clip",),

@@ -32,10 +32,10 @@ def interference(record: Record) -> Iterator[Finding]:
                 Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),
                 Evidence("attainable_cosine", ceilings[worst].value, layer=worst),
             ),
-            (Advice("batch normalisation in front of them", "batch-norm"),),
-            f"In {named(record, worst)} the rows of a batch disturb each other: the gradient "
-            f"step's cosine with the ideal one is {lost[worst]:.2f}; the best step there is would "
-            f"reach {ceilings[worst].value:.2f}.",
-            "Corrected layers take out scale, not interference.",
+            (Advice("add batch normalisation in front of these layers", "batch-norm"),),
+            f"In {named(record, worst)}, the rows of a batch disturb each other: a gradient step "
+            f"moves the activations with a cosine of {lost[worst]:.3g} to straight downhill, but "
+            f"the best possible step reaches {ceilings[worst].value:.3g}.",
+            "Corrected layers remove differences in scale, not interference.",
             against=("affine-like", "norm-like"),
         )

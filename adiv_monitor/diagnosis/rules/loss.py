@@ -24,12 +24,12 @@ from adiv_monitor.printable import quoted
 # Share of the first loss that is left after overfitting one small batch.
 NOT_BY_HEART = 0.5
 _LACK = {
-    "relu": "are never below zero, and get no gradient where they are zero",
-    "relu6": "lie between 0 and 6, and get no gradient at the ends",
+    "relu": "are never negative, and receive no gradient where they are zero",
+    "relu6": "lie between 0 and 6, and receive no gradient at 0 and at 6",
     "sigmoid": "lie between 0 and 1",
     "hardsigmoid": "lie between 0 and 1",
     "tanh": "lie between −1 and 1",
-    "hardtanh": "lie within bounds, and get no gradient there",
+    "hardtanh": "lie between two bounds, and receive no gradient at the bounds",
     "softsign": "lie between −1 and 1",
 }
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
@@ -42,11 +42,11 @@ def double_softmax(record: Record) -> Iterator[Finding]:
             "double-softmax",
             (),
             "act",
-            (Evidence("outputs are probabilities, and the loss takes their softmax", 1.0),),
-            (Advice("give the loss what goes into the softmax, not what comes out",
+            (Evidence("number of softmaxes before that of the loss", 1.0),),
+            (Advice("pass the inputs of the softmax to the loss, not its outputs",
                     "plain-outputs"),),
-            "The model's outputs are probabilities already, and the loss takes their softmax once "
-            "more: differences between classes are at most 1, so it can't come near zero.",
+            "The model's outputs are already probabilities, and the loss applies a second softmax "
+            "to them: they differ by at most 1 between classes, so the loss can't come near zero.",
             "A higher learning rate only saturates the first softmax.",
             0,
             HIGHER_RATES,
@@ -63,12 +63,12 @@ def activated_logits(record: Record) -> Iterator[Finding]:
         "activated-logits",
         (output.module,) if output.module else (),
         "act",
-        (Evidence(f"the loss takes the outputs of {where} for logits", 1.0),),
-        (Advice("take that function off the outputs: the loss has a softmax (or sigmoid) of its "
-                "own", "plain-outputs"),),
-        f"What goes into the loss's softmax (or sigmoid) comes out of {where}: logits that "
+        (Evidence("number of activation functions on the logits", 1.0),),
+        (Advice("remove that function from the outputs: the loss already contains a softmax (or "
+                "sigmoid)", "plain-outputs"),),
+        f"The loss uses the outputs of {where} as logits. Such logits "
         f"{_LACK.get(output.function, 'are bounded on one side')}.",
-        "Another learning rate gives the loss no logits that the function can't.",
+        "Another learning rate does not widen the range of the logits.",
         0,
         RATES,
     )  # fmt: skip
@@ -85,13 +85,13 @@ def unbounded(record: Record) -> Iterator[Finding]:
         "act",
         (Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0]))),),
         (
-            Advice("look for a term of the wrong sign, one that grows as what it measures gets "
-                   "worse and is subtracted, and for a variance or a temperature that is learnt "
-                   "and has no lower limit"),
+            Advice("look for a term with the wrong sign (an error or a penalty that is subtracted "
+                   "instead of added), and for a learnt variance or temperature without a lower "
+                   "limit"),
         ),
-        f"The loss falls without bound, ever faster: {record.losses[0]:.3g} at first, {lowest:.3g} "
-        "at the end. How far it falls says nothing.",
-        "Another learning rate only changes how fast it falls.",
+        f"The loss falls without bound, and ever faster: from {record.losses[0]:.3g} to "
+        f"{lowest:.3g}. Its fall does not show that the model learns.",
+        "Another learning rate only changes how fast the loss falls.",
         against=RATES,
     )  # fmt: skip
 
@@ -111,13 +111,14 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
             "watch" if trial.falls else "act",
             (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
             (
-                Advice("print what each function is given, from one batch to its loss: nothing "
-                       "that was looked for is the cause"),
+                Advice("print the inputs and outputs of each function, from one batch to its loss: "
+                       "the audit tests for many causes, and found none of them"),
             ),
-            f"After {trial.steps} steps on one small batch its loss is still {trial.loss:.3g}"
-            + (", if falling: the model is slow to overfit it." if trial.falls
+            f"After {trial.steps} steps on one small batch, the loss of this batch is still "
+            f"{trial.loss:.3g}"
+            + (", and falling: the model overfits it only slowly." if trial.falls
                else ": the model does not overfit it."),
-            "More data: it does not learn the few there are." * (not trial.falls),
+            "More data do not help a model that can't learn a few samples." * (not trial.falls),
         )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     if rises:
         advice = (Advice(LOOK_AGAIN),)
     elif unclear:
-        advice = (Advice("more steps: the mean over more batches tells"),)
+        advice = (Advice("train for more steps: the mean over more batches has less noise"),)
     yield Finding(
         "loss-stuck",
         (),
@@ -151,19 +152,21 @@ def _stuck(record: Record, *, no_lower: bool) -> str:
     course = f"{record.losses[0]:.3g} at first, {end(record):.3g} at the end"
     if may_have_fallen(record) and not no_lower:
         return (
-            f"Whether the loss falls can't be told from {len(record.losses)} steps: {course}, and "
-            f"it differs by {noise(record):.2g} from batch to batch."
+            f"{len(record.losses)} steps do not show whether the loss falls: it is {course}, and "
+            f"differs by {noise(record):.3g} from batch to batch."
         )
     said = "does not fall"
     if rose(record):
         said = "rises"
     elif (fell(record) or may_have_fallen(record)) and start(record) == record.chance:
-        said = f"ends no lower than {record.chance:.3g}, that of a constant prediction"
+        said = f"ends no lower than {record.chance:.3g}, the loss of a constant prediction"
     elif fell(record) or may_have_fallen(record):
         said = "ends no lower than it began"
-    overfits = " One small batch is overfitted, though." * bool(list(_overfits(record)))
+    overfits = " However, the model overfits one small batch." * bool(list(_overfits(record)))
     # An audit examines whether the parts of the loss oppose each other.
-    opposed = " It need not fall where its parts oppose each other, as those of two players."
+    opposed = (
+        " It need not fall if its parts oppose each other, as in a generative adversarial network."
+    )
     return f"The loss {said}: {course}.{overfits}{opposed * (not record.is_audited)}"
 
 

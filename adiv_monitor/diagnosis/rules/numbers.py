@@ -50,8 +50,8 @@ def _finding(record: Record) -> Finding:
     advice: tuple[Advice, ...]
     if _not_by_training(record):
         advice = (
-            Advice("look at the data for NaN and infinite entries, and in the first place named "
-                   "for log(0), x/0, sqrt(0)"),
+            Advice("look for NaN and infinite entries in the data, and for log(0), x/0 and sqrt(0) "
+                   "in the code of the place named here"),
         )  # fmt: skip
     else:
         advice = (
@@ -62,7 +62,10 @@ def _finding(record: Record) -> Finding:
                 "clip",
             ),
             *_of_the_data(record, step),
-            Advice("in the place named, look for log(0), x/0, sqrt(0), and half precision"),
+            Advice(
+                "look for log(0), x/0, sqrt(0) and half precision in the code of the place "
+                "named here"
+            ),
         )
     return Finding(
         "non-finite",
@@ -70,7 +73,7 @@ def _finding(record: Record) -> Finding:
         "act",
         (Evidence(where, bad, step=step),),
         advice,
-        f"{_seen_when(record, step)}; first in: {where}.",
+        f"{_seen_when(record, step)}. The first one is in: {where}.",
         "Replacing NaN by 0 (nan_to_num) hides where they come from.",
         step,
     )
@@ -79,7 +82,7 @@ def _finding(record: Record) -> Finding:
 def _of_the_data(record: Record, step: int | None) -> Iterator[Advice]:
     """Yield advice on the batches between measured steps, whose data were not observed."""
     if not record.is_audited:
-        yield Advice(f"look at the batches up to step {step or 0:,} for NaN and infinite entries")
+        yield Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}")
 
 
 def _seen_when(record: Record, step: int | None) -> str:
@@ -88,8 +91,8 @@ def _seen_when(record: Record, step: int | None) -> str:
         # Norms are roots of sums of squares, which overflow earlier than the values.
         kind = "" if is_loss else " (NaN, infinite or too large to square)"
         before = [r.step for r in record.reports if r.step < (step or 0)]
-        after = "" if is_loss or not before else f", after step {before[-1]:,} was finite"
-        return f"Values that are not finite{kind} were seen first at step {step or 0:,}{after}"
+        after = "" if is_loss or not before else f"; at step {before[-1]:,} all were finite"
+        return f"Step {step or 0:,} is the first with values that are not finite{kind}{after}"
     if len(record.losses) <= 1:
-        return "Values are not finite before the first step"
-    return f"Values are not finite after {step or len(record.losses)} steps"
+        return "Some values are not finite before the first step"
+    return f"Some values are not finite after {step or len(record.losses)} steps"

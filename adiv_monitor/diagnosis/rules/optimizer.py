@@ -39,7 +39,7 @@ CLIPPED_FAR = 10.0
 
 
 _WRONG_SIGN = Advice(
-    "look for maximize=True, or code that turns the gradient's sign before the step"
+    "look for maximize=True, or for code that changes the gradient's sign before the step"
 )
 
 
@@ -56,18 +56,20 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     stale = _momentum(record) > LONG_MOMENTUM and (suffers(record) or late < STALE or outlasts)
     if by_steps:
         said = (
-            f"{uphill:.0%} of the measured steps go uphill, as their own batch's gradient sees it."
+            f"{uphill:.0%} of the measured steps go uphill: by the gradient of their own batch, "
+            "they raise the loss."
         )
     elif by_layers:
         said = (
-            f"In {len(turned)} of {len(cosines)} layers the optimizer's step typically points "
-            "uphill, against the gradient that it was given."
+            f"In {len(turned)} of {len(cosines)} layers, the optimizer's step typically points "
+            "uphill with respect to the gradient of that step."
         )
     elif stale:
-        there_are = f", and there are {record.facts.steps}" * outlasts
+        there_are = f" (the run has {record.facts.steps})" * outlasts
         said = (
-            f"Momentum of {_momentum(record):g} keeps each gradient for {lasts:.0f} "
-            f"steps{there_are}: it goes on when the loss has turned."
+            f"A momentum of {_momentum(record):g} keeps each gradient for {lasts:.0f} "
+            f"steps{there_are}: the weights keep moving in old directions after the gradient has "
+            "turned."
         )
     else:
         return
@@ -94,11 +96,12 @@ def _straightened(record: Record) -> Iterator[Advice]:
         yield _WRONG_SIGN
     if _momentum(record) or not plain:
         # Another optimizer's learning rate does not carry over to plain gradient descent.
-        rate = " of learning rate 0.1" * (not plain)
+        rate = " with learning rate 0.1" * (not plain)
         yield Advice(_less_momentum(record), "less-momentum")
-        yield Advice(f"plain gradient descent{rate}", "plain-sgd")
+        yield Advice(f"use plain gradient descent{rate}", "plain-sgd")
     elif not _sign_is_wrong(record):
-        yield Advice("look for what changes gradients or weights between backward() and the step")
+        yield Advice("look for code that changes gradients or weights between backward() and the "
+                     "step")  # fmt: skip
 
 
 def _sign_is_wrong(record: Record) -> bool:
@@ -115,11 +118,11 @@ def _sign_is_wrong(record: Record) -> bool:
 
 def _less_momentum(record: Record) -> str:
     if not _momentum(record):
-        return "less momentum (smaller β₁)"
+        return "use less momentum (a smaller β₁)"
     less = less_momentum(_momentum(record))
     if "betas" in record.facts.settings:
-        return f"less momentum: β₁ = {less:g}"
-    return f"less momentum: {less:g}, at the same rate in the long run"
+        return f"use less momentum: β₁ = {less:g}"
+    return f"use less momentum: {less:g}, with the same long-run learning rate"
 
 
 def _momentum(record: Record) -> float:
@@ -157,32 +160,34 @@ def decay_fights(record: Record) -> Iterator[Finding]:
         (),
         "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
         (
-            *((Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH, step=0),)
+            *((Evidence("pull of the weight decay over that of the gradient", pull, DECAY_WATCH,
+                        step=0),)
               if decay else ()),
-            Evidence("parameters' norm, last over first", shrunk, SHRUNK),
+            Evidence("norm of the parameters, last over first", shrunk, SHRUNK),
         ),
         (
-            Advice("no weight decay", "no-decay"),
-            Advice("a tenth of the weight decay", "less-decay"),
+            Advice("use no weight decay", "no-decay"),
+            Advice("use a tenth of the weight decay", "less-decay"),
         )
         if decay
-        else (Advice("if the loss holds a penalty on the weights, a tenth of it, or none"),),
+        else (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
         _decay_words(decay, pull, shrunk),
-        "A lower learning rate lowers both and leaves their ratio." * (pull > DECAY_WATCH),
+        "A lower learning rate weakens gradient and decay alike: their ratio stays the same."
+        * (pull > DECAY_WATCH),
         against=LOWER_RATES * (pull > DECAY_WATCH),
     )  # fmt: skip
 
 
 def _decay_words(decay: float, pull: float, shrunk: float) -> str:
-    norm = f"arameters' norm ends at {shrunk:.2g} times what it was"
+    norm = f"he norm of the parameters ends at {shrunk:.3g} times its first value"
     if pull > DECAY_WATCH:
         return (
-            f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient at first; "
-            f"the p{norm}."
+            f"At the first step, weight decay ({decay:g}) pulls {pull:.3g} times as hard as the "
+            f"gradient. T{norm}."
         )
     if decay:
-        return f"The p{norm}, with a weight decay of {decay:g}."
-    return f"The p{norm}, without weight decay: a penalty in the loss may pull at them."
+        return f"T{norm}, with a weight decay of {decay:g}."
+    return f"T{norm}, without weight decay: a penalty in the loss may shrink them."
 
 
 def first_pull(record: Record, decay: float) -> float:
@@ -215,8 +220,9 @@ def projection_fights(record: Record) -> Iterator[Finding]:
     layers = worst_first(undone or within)
     uphill = any(p in applied and applied[p].below(0) for p in layers)
     said = (
-        f"What changes the weights of {named(record, layers[0])} after the step turns it: cosine "
-        f"{kept[layers[0]].value:.2f} with the optimizer's."
+        f"Code that runs after the optimizer's step changes the weights of "
+        f"{named(record, layers[0])} again: the change that remains has a cosine of "
+        f"{kept[layers[0]].value:.3g} with the optimizer's step."
         if undone
         else _within_words(record, layers[0], -within[layers[0]])
     )
@@ -232,13 +238,13 @@ def projection_fights(record: Record) -> Iterator[Finding]:
             *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
         ),
         (
-            Advice("train without what changes the weights besides the optimizer (a trial takes "
-                   "out its hooks and max_norm; what the loss or forward() changes, only you can)",
-                   "no-projection"),
+            Advice("train without the code that changes the weights besides the optimizer (a trial "
+                   "can remove hooks of the optimizer and max_norm, but not changes by the loss or "
+                   "by forward())", "no-projection"),
             Advice("project the gradient onto the constraint before the step"),
         ),
         said,
-        "A higher learning rate: the projection grows with the step." * bool(undone),
+        "With a higher learning rate, the other code undoes more of each step." * bool(undone),
         against=HIGHER_RATES * bool(undone),
     )  # fmt: skip
 
@@ -249,17 +255,17 @@ def _within_words(record: Record, layer: str, cosine: float) -> str:
     The first step of plain gradient descent is its gradient; another optimizer's may have a low
     cosine by itself.
     """
-    where, read = named(record, layer), f"has a cosine of {cosine:.2f} with its gradient"
+    where, read = named(record, layer), f"has a cosine of {cosine:.3g} with its gradient"
     if record.facts.optimizer in ("SGD", "ASGD"):
         return (
-            f"What changes the weights of {where} within the step turns it: the first one, which "
-            f"has no past to go by, {read}."
+            f"Code that runs within the step changes the weights of {where}: the first step, which "
+            f"depends on no earlier gradient, {read}."
         )
     optimizer = record.facts.optimizer or "the optimizer"
     return (
-        f"The first step of {where}, which has no past to go by, {read}: code within the step "
-        f"turns it, or {optimizer} does, where few entries of the gradient are far larger than "
-        "the others."
+        f"The first step of {where}, which depends on no earlier gradient, {read}: code within the "
+        f"step changes the weights, or {optimizer} itself turns the step because a few entries of "
+        "the gradient are far larger than the others."
     )
 
 
@@ -297,16 +303,16 @@ def clipping_always(record: Record) -> Iterator[Finding]:
         "act" if costs and suffers(record) else "watch",
         (
             Evidence("share of steps clipped", share, CLIPPED),
-            Evidence("gradient norm over its limit", far, CLIPPED_FAR),
+            Evidence("gradient norm over the clipping limit", far, CLIPPED_FAR),
         ),
         (
-            Advice("no clipping", "no-clip"),
-            Advice(f"clip at {clip_norm(record):.2g}, the 90th percentile of the gradient's norms"),
+            Advice("use no clipping", "no-clip"),
+            Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the gradient's norms"),
             Advice("learning rate × 0.3", "rate*0.3"),
         ),
-        f"{share:.0%} of the steps are clipped; typically the gradient is {far:.2g} times as long "
-        "as allowed.",
-        "Another limit: the optimizer's step is the same whatever constant multiplies the gradient."
-        * scale_free(record.facts),
+        f"{share:.0%} of the gradients are clipped. Their typical norm is {far:.3g} times the "
+        "limit.",
+        "Another limit changes little: the steps of this optimizer do not depend on a constant "
+        "factor of the gradient." * scale_free(record.facts),
         against=("no-clip", "clip") * scale_free(record.facts),
     )

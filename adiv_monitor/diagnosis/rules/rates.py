@@ -140,16 +140,18 @@ def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[
     return (
         Evidence("loss", trial.loss_without),
         Evidence(f"loss at learning rate × {factor:g}", trial.loss),
-        Evidence("share of the fall", share, limit),
+        Evidence(f"fall of the loss, over its fall at learning rate × {factor:g}", share, limit),
     )
 
 
 def _said(factor: float, trial: Trial) -> str:
     diverges = not math.isfinite(trial.loss_without)
-    instead = "where it diverges now" if diverges else f"instead of {trial.loss_without:.3g}"
+    instead = (
+        "; at the current one it diverges" if diverges else f" instead of {trial.loss_without:.3g}"
+    )
     return (
-        f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} {instead}, after "
-        f"{trial.steps} steps."
+        f"At {factor:g} times the learning rate, the loss after {trial.steps} steps is "
+        f"{trial.loss:.3g}{instead}."
     )
 
 
@@ -174,8 +176,9 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
             *((Evidence("update_ratio, median layer", moves, limit, step=0),)
               if far else ()),
         ),
-        f"{risen} of {len(steps)} measured steps raised the loss of the batch that they were made "
-        "for." if often else f"The first step moved activations by {moves:.1f} times their length.",
+        f"{risen} of {len(steps)} measured steps raised the loss of their own batch."
+        if often else f"The first step moved the activations of the median layer by {moves:.3g} "
+        "times their length.",
         0.1,
     )  # fmt: skip
 
@@ -198,7 +201,8 @@ def _too_high(
             Advice("warm the learning rate up over the first steps", "warm-up"),
         ),
         summary,
-        "More steps at this learning rate." * (bool(record.losses) and not fell(record)),
+        "More steps at this learning rate do not help."
+        * (bool(record.losses) and not fell(record)),
     )
 
 
@@ -215,7 +219,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
     }
     strength = next((name for name, limit in limits.items() if share < limit), None)
     if strength is not None:
-        short = " A run this short favours high learning rates: look at a longer one."
+        short = " So short a run favours high learning rates: compare them in a longer one."
         yield _too_low(
             strength,
             _by_trial(factor, trial, share, limits[strength]),
@@ -231,14 +235,14 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
         # Reports alone don't distinguish a training that never began from one that has ended.
-        unsure = (
-            ": too little to learn from the beginning. Where a training ends, they need not move"
-        ) * (not record.is_audited)
+        unsure = (". That is too little at the beginning of a training, and usual at its end") * (
+            not record.is_audited
+        )
         yield _too_low(
             "act" if record.is_audited and suffers(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
-            f"No layer's activations move by more than {moves[largest].value:.2g} of themselves in "
-            f"a step{unsure}.",
+            f"In a step, no layer's activations move by more than {moves[largest].value:.3g} times "
+            f"their length (limit {HARDLY_MOVES:g}){unsure}.",
             10,
         )
 
@@ -254,7 +258,8 @@ def _too_low(
         evidence,
         tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
         summary,
-        "More layers or units: what there is has not learnt yet." * (strength == "act"),
+        "More layers or units do not help: the present ones have not learnt yet."
+        * (strength == "act"),
     )
 
 
@@ -291,12 +296,14 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         ),
         (
             Advice(own_rates(record, layers), "rate-per-layer"),
-            Advice("AdamW of learning rate 0.001, which scales each parameter's step", "adamw"),
+            Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw"),
         ),
-        f"In one step the activations of {', '.join(named(record, p) for p in layers[:3])} "
-        f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "
-        f"{off[layers[0]]:.0f} off the median layer's.",
-        "One other learning rate for all cannot be right for both kinds.",
+        f"In one step, the activations of {', '.join(named(record, p) for p in layers[:3])} "
+        f"{'hardly move' if starved else 'move unlike those of the other layers'}: "
+        f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as those "
+        f"of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the median, "
+        f"here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}.",
+        "No single learning rate suits both kinds of layers.",
         record.reports[0].step,
         RATES,
     )  # fmt: skip

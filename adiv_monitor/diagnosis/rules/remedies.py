@@ -60,9 +60,9 @@ def own_rates(record: Record, layers: Sequence[str]) -> str:
     """
     factors = rates_per_layer(record, layers) if record.facts.optimizer else {}
     said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
-    more = f" and {len(said) - SAID} more, each by the median layer's speed over its own"
+    more = f" and {len(said) - SAID} more, each by the ratio of the median layer's speed to its own"
     shown = ", ".join(said[:SAID]) + more * (len(said) > SAID)
-    return "give these layers learning rates of their own" + (f": {shown}" if said else "")
+    return "give these layers their own learning rates" + (f": {shown}" if said else "")
 
 
 def _speeds(record: Record, measure: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("samples-mixed"):
         share, independent = fact.numbers["share"], fact.numbers["independent"]
         ordered = "batch_first" in fact.words
-        begins = f"; it begins in {fact.place}" * bool(fact.place)
+        begins = f" The first function that mixes samples is {fact.place}." * bool(fact.place)
         yield Finding(
             "samples-mixed",
             (),
@@ -27,11 +27,12 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             (
                 *((Advice("set batch_first=True, or put the samples along the second axis",
                           "batch-first"),) if ordered else ()),
-                Advice("look there for a mean, a softmax, attention or a reshape over axis 0"),
+                Advice(f"look in {'this function' if fact.place else 'forward()'} for a mean, a "
+                       "softmax, attention or a reshape over axis 0"),
             ),
-            "What the model predicts for one sample changes when another sample's input does "
-            f"({share:.0%} of the outputs){begins}.",
-            "Another learning rate leaves samples mixed.",
+            "The predictions for one sample change if the input of another sample changes "
+            f"({share:.0%} of the outputs do).{begins}",
+            "Another learning rate does not separate the samples.",
             0,
             RATES,
         )  # fmt: skip
@@ -43,19 +44,19 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
     if facts:
         of, to = facts[0].words["of"], facts[0].words["to"]
         sure = facts[0].numbers["permutes"] > 0
-        others = f" So do {len(facts) - 1} more." * (len(facts) > 1)
+        others = f" Number of further such reshapes: {len(facts) - 1}." * (len(facts) > 1)
         yield Finding(
             "reshape-scrambles",
             (),
             "act" if suffers(record) else "watch",
             (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
             (
-                Advice("exchange axes by permute or transpose; a view or reshape only splits and "
-                       "joins neighbours", "permute"),
+                Advice("exchange axes with permute or transpose: view and reshape can only split "
+                       "axes and join neighbouring ones", "permute"),
             ),
-            f"{facts[0].place} makes {to} of {of}: its cuts fall across the axes, so that entries "
-            + ("of several places and channels come to lie in one." if sure
-               else "of several places come to lie in one; where that is a shift, it may be meant.")
+            f"{facts[0].place} reshapes {of} to {to} across the axes: one position of the result "
+            + ("holds entries of several positions and channels." if sure
+               else "holds entries of several positions. If a shift is intended, this is no fault.")
             + others,
             since=0,
         )  # fmt: skip
@@ -82,10 +83,10 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
         "watch",
         (Evidence("cosine with the gradient without the cut", facts[0].numbers["cosine"], TURNED,
                   step=0),),
-        (Advice("take off the detach(), .data or torch.no_grad() there, unless it is meant",
+        (Advice("remove the detach(), .data or torch.no_grad() there, unless it is intended",
                 "uncut"),),
-        f"The gradient is cut in front of parameters that the loss depends on: {where}. What lies "
-        "before them learns nothing by that way.",
+        f"The gradient is cut at {where}, in front of parameters that the loss depends on. The "
+        "layers before the cut receive no gradient on this path.",
         since=0,
     )  # fmt: skip
 
@@ -106,13 +107,13 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
             (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
                       0.0, step=0),),
             (
-                *((Advice("look at the mask: does True stand for what is left out, or for what "
-                          "is kept?", "inverted-masks"),) if masked else ()),
-                Advice("follow them through forward(): look for masks, for slices such as "
-                       "[:, -1], and for what is overwritten"),
+                *((Advice("check the mask: does True mark the positions to keep, or those to "
+                          "ignore?", "inverted-masks"),) if masked else ()),
+                Advice("follow these parts through forward(): look for masks, slices such as "
+                       "[:, -1], and overwritten tensors"),
             ),
-            f"No output depends on {where}{more}, of shape {facts[0].words['shape']}, neither "
-            "before training nor after it: exchanged between samples, they change nothing.",
+            f"No output depends on {where}{more} (shape {facts[0].words['shape']}), neither before "
+            "nor after training: exchanging these parts between samples changes no output.",
             since=0,
         )  # fmt: skip
 
@@ -128,9 +129,9 @@ def order_ignored(record: Record) -> Iterator[Finding]:
             "order-ignored",
             (),
             "watch",
-            (Evidence("places in any order", count, step=0),),
-            (Advice("add positions (sinusoids, or a table that is learnt) to what the first layer "
-                    "gives, unless the inputs are sets", "positions"),),
-            f"The outputs are the same in whatever order the {count:.0f} places of an input come.",
+            (Evidence("positions whose order does not matter", count, step=0),),
+            (Advice("add position embeddings (sinusoids, or a learnt table) to the outputs of the "
+                    "first layer, unless the inputs are sets", "positions"),),
+            f"The outputs do not depend on the order of the {count:.0f} positions of an input.",
             since=0,
         )  # fmt: skip

@@ -32,13 +32,15 @@ OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
 # Measures that indicate faults. Zero-gradient rows may be padding, and corrected layers a choice.
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
 _WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large) → words
-    ("update_ratio", True): "the activations of {} move by more than {} of their length in a step",
-    (GRADIENT, False): "the gradient that reaches {} is less than {} of the last layer's",
-    (GRADIENT, True): "the gradient that reaches {} is more than {} times the last layer's",
-    ("idle_share", True): "more than {1} of the rows of {0} have no gradient (padding, masked "
-    "tokens, dead units)",
-    ("scale_cv", True): "the row scales of {} differ by more than {} of their mean",
-    ("projection_cosine", False): "what was applied to {} has a cosine below {} with the "
+    ("update_ratio", True): "in a step, the activations of {} move by more than {} times their "
+    "length",
+    (GRADIENT, False): "the gradient at {} is less than {} times that at the last layer",
+    (GRADIENT, True): "the gradient at {} is more than {} times that at the last layer",
+    ("idle_share", True): "the gradient is zero for a share of more than {1} of the rows of {0} "
+    "(padding, masked tokens, dead units)",
+    ("scale_cv", True): "the row scales of {} have a standard deviation of more than {} times "
+    "their mean",
+    ("projection_cosine", False): "the change of the weights of {} has a cosine below {} with the "
     "optimizer's update",
 }
 
@@ -146,20 +148,20 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     least, most = layers[paths[0]].value, layers[paths[-1]].value
     moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
     said = (
-        f"The activations of {_where(paths, record)} move by {moves} of their length in a step; "
-        f"healthy layers that train from scratch move by {health.healthy[0]:g} at least."
+        f"In a step, the activations of {_where(paths, record)} move by {moves} times their "
+        f"length. Healthy layers that train from scratch move by at least {health.healthy[0]:g}."
     )
     strength = _strength(record)
     advice: tuple[Advice, ...] = (
-        Advice("a learning rate ten times as high, for these layers or for all (adiv-audit tries "
-               "it)"),
-        Advice("nothing, where pretrained weights shall stay near to what they are"),
+        Advice("use a learning rate ten times as high, for these layers or for all (adiv-audit "
+               "tries it)"),
+        Advice("change nothing, if pretrained weights should stay close to their values"),
     )  # fmt: skip
     if still_rises(record.reports):
         strength, advice = "note", (Advice(LOOK_AGAIN),)
         said += RISES_YET
     elif strength == "note":
-        said += " The loss falls all the same: in fine-tuning they need not move."
+        said += " The loss still falls: in fine-tuning, layers need not move far."
     return Finding(
         "stands-still",
         paths,
@@ -177,9 +179,9 @@ def _tells_nothing(record: Record, paths: tuple[str, ...]) -> Finding:
         paths,
         _strength(record),
         (),
-        (Advice("look whether gradients are zero, or are wiped before the step"),),
-        f"How far the activations of {_where(paths, record)} move can't be told: in no measured "
-        "step had they a gradient and an output other than zero.",
+        (Advice("check whether gradients are zero, or are cleared before the step"),),
+        f"The move of the activations of {_where(paths, record)} is not known: in no measured step "
+        "were both their gradients and their outputs nonzero.",
     )
 
 
@@ -191,11 +193,11 @@ def _does_not_move(record: Record, paths: tuple[str, ...]) -> Finding:
         tuple(Evidence("update_ratio", 0.0, HEALTH["update_ratio"].healthy[0], p)
               for p in paths[:5]),
         (
-            Advice("give their parameters a learning rate above zero, unless they are meant to "
-                   "stay as they are"),
+            Advice("give these layers' parameters a learning rate above zero, unless they should "
+                   "not be trained"),
         ),
-        f"The activations of {_where(paths, record)} do not move at all by the step of their own "
-        "weights: a learning rate of zero, or something that keeps these as they are.",
+        f"The steps do not move the activations of {_where(paths, record)} at all: the learning "
+        "rate is zero, or other code resets the weights.",
         since=_low_since(record, paths),
     )  # fmt: skip
 
@@ -209,9 +211,9 @@ def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
         "note",
         tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]),
         (),
-        f"The activations of {_where(paths, record)} moved at first as those of healthy layers do, "
-        f"and by less than {low:g} of their length later on: near the end of a training they need "
-        "not move.",
+        f"The activations of {_where(paths, record)} first moved as far as in healthy layers, and "
+        f"later by less than {low:g} times their length in a step. That is usual near the end of a "
+        "training.",
         since=_low_since(record, paths),
     )
 
@@ -251,8 +253,8 @@ def _outside_healthy(
         tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),
         _strength(record) if faulty else "note",
         tuple(evidence),
-        (Advice("run adiv-audit: it looks for the cause, and tries what would fix it"),),
-        "Outside of what healthy layers read: " + "; ".join(said) + ".",
+        (Advice("run adiv-audit: it looks for the cause, and tries fixes"),),
+        "Some readings lie outside the healthy range: " + "; ".join(said) + ".",
     )
 
 
@@ -282,8 +284,8 @@ def _decayed(record: Record) -> Iterator[Finding]:
         "note",
         (Evidence("learning rate over its peak", share, step=last.step),),
         (),
-        f"Since step {since:,} the learning rate is below half of its peak ({share:.2g} of it at "
-        f"step {last.step:,}): layers move little since then because of that. They are judged by "
-        f"the steps at the peak.",
+        f"Since step {since:,}, the learning rate is below half of its peak (at step "
+        f"{last.step:,} it is {share:.3g} times the peak), so the layers move less. The findings "
+        "use the steps near the peak.",
         since=max(since, first.step),
     )

@@ -18,12 +18,12 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
             "broadcast-loss",
             (),
             "act",
-            (Evidence("entries of the difference, of those of the larger", fact.numbers["times"],
-                      1.0, step=0),),
-            (Advice("squeeze the output, or unsqueeze the target, so that both have one shape",
-                    "matched-shapes"),),
-            f"{fact.place} takes {a} and {b} for one another: broadcast, each output is compared "
-            "with the targets of all samples, and the best that it can give is their mean.",
+            (Evidence("entries of the difference, over those of the larger tensor",
+                      fact.numbers["times"], 1.0, step=0),),
+            (Advice("squeeze the outputs, or unsqueeze the targets, so that both have the same "
+                    "shape", "matched-shapes"),),
+            f"{fact.place} broadcasts the shapes {a} and {b}: the loss compares each output with "
+            "the targets of all samples, and is lowest where every output is their mean.",
             "Another learning rate leads to the same mean.",
             0,
             RATES,
@@ -38,12 +38,12 @@ def no_log(record: Record) -> Iterator[Finding]:
                 "no-log",
                 (),
                 "act",
-                (Evidence("the loss takes logits for log-probabilities", 1.0, step=0),),
-                (Advice("cross_entropy in place of nll_loss, or log_softmax in front of it"),),
-                f"{fact.place} is given logits, whose exponentials do not sum to 1, and takes them "
-                "for log-probabilities. The loss has no lower bound: it falls as the outputs grow, "
+                (Evidence("number of losses that need a log_softmax first", 1.0, step=0),),
+                (Advice("use cross_entropy instead of nll_loss, or log_softmax before nll_loss"),),
+                f"{fact.place} expects log-probabilities, but receives logits: their exponentials "
+                "do not sum to 1. This loss has no lower bound: it falls as the outputs grow, "
                 "whatever the model learns.",
-                "A higher learning rate lets the outputs grow faster.",
+                "With a higher learning rate, the outputs only grow faster.",
                 0,
                 RATES,
             )
@@ -52,11 +52,11 @@ def no_log(record: Record) -> Iterator[Finding]:
             "no-log",
             (),
             "act",
-            (Evidence("the loss takes probabilities for their logarithms", 1.0, step=0),),
-            (Advice("take the logarithm first: log_softmax in place of softmax, or cross_entropy "
-                    "of what goes into the softmax"),),
-            f"{fact.place} is given probabilities, which sum to 1, and takes them for their "
-            "logarithms. Its gradient is weakest where the model is wrong.",
+            (Evidence("number of losses that need a logarithm first", 1.0, step=0),),
+            (Advice("use log_softmax instead of softmax, or pass the inputs of the softmax to "
+                    "cross_entropy"),),
+            f"{fact.place} expects log-probabilities, but receives probabilities: they sum to 1. "
+            "The gradient of this loss is weakest where the model is wrong.",
             since=0,
         )  # fmt: skip
 
@@ -71,14 +71,14 @@ def softmax_of_one(record: Record) -> Iterator[Finding]:
             "act",
             (Evidence("classes of a softmax", 1.0, 1.0, step=0),),
             (
-                Advice("give the model an output for each class, or take "
+                Advice("give the model one output per class, or use "
                        "binary_cross_entropy_with_logits")
                 if own
-                else Advice("take the softmax off, or put a sigmoid in its place", "no-softmax"),
+                else Advice("remove the softmax, or replace it by a sigmoid", "no-softmax"),
             ),
-            f"{fact.place} of {fact.words['shape']} is over one class: it gives 1, or a loss of 0, "
-            "whatever the model does, and no gradient.",
-            "No learning rate makes a gradient of none.",
+            f"{fact.place} of shape {fact.words['shape']} has only one class: its result is the "
+            "same whatever the model computes, so no gradient reaches the model.",
+            "No learning rate trains a model that receives no gradient.",
             0,
             RATES,
         )  # fmt: skip
@@ -92,9 +92,9 @@ def softmax_over_samples(record: Record) -> Iterator[Finding]:
             (),
             "act",
             (Evidence("axis of the softmax", 0.0, step=0),),
-            (Advice("take it over the classes: dim=1", "softmax-over-classes"),),
-            f"{fact.place} of {fact.words['shape']} is over the samples, not the classes: what one "
-            "sample gets depends on the others of its batch.",
+            (Advice("use the axis of the classes: dim=1", "softmax-over-classes"),),
+            f"{fact.place} of shape {fact.words['shape']} normalises over the samples instead of "
+            "the classes: the result for one sample depends on the other samples of its batch.",
             since=0,
         )
 
@@ -109,10 +109,11 @@ def targets_out_of_range(record: Record) -> Iterator[Finding]:
                 (),
                 "act" if suffers(record) else "watch",
                 (Evidence("share of the targets out of range", share, OUTSIDE),),
-                (Advice("take that function off the outputs, or scale the targets into its range",
-                        "unbounded-outputs"),),
-                f"{share:.0%} of the targets lie outside of {fact.words['low']} to "
-                f"{fact.words['high']}, which is all that {fact.place} on the outputs can give.",
+                (Advice("remove that function from the outputs, or scale the targets into its "
+                        "range", "unbounded-outputs"),),
+                f"{share:.0%} of the targets lie outside the range of the outputs: "
+                f"{fact.place} on the outputs returns values from {fact.words['low']} to "
+                f"{fact.words['high']}.",
                 "Another learning rate does not widen the range.",
                 0,
                 RATES,
@@ -127,10 +128,9 @@ def target_is_input(record: Record) -> Iterator[Finding]:
             (),
             "act",
             (Evidence("share of the targets that are the inputs", fact.numbers["share"], 0.99),),
-            (Advice("move the labels on by one: outputs up to the last but one against tokens from "
-                    "the second on"),),
-            "The targets are the tokens that the model is given at the same places, and it does "
-            "not look ahead: it learns to copy its input, not to predict what comes next.",
+            (Advice("shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]"),),
+            "The target at each position is the input token at the same position, and the model "
+            "does not look ahead: it learns to copy its input, not to predict the next token.",
             since=0,
         )  # fmt: skip
 
@@ -143,10 +143,10 @@ def future_leak(record: Record) -> Iterator[Finding]:
             (),
             "act",
             (Evidence("change of outputs with later inputs", fact.numbers["change"], 1e-5),),
-            (Advice("give attention a causal mask (is_causal=True), and recurrent layers one "
-                    "direction only"),),
-            "The targets are the inputs moved on by one, and outputs change with the inputs behind "
-            "them: the model is given what it shall predict. Its loss says nothing of how well it "
-            "predicts.",
+            (Advice("use a causal mask in attention (is_causal=True), and a single direction in "
+                    "recurrent layers"),),
+            "The targets are the next tokens of the input, and the outputs depend on later input "
+            "tokens: the model sees the tokens that it should predict. A low loss does not show "
+            "that it predicts well.",
             since=0,
         )  # fmt: skip

@@ -57,8 +57,9 @@ def dead_units(record: Record) -> Iterator[Finding]:
             layers,
             "act" if act else "watch",
             tuple(Evidence("dead share of units", dead[p], DEAD_WATCH, p) for p in layers[:5]),
-            f"{share:.0%} of the units of {_function(record, layers[0])} are dead: flat for every "
-            f"row of {record.units[layers[0]].batches} batches.",
+            f"{share:.0%} of the units of {_function(record, layers[0])} are dead: their values "
+            "lie where the function is flat, for every row of "
+            f"{record.units[layers[0]].batches} batches.",
         )
 
 
@@ -83,8 +84,8 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
             "act",
             tuple(Evidence("idle_share", 1.0, ALL_DEAD, path) for path in layers[:5]),
             f"No row sends a gradient to {listed([named(record, p) for p in layers])}, but "
-            f"{named(record, behind)} gets one: all units between are dead, or the way back is "
-            "cut.",
+            f"{named(record, behind)} receives one: all units between them are dead, or the "
+            "gradient is cut there.",
             first.step,
         )
 
@@ -102,12 +103,15 @@ def _dead(
         strength,
         evidence,
         (
-            Advice("initialise the weights before them anew, biases at zero", "reinitialise"),
-            Advice("leaky ReLU in their place", "leaky-relu"),
-            Advice("batch normalisation in front of them", "batch-norm"),
+            Advice(
+                "initialise the weights before these units again, with biases of zero",
+                "reinitialise",
+            ),
+            Advice("use leaky ReLU instead", "leaky-relu"),
+            Advice("add batch normalisation in front of these units", "batch-norm"),
         ),
         said,
-        "A higher learning rate: no gradient comes through a dead unit.",
+        "With a higher learning rate, still no gradient passes a dead unit.",
         since,
         HIGHER_RATES,
     )
@@ -131,12 +135,12 @@ def saturated_units(record: Record) -> Iterator[Finding]:
                 Evidence("saturated share", saturated[p], SATURATED_WATCH, p) for p in layers[:5]
             ),
             (
-                Advice("initialise the weights before them anew", "reinitialise"),
-                Advice("layer normalisation in front of them", "layer-norm"),
+                Advice("initialise the weights before these functions again", "reinitialise"),
+                Advice("add layer normalisation in front of these functions", "layer-norm"),
             ),
-            f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} lie "
-            "where the function is flat.",
-            "A higher learning rate drives them further out.",
+            f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} are "
+            "saturated: they lie where the function is flat.",
+            "A higher learning rate drives the entries further into the flat parts.",
             against=HIGHER_RATES,
         )
 

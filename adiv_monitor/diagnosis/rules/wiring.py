@@ -30,15 +30,16 @@ def not_held(record: Record) -> Iterator[Finding]:
             (Evidence("parameters not held", len(names), 0),),
             (
                 Advice(
-                    "give the optimizer these parameters: make it after the model is complete, or "
-                    "add a parameter group",
+                    "pass these parameters to the optimizer: create it after the model is "
+                    "complete, or add a parameter group",
                     "hold-parameters",
                 ),
-                Advice("if they are meant to stay as they are, set requires_grad=False"),
+                Advice("set requires_grad=False, if these parameters should not be trained"),
             ),
-            f"The optimizer does not hold {_several(names)}, which the loss has a gradient for: "
-            "it never changes them.",
-            "Another learning rate changes nothing for them.",
+            f"The optimizer does not hold {_several(names)}. The loss has a gradient for "
+            f"{'them' if len(names) > 1 else 'it'}, but the optimizer never changes "
+            f"{'them' if len(names) > 1 else 'it'}.",
+            "Another learning rate does not train them.",
             against=RATES,
         )
 
@@ -57,14 +58,14 @@ def unreached(record: Record) -> Iterator[Finding]:
             "act",
             (Evidence("parameters without a gradient", len(names), 0),),
             (
-                Advice(f"take off the detach(), .data or torch.no_grad() at {where}", "uncut")
+                Advice(f"remove the detach(), .data or torch.no_grad() at {where}", "uncut")
                 if where else
-                Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax on the way "
-                       "from these layers to the loss"),
+                Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax between "
+                       "these layers and the loss"),
             ),
-            f"The loss depends on {_several(names)}, but no gradient comes back: the way is cut"
+            f"The loss depends on {_several(names)}, but no gradient comes back: the graph is cut"
             + (f" at {where}." if where else "."),
-            "No optimizer and no learning rate can train what has no gradient.",
+            "No optimizer and no learning rate can train parameters without a gradient.",
             against=RATES,
         )  # fmt: skip
     unused_names = record.wiring.unused
@@ -74,8 +75,9 @@ def unreached(record: Record) -> Iterator[Finding]:
             unused_names,
             "watch",
             (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
-            (Advice("use in forward() what these modules give, or take them out"),),
-            f"The loss does not depend on {_several(unused_names)}: no step trains that.",
+            (Advice("use the outputs of these modules in forward(), or remove the modules"),),
+            f"The loss does not depend on {_several(unused_names)}: no step trains "
+            f"{'them' if len(unused_names) > 1 else 'it'}.",
         )
 
 
@@ -95,11 +97,10 @@ def frozen(record: Record) -> Iterator[Finding]:
             Evidence("frozen parameters", len(names)),
             *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items()),
         ),
-        (Advice("set requires_grad=True, unless they are meant to stay as they are", "unfreeze"),),
-        f"Frozen (requires_grad=False) and staying so: {_several(names)}"
-        + (f"; {named(record, next(iter(untrained)))} looks as torch initialises it"
-           if untrained else "")
-        + ".",
+        (Advice("set requires_grad=True, unless these parameters should stay frozen", "unfreeze"),),
+        f"No step trains {_several(names)}: requires_grad is False."
+        + (f" The weights of {named(record, next(iter(untrained)))} look like torch's "
+           "initialisation, so they were probably never trained." if untrained else ""),
     )  # fmt: skip
 
 
@@ -132,8 +133,9 @@ def _ignored(record: Record) -> Iterator[Finding]:
                        "zero, overwritten or not used"),
             ),
             "The outputs hardly change when inputs are exchanged between samples: the model does "
-            "not look at them.",
-            "More steps or another learning rate teach at best how often each answer is right.",
+            "not use its inputs.",
+            "With more steps or another learning rate, the model can only learn how frequent each "
+            "answer is.",
             against=RATES,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Questions to copies of the model, one a file: what was asked, and what came back.
+"""Probes: each asks one question about copies of the model, in a file of its own.
 
-A probe is given the setup and a trained fork, and makes forks of its own. It changes nothing of the
-run, and draws none of its random numbers.
+A probe receives the setup and a trained fork, and makes forks of its own. It does not change the
+run, and uses none of its random numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,12 +64,12 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
 
 
 def asked(setup: Setup, trained: Fork) -> dict[str, Probed]:
-    """What each probe found, by its name; one that fails can't tell."""
+    """Return the result of each probe by its name; a failed probe has a reason, no facts."""
     found = {}
     for name, probe in PROBES.items():
         try:
             found[name] = probe(setup, trained)
-        except Exception as error:  # a copy may not run as it is asked to
+        except Exception as error:  # a copy may not run with the probe's inputs
             said = str(error).partition("\n")[0]
             found[name] = Probed(untold=f"{type(error).__name__}: {said}")
     return found

@@ -1,4 +1,4 @@
-"""Are there enough values in each channel of a batch for a batch normalisation?"""
+"""Does batch normalisation have enough values in each channel of a batch?"""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FEW = 4  # the variance's relative error, √(2/(n−1)), is 82 % for four value
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Samples × places of each channel of the first batch, where they are four or fewer."""
+    """Return samples × positions per channel of the first batch, if they are four or fewer."""
     fork = setup.fork()
     found: dict[str, Fact] = {}
     paths = {module: path for path, module in fork.model.named_modules()}
@@ -36,6 +36,6 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def _ranks(module: nn.Module) -> int:
-    """How many ranks' values are put together."""
+    """Return the number of ranks whose values are merged."""
     together = isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if together else 1

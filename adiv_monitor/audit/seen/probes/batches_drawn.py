@@ -1,4 +1,4 @@
-"""Are batches others each time, and are their labels mixed?"""
+"""Do batches differ from each other, and are their labels mixed?"""
 
 import math
 from typing import Any
@@ -10,13 +10,13 @@ from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-FEW, SEVERAL = 2, 3  # different batches at most, of more than so many
-LEAST = 4  # batches whose labels can tell
+FEW, SEVERAL = 2, 3  # at most FEW different batches, of more than SEVERAL
+LEAST = 4  # fewest batches with labels
 SHUFFLES = 50
 
 
 def same_batch(setup: Setup, trained: Fork) -> Probed:
-    """How many of the batches differ in content; a batch that is given again and again is one."""
+    """Return how many batches differ in content; a batch that is returned again counts once."""
     given = list({id(batch): batch for batch in setup.batches}.values())
     if len(given) <= SEVERAL:
         return Probed()
@@ -39,9 +39,9 @@ def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def unshuffled(setup: Setup, trained: Fork) -> Probed:
-    """The labels' variance within batches, over that of batches drawn anew from all of them.
+    """Return the labels' variance within batches over that of batches drawn from all labels.
 
-    And by how many standard deviations of such draws it is less.
+    Also return by how many standard deviations of such draws it is below their mean.
     """
     found = [labels for labels in map(_labels, setup.batches) if labels is not None]
     if len(found) < max(LEAST, len(setup.batches)):
@@ -61,13 +61,13 @@ def unshuffled(setup: Setup, trained: Fork) -> Probed:
 
 
 def _labels(batch: Any) -> Tensor | None:
-    """The last of a batch's tensors with one number for each sample."""
+    """Return the last tensor of a batch with one number for each sample."""
     size = size_of(batch)
     found = [x for x in tensors(batch) if x.ndim in (1, 2) and x.numel() == len(x) == size > 1]
     return found[-1].detach().flatten().double().cpu() if found else None
 
 
 def _within(labels: Tensor, sizes: list[int]) -> float:
-    """Mean over batches of the labels' variance."""
+    """Return the mean over batches of the labels' variance."""
     parts = [float(x.var(correction=0)) for x in torch.split(labels, sizes)]
     return math.fsum(parts) / len(parts)

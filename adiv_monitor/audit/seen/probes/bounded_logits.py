@@ -1,4 +1,4 @@
-"""Do logits stay between −1 and 1, whatever the weights are, as cosines without a temperature?"""
+"""Do logits stay between −1 and 1 for all weights, like cosines without a temperature?"""
 
 import math
 
@@ -9,14 +9,14 @@ from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-CLASSES = 8  # at least: the lowest loss of few classes is not far from zero
-MOST = 0.9  # of the logits
+CLASSES = 8  # fewest classes: with fewer, the lowest loss is not far from zero
+MOST = 0.9  # share of the logits
 TIMES = 10.0
-GROWN = 3.0  # what is small, and not bounded, grows at least as the last layer does
+GROWN = 3.0  # small logits without bounds grow at least as the last layer's weights
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The share of a trained model's logits within ±1, also with all weights ten times as large."""
+    """Return the share of a trained model's logits within ±1, also with larger weights."""
     state = trained.model.state_dict()
     shares, sizes, place, classes = [], [], "", 0
     for factor in (1.0, TIMES):
@@ -40,7 +40,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def logits(fork: Fork) -> list[tuple[Call, Tensor]]:
-    """What each cross-entropy is given, of classes in dim 1."""
+    """Return the inputs of each cross-entropy, with the classes in dim 1."""
     found: list[tuple[Call, Tensor]] = []
 
     def look(call: Call) -> None:

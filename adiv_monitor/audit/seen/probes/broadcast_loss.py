@@ -13,7 +13,7 @@ DIFFERENCES = ("sub", "subtract", "__sub__", "__rsub__", "rsub", "mse_loss", "l1
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Differences of what depends on the parameters and what does not, larger than either."""
+    """Return differences larger than their operands, of which one depends on parameters."""
     found: dict[str, Fact] = {}
 
     def look(call: Call) -> None:
@@ -23,15 +23,15 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             found.setdefault(call.place, Fact(call.place, {"times": larger(a, b)}, shapes))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of losses of unlike shapes
+        warnings.simplefilter("ignore")  # torch warns of losses of different shapes
         see_calls(setup.fork(), look)
     return Probed(tuple(found.values()))
 
 
 def is_broadcast(call: Call) -> bool:
-    """Whether it is a difference of an output and a target of other dimensions, of as many samples.
+    """Return whether a call subtracts an output and a target with different numbers of dimensions.
 
-    Of (B, 1) and (B,), say, whose difference is (B, B).
+    Both have the same number of samples, for example (B, 1) and (B,), whose difference is (B, B).
     """
     if call.name not in DIFFERENCES or len(call.args) < 2:
         return False
@@ -44,7 +44,7 @@ def is_broadcast(call: Call) -> bool:
 
 
 def larger(a: Tensor, b: Tensor) -> float:
-    """How many times as many entries the difference has as the larger of the two."""
+    """Return the number of entries of the difference over that of the larger operand."""
     sides = zip(reversed([*_padded(a, b)]), reversed([*_padded(b, a)]), strict=True)
     entries = 1
     for m, n in sides:

@@ -1,4 +1,4 @@
-"""Does dropout drop most of what it is given?"""
+"""Does dropout drop most of its input?"""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ HIGH = 0.7
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The rates above 0.7 as functions are called, and what they cost the trained model."""
+    """Return dropout rates above 0.7, and the trained model's losses with and without it."""
     found = places(setup.fork())
     if not found:
         return Probed()
@@ -30,7 +30,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def places(fork: Fork) -> dict[str, float]:
-    """Where dropout is called with a rate above 0.7, and with which."""
+    """Return where dropout is called with a rate above 0.7, with the rate."""
     found: dict[str, float] = {}
 
     def look(call: Call) -> None:
@@ -43,7 +43,7 @@ def places(fork: Fork) -> dict[str, float]:
 
 
 def rate_of(call: Call) -> float:
-    """The share that a call of a dropout function drops; 0 of other functions."""
+    """Return the share that a call of a dropout function drops; 0 for other functions."""
     if call.name not in FUNCTIONS or not call.argument(2, "training", True):
         return 0.0
     rate = call.argument(1, "p", 0.5)
@@ -51,7 +51,7 @@ def rate_of(call: Call) -> float:
 
 
 def with_rate(call: Call, rate: float) -> object:
-    """What the same function gives at another rate."""
+    """Return the result of the same function at another rate."""
     x = call.argument(0, "input")
     others = {k: v for k, v in call.kwargs.items() if k not in ("input", "p")}
     return call.function(x, rate, *call.args[2:], **others)

@@ -17,7 +17,7 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """What the gradient is with each cut undone: the cosine with that as it is."""
+    """Return the cosine of the gradient with the gradient without the cut, for each cut."""
     found = cuts(setup.fork())
     if not found:
         return Probed()
@@ -36,13 +36,13 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def cuts(fork: Fork) -> list[Call]:
-    """The first function of each cut whose result, or what is made of it, goes to parameters.
+    """Return the first function of each cut whose result reaches parameters, maybe indirectly.
 
-    A cut is a `detach()`, a `.data`, or what runs under `torch.no_grad()` though it depends on
-    parameters. What is put beside another way that has a gradient, as in a straight-through
-    estimate, or is compared with outputs, as the target of a twin, goes to none.
+    A cut is a `detach()`, a `.data`, or a call under `torch.no_grad()` that depends on parameters.
+    Values that are added to another path with a gradient, as in a straight-through estimator, or
+    compared with outputs, as the target of a siamese network, reach no parameters.
     """
-    without: dict[int, tuple[Call, Tensor]] = {}  # what was cut off, by its id; held
+    without: dict[int, tuple[Call, Tensor]] = {}  # id of a cut tensor → call, tensor (kept alive)
     found: dict[int, Call] = {}
 
     def look(call: Call) -> None:
@@ -63,7 +63,7 @@ def cuts(fork: Fork) -> list[Call]:
 
 
 def is_cut(call: Call, given: list[Tensor]) -> bool:
-    """Whether what depends on parameters loses its gradient in this call."""
+    """Return whether a value that depends on parameters loses its gradient in this call."""
     depends = any(x.requires_grad for x in given)
     return depends and (_detaches(call) or not torch.is_grad_enabled())
 
@@ -73,7 +73,7 @@ def _detaches(call: Call) -> bool:
 
 
 def undo(fork: Fork, found: list[Call]) -> None:
-    """From now on nothing is cut there, and if a `no_grad()` was one, in none of them."""
+    """Undo the cuts at this place from now on; if it is under `no_grad()`, undo all of those."""
     numbers = {call.number for call in found}
     under = not all(map(_detaches, found))
 
@@ -96,7 +96,7 @@ def _gradients(fork: Fork) -> list[Tensor]:
 
 
 def _plain(value: Any) -> list[Tensor]:
-    """Tensors, also in nested lists."""
+    """Yield tensors, also those in nested lists."""
     return list(_flat(value))
 
 

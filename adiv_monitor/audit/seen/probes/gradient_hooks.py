@@ -13,7 +13,7 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The same gradient with hooks, as the optimizer would use it, and without any."""
+    """Compare the gradient that reaches the optimizer with hooks and without any."""
     bare = setup.fork()
     if not without_gradient_hooks(bare.model, bare.optimizer):
         return Probed()
@@ -31,7 +31,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def _gradients(fork: Fork) -> list[Tensor]:
-    """What the optimizer would use of the first batch; zeros where there is none."""
+    """Return the gradients that reach the optimizer from the first batch; zeros: none."""
     with seeded(fork.seed), torch.enable_grad():
         fork.loss(fork.model, copied(fork.batches[0])).backward()  # type: ignore[no-untyped-call]
         for hook in fork.optimizer._optimizer_step_pre_hooks.values():

@@ -1,4 +1,4 @@
-"""Are there parameters that work in the forward pass, but are none of the model's?"""
+"""Does the forward pass use parameters that the model does not register?"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Leaves that get a gradient and live on, in an attribute that torch does not look into."""
+    """Return leaves that get a gradient and stay in an attribute that torch does not search."""
     fork = setup.fork()
     found = hidden(fork)
     known = sum(p.numel() for p in fork.model.parameters())
@@ -26,10 +26,10 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def hidden(fork: Fork) -> dict[str, Tensor]:
-    """By the name of the attribute: what gets a gradient, and neither model nor optimizer holds.
+    """Return attribute name → tensor with a gradient that neither model nor optimizer holds.
 
-    It must lie in an attribute of one of the model's modules, and get a gradient in two passes:
-    inputs that want gradients are others in each.
+    The tensor must lie in an attribute of one of the model's modules and get a gradient in two
+    passes: inputs that require gradients are new tensors in each pass.
     """
     own = {id(p) for p in (*fork.model.parameters(), *held(fork.optimizer))}
     reached = [{id(x): x for x in _leaves(fork)} for _ in range(2)]
@@ -43,7 +43,7 @@ def hidden(fork: Fork) -> dict[str, Tensor]:
 
 
 def _leaves(fork: Fork) -> Iterator[Tensor]:
-    """The tensors that the backward pass of a batch's loss ends at."""
+    """Return the tensors at which the backward pass of a batch's loss ends."""
     with seeded(fork.seed), torch.enable_grad():
         loss = fork.loss(fork.model, copied(fork.batches[0]))
     seen, left = set(), [loss.grad_fn]
@@ -58,7 +58,7 @@ def _leaves(fork: Fork) -> Iterator[Tensor]:
 
 
 def _inside(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in plain attributes, by name, also those of modules in lists and dictionaries."""
+    """Yield the tensors in plain attributes by name, also in modules in lists and dictionaries."""
     for name, value in attributes.items():
         if not name.startswith(("_parameters", "_buffers", "_modules")):
             yield from _tensors(name, value)

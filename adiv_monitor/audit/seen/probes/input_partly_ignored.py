@@ -1,4 +1,4 @@
-"""Are there places, features or patches of the inputs that no output ever depends on?"""
+"""Are there positions, features or patches of the inputs that no output depends on?"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,11 +13,11 @@ from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-SAMPLES = 12  # of a batch, at most
-PARTS = 16  # of an axis, at most
-GRID = 4  # parts of a side of images
+SAMPLES = 12  # most samples of a batch
+PARTS = 16  # most parts of an axis
+GRID = 4  # number of parts along each side of images
 VARIES = 0.25  # share of the samples in which a part must differ from the next one's
-# Functions that take a mask of booleans: its place and its name.
+# Functions with a boolean mask → position and name of that argument.
 MASKS = {
     "masked_fill": (1, "mask"),
     "scaled_dot_product_attention": (3, "attn_mask"),
@@ -27,12 +27,12 @@ _AXES = {2: ("features",), 3: ("places", "features"), 4: ("channels",)}
 
 
 class Part(NamedTuple):
-    """A part of an input: what is exchanged at once.
+    """A part of an input that is exchanged at once.
 
     Attributes:
-        name: of its axis, or of the patch.
-        along: the axis' entries; None: a patch.
-        entries: of the whole input.
+        name: name of its axis, or of the patch.
+        along: entries along the axis; None: a patch.
+        entries: entries of the whole input.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Part(NamedTuple):
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The parts whose exchange between samples changes no output, before training and after it.
+    """Return the parts whose exchange between samples changes no output, before and after training.
 
-    What is the same in nearly all samples, such as padding, is left out; so is an input that is
-    ignored as a whole.
+    Parts that are equal in nearly all samples, such as padding, are left out, and so is an input
+    that is ignored as a whole.
     """
     batch = first(setup.batches[0], SAMPLES)
     runs = [ChangedInputs(still(fork), batch) for fork in (_copy(setup, trained), setup.fork())]
@@ -65,7 +65,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def _copy(setup: Setup, trained: Fork) -> Fork:
-    """A fork with the weights of a trained one, which stays in its mode."""
+    """Return a fork with the weights of a trained one, which keeps its mode."""
     fork = setup.fork()
     fork.model.load_state_dict(trained.model.state_dict())
     return fork
@@ -87,7 +87,7 @@ def _parts(x: Tensor) -> Iterator[Part]:
 
 
 def _ranges(length: int, most: int) -> list[slice]:
-    """The axis in parts; none of an axis of one entry."""
+    """Return the parts of an axis; none for an axis of one entry."""
     count = min(length, most)
     edges = [i * length // count for i in range(count + 1)] if length > 1 else []
     return [slice(a, b) for a, b in pairwise(edges)]
@@ -99,7 +99,7 @@ def _said(some: slice) -> str:
 
 
 def _joined(parts: list[Part]) -> list[str]:
-    """What they are; neighbours along an axis as one."""
+    """Return words for the parts, with neighbours along an axis joined."""
     joined: list[tuple[str, slice | None]] = []
     for name, along, _ in parts:
         last, before = joined[-1] if joined else ("", None)
@@ -111,7 +111,7 @@ def _joined(parts: list[Part]) -> list[str]:
 
 
 def _varies(part: Tensor) -> bool:
-    """Whether it differs between samples."""
+    """Return whether the part differs between samples."""
     differs = (part != part.roll(1, 0)).flatten(1).any(1)
     return len(part) > 1 and float(differs.float().mean()) >= VARIES
 
@@ -128,7 +128,7 @@ def _is_silent(run: ChangedInputs, number: int, part: Part) -> bool:
 
 
 def _is_masked(fork: Fork, batch: Any) -> list[bool]:
-    """Of each call, whether a mask of booleans goes in."""
+    """Return for each call whether it receives a boolean mask."""
     found: list[bool] = []
     with torch.no_grad():
         see_calls(fork, lambda call: found.append(mask_of(call) is not None), batch)
@@ -136,7 +136,7 @@ def _is_masked(fork: Fork, batch: Any) -> list[bool]:
 
 
 def mask_of(call: Call) -> tuple[int, str, Tensor] | None:
-    """The mask of booleans that a call is given, by its place and its name."""
+    """Return the boolean mask that a call receives, with its position and name."""
     place, name = MASKS.get(call.name, (0, ""))
     mask = call.argument(place, name) if name else None
     return (place, name, mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None

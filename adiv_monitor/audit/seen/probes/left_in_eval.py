@@ -1,4 +1,4 @@
-"""Do normalisations run in evaluation mode with statistics that nothing was ever measured for?"""
+"""Do normalisations run in evaluation mode with their initial statistics?"""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Batch normalisations in evaluation mode whose mean is 0 and variance 1 to the last bit."""
+    """Return batch normalisations in evaluation mode with mean exactly 0 and variance exactly 1."""
     fork = setup.fork()
     found: dict[str, Fact] = {}
     paths = {module: path for path, module in fork.model.named_modules()}

@@ -1,4 +1,4 @@
-"""Is a loss of log-probabilities given probabilities, or logits?"""
+"""Does a loss of log-probabilities receive probabilities or logits?"""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 LOSSES = ("nll_loss", "kl_div")
 _CLOSE = 1e-3  # rounding of a sum of probabilities
-_FAR = 0.1  # of the logarithm of that sum: not rounding in half precision
+_FAR = 0.1  # distance of the logarithm of the sum from 0 that no rounding explains
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:

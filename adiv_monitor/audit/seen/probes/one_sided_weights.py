@@ -1,4 +1,4 @@
-"""Do weights that are multiplied with inputs begin on one side of zero, as those of torch.rand?"""
+"""Do weights that multiply inputs begin with nearly one sign, like those of torch.rand?"""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 FUNCTIONS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm",
              "einsum", "conv1d", "conv2d", "conv3d", "bilinear")  # fmt: skip
-LEAST = 64  # entries: the mean of fewer differs from zero by chance
-ONE_SIDED = 0.3  # of the rms
+LEAST = 64  # fewest entries: the mean of fewer differs from zero by chance
+ONE_SIDED = 0.3  # abs(mean) / rms
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The mean over the rms of each, where it is more than 0.3."""
+    """Return abs(mean) / rms of each weight for which it is above 0.3."""
     fork = setup.fork()
     found = one_sided(fork)
     return Probed(tuple(
@@ -24,7 +24,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def one_sided(fork: Fork) -> dict[str, Tensor]:
-    """By name, in the order in which they are used."""
+    """Return name → share, in the order in which the weights are used."""
     names = {id(p): name for name, p in fork.model.named_parameters()}
     found: dict[str, Tensor] = {}
 
@@ -42,7 +42,7 @@ def one_sided(fork: Fork) -> dict[str, Tensor]:
 
 
 def share(weight: Tensor) -> float:
-    """abs(mean) / rms of the entries, 0 to 1."""
+    """Return abs(mean) / rms of the entries, 0 to 1."""
     x = weight.detach().double()
     rms = float(x.square().mean().sqrt())
     return abs(float(x.mean())) / rms if rms > 0 else 0.0

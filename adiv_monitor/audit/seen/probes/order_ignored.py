@@ -1,4 +1,4 @@
-"""Do the outputs depend on the order of places?"""
+"""Do the outputs depend on the order of positions?"""
 
 from typing import Any
 
@@ -11,34 +11,35 @@ from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-SAMPLES = 12  # of a batch, at most
-_SAME = 1e-5  # of an output's largest entry: rounding, which depends on the order of sums
-BAGS = -1  # in place of a patch's size: what is summed up on purpose
-PATCHES = ("conv2d", "unfold")  # whose stride may be as long as their kernel
+SAMPLES = 12  # most samples of a batch
+_SAME = 1e-5  # share of an output's largest entry: rounding depends on the order of sums
+BAGS = -1  # instead of a patch size: inputs are summed on purpose
+PATCHES = ("conv2d", "unfold")  # functions whose stride may equal their kernel size
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """How many places the first input has, if the outputs are the same in any order of them.
+    """Return the number of positions of the first input if their order changes no output.
 
-    Or are in that order themselves, and change with other places. Places are the second axis of
-    tokens and of sequences, and the patches that the first layer cuts images into. Dropout is off.
+    Outputs that are permuted in the same way, and depend on other positions too, count as
+    unchanged. Positions are the second axis of tokens and of sequences, and the patches that the
+    first layer cuts images into. Dropout is off.
     """
     batch = first(setup.batches[0], SAMPLES)
     fork = still(setup.fork())
     patch = patch_size(fork, batch)
     run = ChangedInputs(fork, batch)
     if not run.inputs:
-        return Probed(untold="the model is given no tensor with a part for each sample")
+        return Probed(untold="no input tensor has a part for each sample")
     x = run.inputs[0]
     count = places(x, patch)
     if count < 3 or patch == BAGS:
         return Probed()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(x.device)
     if torch.equal(x, _permuted(x, order, patch)):
-        return Probed(untold="all places are alike")
+        return Probed(untold="all positions are equal")
     own, other = run.own, run.outputs(0, lambda x: _permuted(x, order, patch))
     if not own or len(own) != len(other):
-        return Probed(untold="the model gives no tensor")
+        return Probed(untold="the model returns no tensor")
     if all(map(_alike, own, other)):
         return Probed((Fact("", {"places": float(count)}),))
     by_place = [(a, b) for a, b in zip(own, other, strict=True) if a.shape[1:2] == (count,)]
@@ -46,12 +47,12 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         return Probed()
     one = run.outputs(0, lambda x: _first_exchanged(x, patch))
     if all(_alike(a[:, 1:], b[:, 1:]) for a, b in zip(own, one, strict=True)):
-        return Probed()  # each place is by itself
+        return Probed()  # each position is computed independently
     return Probed((Fact("", {"places": float(count)}),))
 
 
 def patch_size(fork: Fork, batch: Any) -> int:
-    """Of the first layer that cuts images into patches; 0: none does; BAGS: bags are summed up."""
+    """Return the patch size of the first layer that cuts images; 0: none; BAGS: bags are summed."""
     found: list[int] = []
 
     def look(call: Call) -> None:
@@ -66,7 +67,7 @@ def patch_size(fork: Fork, batch: Any) -> int:
 
 
 def patch_of(call: Call) -> int:
-    """The size of the patches that a call cuts images into; 0: into none."""
+    """Return the size of the patches that a call cuts images into; 0 if it cuts none."""
     x = call.argument(0, "input")
     if not isinstance(x, Tensor) or x.ndim != 4:
         return 0
@@ -86,7 +87,7 @@ def _pair(size: Any) -> tuple[int, ...]:
 
 
 def places(x: Tensor, patch: int) -> int:
-    """How many places one sample has; 0: not known."""
+    """Return the number of positions of one sample; 0 if it is unknown."""
     if x.ndim == 4 and patch > 0:
         return (x.shape[2] // patch) * (x.shape[3] // patch)
     is_tokens = x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
@@ -101,7 +102,7 @@ def _permuted(x: Tensor, order: Tensor, patch: int) -> Tensor:
 
 
 def _first_exchanged(x: Tensor, patch: int) -> Tensor:
-    """With the first place of another sample."""
+    """Return the input with the first position taken from another sample."""
     changed = x.clone()
     if x.ndim != 4:
         changed[:, 0] = x[:, 0].roll(1, 0)

@@ -1,4 +1,4 @@
-"""Is the learning rate of something that has a gradient zero?"""
+"""Is the learning rate of parameters that have a gradient zero?"""
 
 import math
 
@@ -10,7 +10,7 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Groups of rate zero whose parameters get a gradient; a fork has lifted those of a warm-up."""
+    """Return groups of learning rate zero whose parameters get a gradient, without warm-ups."""
     fork = setup.fork()
     with seeded(fork.seed), torch.enable_grad():
         fork.loss(fork.model, copied(fork.batches[0])).backward()  # type: ignore[no-untyped-call]

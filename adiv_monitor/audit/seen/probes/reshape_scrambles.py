@@ -1,4 +1,4 @@
-"""Does a reshape cut across the axes of what it is given, where a permutation is meant?"""
+"""Does a reshape cut across the axes of its input, where a permutation is meant?"""
 
 from itertools import pairwise, permutations
 
@@ -13,13 +13,13 @@ FUNCTIONS = ("view", "reshape", "view_as", "reshape_as", "unflatten", "flatten")
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Reshapes in which an axis of the result takes parts of several axes of the input.
+    """Return reshapes in which an axis of the result takes parts of several axes of the input.
 
-    Not those of a shift, as of relative positions: of what was padded, or whose result loses one
-    entry of an axis.
+    Shifts, as of relative positions, are left out: reshapes of a padded tensor, and reshapes whose
+    result loses one entry of an axis.
     """
     crossing: dict[int, tuple[Call, Tensor]] = {}
-    shifted: dict[int, Tensor] = {}  # held: no other gets its id
+    shifted: dict[int, Tensor] = {}  # kept alive, so that no other tensor gets the same id
 
     def look(call: Call) -> None:
         x, made = call.args[0] if call.args else None, call.result
@@ -47,13 +47,13 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def _loses_one(x: Tensor, part: Tensor) -> bool:
-    """Whether it is all of a tensor but one entry of one axis."""
+    """Return whether a call returns all of a tensor except one entry of one axis."""
     less = [a - b for a, b in zip(x.shape, part.shape, strict=False)]
     return x.ndim == part.ndim and sum(less) == 1 and min(less) == 0
 
 
 def scrambles(call: Call) -> bool:
-    """Whether a reshape does more than to split axes, or to join neighbours."""
+    """Return whether a reshape does more than split axes or join neighbouring ones."""
     x, made = call.args[0] if call.args else None, call.result
     if call.name not in FUNCTIONS or not isinstance(x, Tensor) or not isinstance(made, Tensor):
         return False
@@ -61,7 +61,7 @@ def scrambles(call: Call) -> bool:
 
 
 def is_cut_across(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether, between two cuts that both shapes have, each has one that the other has not."""
+    """Return whether, between two common splits, each shape has a split that the other lacks."""
     one, other = _cuts(before), _cuts(after)
     shared = sorted({0, *one} & {0, *other})
     for low, high in pairwise(shared):
@@ -72,9 +72,9 @@ def is_cut_across(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def takes_parts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether an axis of the result is made of proper parts of two axes, or fits none.
+    """Return whether an axis of the result consists of proper parts of two axes, or fits none.
 
-    The heads of all samples may be joined, (B, H·D) → (B·H, D): a whole axis and a part.
+    Joining the heads of all samples is allowed, (B, H·D) → (B·H, D): a whole axis and a part.
     """
     one, other = _cuts(before), _cuts(after)
     every = sorted({*one, *other})
@@ -89,7 +89,7 @@ def takes_parts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _cuts(shape: tuple[int, ...]) -> list[int]:
-    """Products of the sizes from the left, without those of size 1."""
+    """Return the products of the sizes from the left, without those of size 1."""
     found, product = [1], 1
     for size in shape:
         product *= size
@@ -99,9 +99,9 @@ def _cuts(shape: tuple[int, ...]) -> list[int]:
 
 
 def permuted(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """The same shape by a permutation, of axes, or of the parts that one axis is split into.
+    """Return the same shape by a permutation of axes, or of the parts that one axis is split into.
 
-    None: there is none.
+    It is None if there is no such permutation.
     """
     fitting = [p for p in permutations(range(x.ndim)) if tuple(x.shape[i] for i in p) == shape]
     moved = [p for p in fitting if p != tuple(range(x.ndim))]
@@ -111,7 +111,7 @@ def permuted(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         b, t, width = x.shape
         if shape[0] == b and shape[2] == t and shape[1] * shape[3] == width:
             return x.reshape(b, t, shape[1], shape[3]).transpose(1, 2)
-    if x.ndim == 4 and len(shape) == 3:  # and back
+    if x.ndim == 4 and len(shape) == 3:  # (B, H, T, D) → (B, T, H·D)
         b, heads, t, width = x.shape
         if shape == (b, t, heads * width):
             return x.transpose(1, 2).reshape(shape)

@@ -1,4 +1,4 @@
-"""Does a step leave weights of 16 bits as they are, since it is smaller than their last digit?"""
+"""Does a step leave 16-bit weights unchanged because it is smaller than their last digit?"""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import Watch, held, train
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-STEPS = 3  # the last of which is looked at: the first of Adam is as long as any
+STEPS = 3  # only the last one counts: Adam's first step has full length
 COARSE = (torch.bfloat16, torch.float16)
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The share of the entries with a gradient that a step leaves equal to the last bit."""
+    """Return the share of entries with a gradient that a step leaves exactly unchanged."""
     fork = replace(setup, steps=min(STEPS, setup.steps)).fork()
     coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
     if not coarse:
@@ -29,7 +29,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 class _Last(Watch):
-    """Compares the weights before and after each step; the last one's counts stay."""
+    """Compares the weights before and after each step, and keeps the counts of the last step."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters

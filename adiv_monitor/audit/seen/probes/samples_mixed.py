@@ -1,4 +1,4 @@
-"""Does what the model predicts for one sample change with another sample's input?"""
+"""Do the predictions for one sample change with the input of another sample?"""
 
 from typing import Any
 
@@ -13,23 +13,23 @@ from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-SAMPLES = 12  # of a batch, at most
-_BEYOND = 1.2  # times the share of one sample's entries
-_SAME = 1e-5  # of an output's length: rounding
-# Modules that may be told where the samples are.
+SAMPLES = 12  # most samples of a batch
+_BEYOND = 1.2  # factor on the share of one sample's entries
+_SAME = 1e-5  # share of an output's length: rounding
+# Modules with an argument for the axis of the samples.
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The share of the other samples' outputs that change with the first one's input.
+    """Return the share of the other samples' outputs that change with the first sample's input.
 
-    Normalisations of the batch and dropout are in evaluation mode. Evidence is the first function
+    Batch normalisations and dropout are in evaluation mode. The evidence is the first function
     whose result changes beyond that sample.
     """
     batch = _cut(setup)
     size = size_of(batch)
     if size < 3:
-        return Probed(untold="a batch of fewer than three samples")
+        return Probed(untold="the batch has fewer than three samples")
     shapes = [x.shape for x in tensors(batch) if x.ndim]
     if any(shape[0] != size for shape in shapes):
         return Probed(untold="the tensors of a batch are of unlike length: which axis holds the "
@@ -50,7 +50,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 class _Pass:
-    """What one forward pass gave: the model's outputs, and the results of all calls."""
+    """The results of one forward pass: the model's outputs, and the results of all calls."""
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
@@ -59,18 +59,18 @@ class _Pass:
 
 
 def _cut(setup: Setup) -> Any:
-    """A few samples of the first batch, if the loss can be computed of them."""
+    """Return a few samples of the first batch, if the loss can be computed for them."""
     batch = first(setup.batches[0], SAMPLES)
     try:
         with torch.no_grad():
             see_calls(still(setup.fork()), lambda call: None, batch)
-    except Exception:  # the batch's size is written into the model
+    except Exception:  # the model works with one batch size only
         return setup.batches[0]
     return batch
 
 
 def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pass:
-    """One pass, where one sample's inputs may be those of the next one."""
+    """Return one forward pass, optionally with the next sample's inputs in one sample."""
     seen = _Pass()
     size = size_of(batch)
 
@@ -108,7 +108,7 @@ def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pas
 
 
 def _shares(own: _Pass, others: _Pass, size: int) -> tuple[float, str] | str:
-    """The share of the outputs' entries that change, and where first; or why it can't be told."""
+    """Return the share of output entries that change, and the first place, or why it is unknown."""
     if not others.exchanged:
         return "the samples are alike"
     fitting = [(x, y) for x, y in zip(own.outputs, others.outputs, strict=False)
@@ -130,13 +130,13 @@ def _shares(own: _Pass, others: _Pass, size: int) -> tuple[float, str] | str:
 
 
 def _is_other(x: Tensor, y: Tensor) -> Tensor:
-    """Which entries differ by more than rounding."""
+    """Return which entries differ by more than rounding."""
     rms = float(x.float().square().mean().sqrt())
     return (x - y).abs() > _SAME * max(rms, 1e-12)
 
 
 def _is_independent_along_1(setup: Setup, batch: Any) -> bool:
-    """Whether samples may lie along axis 1 of inputs, outputs and targets, and do not mix there."""
+    """Return whether samples may lie along axis 1 of all tensors without mixing there."""
     shapes = [x.shape for x in tensors(batch) if x.ndim]
     if any(len(shape) < 2 or shape[1] != shapes[0][1] for shape in shapes):
         return False

@@ -1,4 +1,4 @@
-"""Are the targets of a sequence its own tokens, and does the model see what it shall predict?"""
+"""Are the targets of a sequence its own tokens, or visible to the model as later inputs?"""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from adiv_monitor.audit.training.batches import mapped, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-_ALIKE = 0.99  # share of the targets, but for padding and the ends
-_SAME = 1e-5  # of the outputs' length: rounding
+_ALIKE = 0.99  # share of the targets without padding and ends
+_SAME = 1e-5  # share of the outputs' length: rounding
 
 
 def target_is_input(setup: Setup, trained: Fork) -> Probed:
-    """Integer targets equal to the inputs, of a model that does not look ahead, the first counted.
+    """Find integer targets equal to the inputs, in a model that does not look ahead.
 
-    A model that moves the labels on by one itself does not count the first.
+    The first target must affect the loss: it does not in a model that shifts the labels itself.
     """
     batch = setup.batches[0]
     found = _tokens(batch)
@@ -28,7 +28,7 @@ def target_is_input(setup: Setup, trained: Fork) -> Probed:
     ahead = looks_ahead(fork, batch, tokens)
     if ahead is None:
         return Probed(untold="no output has the places of the inputs")
-    if ahead > _SAME:  # it may give back what it was given on purpose
+    if ahead > _SAME:  # an autoencoder may reproduce its inputs on purpose
         return Probed()
     again = RepeatedLoss(fork)
     as_it_is = again.of(batch)
@@ -38,14 +38,14 @@ def target_is_input(setup: Setup, trained: Fork) -> Probed:
 
 
 def future_leak(setup: Setup, trained: Fork) -> Probed:
-    """Targets are the inputs moved on by one, and outputs change with the inputs behind them."""
+    """Find targets that are the next tokens, in a model whose outputs depend on later inputs."""
     batch = setup.batches[0]
     found = _tokens(batch)
     if found is None:
         return Probed()
     tokens, labels, moved = found
     fork = setup.fork()
-    if moved == 0:  # the model moves them itself, if it does not count the first
+    if moved == 0:  # the model itself may shift the labels; then the first one does not count
         again = RepeatedLoss(fork)
         other = _with(batch, labels, lambda x: _first_changed(x, tokens))
         if labels is tokens or again.of(other) != again.of(batch):
@@ -57,11 +57,11 @@ def future_leak(setup: Setup, trained: Fork) -> Probed:
 
 
 def _tokens(batch: Any) -> tuple[Tensor, Tensor, int] | None:
-    """Tokens, labels and by how many places these are moved on (0 or 1); None: no such targets."""
+    """Return tokens, labels and the shift of the labels (0 or 1); None: not found."""
     whole = [x for x in tensors(batch) if x.ndim == 2 and x.shape[1] > 2 and _is_integer(x)]
     for i, tokens in enumerate(whole):
         if int(tokens.max()) <= 1:
-            continue  # a mask
+            continue  # the tensor is a mask
         for labels in whole[i + 1 :]:
             if labels.shape != tokens.shape:
                 continue
@@ -77,15 +77,15 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def _share(labels: Tensor, tokens: Tensor) -> float:
-    """Of the labels that are no mark to be left out, those that are the tokens."""
+    """Return the share of the labels that equal the tokens; labels to ignore do not count."""
     real = labels >= 0
     return float((labels == tokens)[real].float().mean()) if bool(real.any()) else 0.0
 
 
 def looks_ahead(fork: Fork, batch: Any, tokens: Tensor) -> float | None:
-    """How far outputs of the first half of the places change when tokens of the second half do.
+    """Return how far outputs of the first half change if tokens of the second half change.
 
-    Relative to their length; None where no output has the tokens' places.
+    The change is relative to their length; None if no output has the positions of the tokens.
     """
     half = tokens.shape[1] // 2
     seen: list[Tensor] = []
@@ -112,12 +112,12 @@ def looks_ahead(fork: Fork, batch: Any, tokens: Tensor) -> float | None:
 
 
 def _first_changed(labels: Tensor, tokens: Tensor) -> Tensor:
-    """With other first labels, of those that there are."""
+    """Return the batch with other first labels."""
     changed = labels.clone()
     changed[:, 0] = torch.where(labels[:, 0] == tokens.max(), tokens.min(), tokens.max())
     return changed
 
 
 def _with(batch: Any, one: Tensor, change: Any) -> Any:
-    """The batch with one of its tensors changed."""
+    """Return the batch with one of its tensors replaced."""
     return mapped(batch, lambda x: change(x) if x is one else x)

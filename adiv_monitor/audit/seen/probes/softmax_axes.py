@@ -1,4 +1,4 @@
-"""Is a softmax taken over one entry, or over the samples of the batch?"""
+"""Is a softmax taken over a single entry, or over the samples of the batch?"""
 
 from typing import Any
 
@@ -11,17 +11,20 @@ from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 FUNCTIONS = ("softmax", "log_softmax", "softmin")
-OWN = ("cross_entropy", "binary_cross_entropy_with_logits")  # losses that take one themselves
+OWN = (
+    "cross_entropy",
+    "binary_cross_entropy_with_logits",
+)  # losses with their own softmax or sigmoid
 
 
 def of_one(setup: Setup, trained: Fork) -> Probed:
-    """Softmaxes of (samples, 1) over the last axis, which give 1 whatever they are given."""
+    """Find softmaxes of (samples, 1) over the last axis, whose result is always 1."""
     samples = size_of(setup.batches[0])
     return _asked(setup, lambda call: is_of_one(call, samples))
 
 
 def over_samples(setup: Setup, trained: Fork) -> Probed:
-    """Softmaxes of (samples, classes) over the first axis: what a sample gets depends on others."""
+    """Find softmaxes of (samples, classes) over the first axis, which mix samples."""
     samples = size_of(setup.batches[0])
     return _asked(setup, lambda call: is_over_samples(call, samples))
 
@@ -41,7 +44,7 @@ def _asked(setup: Setup, is_wrong: Any) -> Probed:
 
 
 def is_of_one(call: Call, samples: int) -> bool:
-    """Whether it is a softmax, or a cross-entropy, of one class."""
+    """Return whether a call is a softmax, or a cross-entropy, of one class."""
     x = call.argument(0, "input")
     if not isinstance(x, Tensor) or x.ndim != 2 or len(x) != samples or samples < 2:
         return False
@@ -51,7 +54,7 @@ def is_of_one(call: Call, samples: int) -> bool:
 
 
 def is_over_samples(call: Call, samples: int) -> bool:
-    """Whether it is a softmax over the samples of several classes."""
+    """Return whether a call is a softmax over the samples, with several classes."""
     x = call.argument(0, "input")
     if call.name not in FUNCTIONS or not isinstance(x, Tensor):
         return False

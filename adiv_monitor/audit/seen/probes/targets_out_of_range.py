@@ -1,4 +1,4 @@
-"""Can the function behind the last layer give what the targets of a regression are?"""
+"""Can the function behind the last layer reach the targets of a regression?"""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ BATCHES = 2
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The share of the targets that lie beyond what an activation function on the outputs gives."""
+    """Return the share of targets outside the range of the function on the outputs."""
     found: dict[str, list[float]] = {}
     words: dict[str, dict[str, str]] = {}
     for batch in setup.batches[:BATCHES]:
@@ -40,9 +40,10 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def beyond(fork: Fork, batch: object = None) -> list[tuple[Call, float]]:
-    """Calls of functions of a bounded range whose results a difference takes from targets.
+    """Return calls of functions with a bounded range whose results are subtracted from targets.
 
-    With the share of these targets that lie outside. A result is told by its memory.
+    Each comes with the share of these targets outside the range. Results are identified by their
+    memory.
     """
     made: dict[int, tuple[Call, int]] = {}
     found: list[tuple[Call, float]] = []
