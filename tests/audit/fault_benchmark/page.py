@@ -76,7 +76,7 @@ padded batches). Rules were corrected with these runs, so they do not count as u
 
 
 def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
-    """The results. Rows as `benchmark.py` makes them."""
+    """Return the page for rows of `benchmark.py`."""
     audits = by_case(rows)["audit"]
     faulty_cases = {name: found for name, found in audits.items() if name in CASES}
     healthy = {name: found for name, found in audits.items() if name in HEALTHY}
@@ -98,7 +98,7 @@ def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Part of the benchmark → name of the case → its rows."""
+    """Return the rows by part of the benchmark and name of the case."""
     parts: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         parts[row["part"]][row["name"]].append(row)
@@ -106,7 +106,7 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def head(title: str, arguments: Sequence[str]) -> list[str]:
-    """Title, command, versions and hardware."""
+    """Return title, command, versions and hardware."""
     return [
         f"# {title}",
         "",

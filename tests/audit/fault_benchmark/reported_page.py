@@ -1,4 +1,4 @@
-"""What the audit says of the bugs that people report, and of their fixed twins, as Markdown."""
+"""The audit's findings on reported bugs and on their fixed twins, as Markdown."""
 
 import shlex
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ saturated, as in a case of the second half.
 
 
 def page(rows: Sequence[Row], arguments: Sequence[str]) -> str:
-    """Both halves, the twins, and what it comes to."""
+    """Return the page: both halves, the twins, and totals."""
     command = f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`"
     lines = [INTRODUCTION.strip(), "", f"{command}, on {hardware()}.", ""]
     for title, cases in (("Rules were set by these", SET_BY), ("Held out", HELD_OUT)):
