@@ -1,7 +1,8 @@
-"""Accelerate: addition modulo 23, learnt from embeddings, with gradient accumulation.
+"""Accelerate: a network learns addition modulo 23, with gradient accumulation.
 
-The monitor is given what `accelerator.prepare` returned. Its steps are those that the optimizer
-takes, here after every fourth batch and the last of an epoch; rows are counted over all of them.
+The monitor receives the objects that `accelerator.prepare` returned. Its steps are those of the
+optimizer, here after every fourth batch and after the last one of an epoch. The rows of a step are
+those of all its batches.
 
     python examples/accelerate_loop.py
     accelerate launch --mixed_precision bf16 examples/accelerate_loop.py
@@ -19,7 +20,7 @@ MODULUS = 23
 
 
 class Adder(nn.Module):
-    """Scores of every sum of two numbers, modulo MODULUS."""
+    """A network that scores every sum of two numbers modulo MODULUS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class Adder(nn.Module):
         self.output = nn.Linear(128, MODULUS)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """(rows, 2) → (rows, MODULUS)."""
+        """Map numbers (rows, 2) to scores (rows, MODULUS)."""
         x = self.norm(self.embed(numbers).flatten(1))
         return self.output(torch.relu(self.hidden(x)))
 

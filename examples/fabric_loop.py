@@ -1,7 +1,7 @@
-"""Lightning Fabric: a small CNN tells upright from lying bars, in bfloat16.
+"""Lightning Fabric: a small CNN distinguishes vertical from horizontal bars, in bfloat16.
 
-The monitor is given what `fabric.setup` returned; layers are named as if Fabric were not there.
-Needs the package lightning.
+The monitor receives the objects that `fabric.setup` returned; layers have the same names as without
+Fabric. The example needs the package lightning.
 
     python examples/fabric_loop.py
 """
@@ -17,7 +17,7 @@ STEPS, ROWS, SIDE = 120, 32, 12
 
 
 def bars(rows: int) -> tuple[Tensor, Tensor]:
-    """Noisy images (rows, 1, SIDE, SIDE) with one bright column or row, and which of both."""
+    """Return noisy images (rows, 1, SIDE, SIDE) with one bright column or row, and its kind."""
     images = 0.5 * torch.randn(rows, 1, SIDE, SIDE)
     images[torch.arange(rows), :, :, torch.randint(SIDE, (rows,))] += 1
     lying = torch.randint(2, (rows,))

@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer: a small BERT learns which of two symbols is the more frequent.
+"""Hugging Face's Trainer: a small BERT learns which of two symbols is more frequent.
 
-A table is printed every 50 steps. The summaries over layers are in the Trainer's own history, of
-which some is shown at the end. With `report_to="tensorboard"`, "wandb" and the like instead of
-"none" they are there too, with every layer.
+It prints a table every 50 steps. The Trainer's history has the summaries over layers; some are
+printed at the end. With `report_to="tensorboard"`, "wandb" and the like instead of "none", these
+receive the summaries and every layer.
 
     python examples/hugging_face_trainer.py
 """
@@ -18,7 +18,7 @@ SYMBOLS, LENGTH = 8, 15
 
 
 def sequences(count: int) -> list[dict[str, Tensor]]:
-    """Random symbols (LENGTH,), and whether there are more 1s than 0s among them."""
+    """Return random symbols (LENGTH,), and whether more of them are 1 than 0."""
     ids = torch.randint(SYMBOLS, (count, LENGTH))
     labels = ((ids == 1).sum(dim=1) > (ids == 0).sum(dim=1)).long()
     return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]

@@ -1,7 +1,7 @@
-"""A loop of one's own: two spirals, told apart by a small network.
+"""A plain training loop: a small network classifies points of two spirals.
 
-Prints a table every 100 steps, and keeps every report in a file. Watch the scale of the last layer
-grow as the network learns, and how few of its rows are harmed.
+It prints a table every 100 steps, and writes every report to a file. As the network learns, the
+scale of the last layer grows, and few of its rows are harmed.
 
     python examples/plain_loop.py
 """
@@ -16,7 +16,7 @@ STEPS, ROWS = 300, 64
 
 
 def spirals(rows: int) -> tuple[Tensor, Tensor]:
-    """Points (rows, 2) on one of two arms that wind around each other, and on which."""
+    """Return points (rows, 2) on two arms that wind around each other, and each point's arm."""
     arm = torch.randint(2, (rows,))
     turn = torch.rand(rows).sqrt() * 3 * torch.pi
     angle = turn + arm * torch.pi

@@ -21,9 +21,9 @@ CLASSES = (
 )
 COMPUTED = {
     "AuditReport": {
-        "schema": f"{SCHEMA}; it grows when a field goes or means something else.",
-        "verdict": "what it comes to, in one or two sentences.",
-        "worst": "the strength of the strongest finding; null: there is none.",
+        "schema": f"{SCHEMA}; it grows when a field is removed or changes its meaning.",
+        "verdict": "the conclusion, in one or two sentences.",
+        "worst": "the strength of the strongest finding; null if there is none.",
     },
     "StepReport": {
         "descent": "Σ of the layers' descents; null if there are none.",
@@ -32,17 +32,17 @@ COMPUTED = {
 }
 TOP = f"""# report.json
 
-What an audit, and of a training `HtmlSink`, writes beside its page: one JSON object,
-`AuditReport.to_dict()`, schema {SCHEMA}.
-`AuditReport.from_json(text)` reads it back exactly; of what does not fit it says where,
-what is there and what is expected.
+This page describes the JSON file that an audit, and `HtmlSink` for a training, write beside their
+page: one object, `AuditReport.to_dict()`, schema {SCHEMA}. `AuditReport.from_json(text)` reads it
+back exactly. If something does not fit, its error says where, what is there and what is expected.
 
-- JSON has no word for numbers that are not finite: they are the texts `"NaN"` (no direction, or not
-  known), `"Infinity"` and `"-Infinity"`. `null` is "None" below: not asked for, or not defined.
-- Keys of objects are texts: `"0.1"` for a learning rate's factor, `"10"` for a step.
-- In a layer's reading a measure that was not taken is absent, not null. What the measures are is
-  said in `adiv_monitor/maths/measures.py`, those of attention in `adiv_monitor/maths/attention.py`.
-- New fields may come without another schema: readers should pass over what they don't know.
+- JSON cannot represent numbers that are not finite. They are the strings `"NaN"` (no direction, or
+  not known), `"Infinity"` and `"-Infinity"`. `null` is "None" below: not requested, or not defined.
+- Keys of objects are strings: `"0.1"` for a factor of the learning rate, `"10"` for a step.
+- A layer's reading contains only the measures that were computed; others are absent, not null.
+  [Measures](api/measures.md) defines them.
+- New fields may appear without a new schema number, so readers should ignore fields that they do
+  not know.
 """
 
 

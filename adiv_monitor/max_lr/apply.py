@@ -1,4 +1,4 @@
-"""A parametrization put onto a model: initialisation and multipliers of its layers."""
+"""Application of a parametrization to a model: initialisation and multipliers of its layers."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,29 +30,29 @@ def parametrize_model(
 ) -> tuple[AlignedLayer, ...]:
     """Initialise a model's layers, W ~ N(0, (σ (n/n₀)^(−b))²), and multiply them by (n/n₀)^(−a).
 
-    n is the fan-in of hidden layers and readouts, the fan-out of embeddings; n₀ is that of the same
-    layer in the base model, and σ the root mean square of its weight there. So at the base width
-    the model is as it was, and a learning rate that is right there is right at other widths.
-    Without a base n₀ is 1, and σ too, but in an embedding that is a linear layer or a convolution
-    over the root of its fan-in, which does not grow with width. The code of the model stays as it
-    is: multipliers are parametrizations of torch's, the optimizer holds the same parameters.
-    Excluded layers, biases and norms are left alone.
+    n is the fan-in of hidden layers and readouts, and the fan-out of embeddings; n₀ is that of the
+    same layer in the base model, and σ the root mean square of its weight there. So at the base
+    width the weights keep their size, and a learning rate tuned there fits other widths. Without a
+    base n₀ and σ are 1, except in an embedding that is a linear layer or a convolution: there σ is
+    1 over the root of its fan-in, which does not grow with width. The model's code does not change:
+    multipliers are torch parametrizations, and the optimizer holds the same parameters. Excluded
+    layers, biases and norms do not change.
 
     Args:
         model: the model.
-        probe: shows its layers; see `Alignment`.
+        probe: the probe that finds its layers; see `Alignment`.
         parametrization: "sp", "ntk", "mup", "mfp", or one of yours.
-        base: layers of the same model, initialised, at the base width:
+        base: layers of the same model, initialised at the base width, as in
             `Alignment(build(64), probe).layers`.
-        scale: factor of σ for all layers, or by layer (1 where there is none).
-        generator: of the random numbers; None: torch's own.
+        scale: factor of σ for all layers, or by layer; 1 for layers without an entry.
+        generator: generator of the random numbers; None: torch's own.
 
     Returns:
         The layers, for `optimizer_groups`.
 
     Raises:
         ValueError: `scale` names no layer, the parametrization is unstable, the model or the base
-            has multipliers already, the base has other layers, a layer's weight is made in its
+            has multipliers already, the base has other layers, a layer's weight is computed in the
             forward pass, or one weight of one module needs two multipliers.
     """
     if any(isinstance(module, Multiplier) for module in model.modules()):
@@ -94,12 +94,12 @@ def parametrize_model(
 def _multiply(
     chosen: Sequence[tuple[AlignedLayer, float, float]], parametrization: str | Parametrization
 ) -> None:
-    """Put multipliers on layers, of which there are (layer, n/n₀, a).
+    """Register the multipliers of (layer, n/n₀, a).
 
     Raises:
-        ValueError: one weight of one module needs two.
+        ValueError: one weight of one module needs two multipliers.
     """
-    # A place may be that of several layers: packed projections share a multiplier.
+    # Several layers may share a place: packed projections have one multiplier.
     places: dict[tuple[nn.Module, str], tuple[str, float, float]] = {}
     for layer, ratio, a in chosen:
         path, *first = places.setdefault((layer.module, layer.name), (layer.path, ratio, a))
@@ -111,7 +111,7 @@ def _multiply(
                 "the second use in a module of its own (head.weight = embedding.weight)"
             )
     of = parametrization_named(parametrization)
-    factors: dict[int, set[float]] = defaultdict(set)  # of each parameter, in all of its uses
+    factors: dict[int, set[float]] = defaultdict(set)  # by parameter, over all of its uses
     for layer, ratio, a in chosen:
         for parameter in layer.weights:
             factors[id(parameter)].add(ratio**-a)

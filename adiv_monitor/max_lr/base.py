@@ -1,4 +1,4 @@
-"""How much wider a model is than its base, the width at which a parametrization changes nothing."""
+"""Ratios of a model's widths to its base, the width at which a parametrization changes nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from adiv_monitor.max_lr.multiplier import multiplier_of
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """Widths over those at the base; over 1 without one.
+    """Ratios of widths to those of a base model; without one, to 1.
 
     Attributes:
-        layers: path → the layer of the base model; empty: there is none.
-        vectors: id of a bias, gain or the like of the model → its length at the base.
+        layers: layers of the base model by path; empty without a base.
+        vectors: lengths in the base model, by id of the model's biases, gains and the like.
     """
 
     layers: Mapping[str, AlignedLayer]
@@ -21,7 +21,7 @@ class Base:
 
     @classmethod
     def of(cls, layers: Sequence[AlignedLayer], base: Sequence[AlignedLayer] | None) -> "Base":
-        """The base of these layers.
+        """Return the base of these layers.
 
         Raises:
             ValueError: the base has other layers, or multipliers.
@@ -49,25 +49,25 @@ class Base:
         return cls(named, lengths)
 
     def ratio(self, layer: AlignedLayer) -> float:
-        """n/n₀ of a layer."""
+        """Return n/n₀ of a layer."""
         if not self.layers:
             return layer.width
         at_base = self.layers[layer.path]
         return layer.width / (at_base.fan_out if layer.role == "embedding" else at_base.fan_in)
 
     def ratio_of_vector(self, vector: int, length: int) -> float:
-        """n/n₀ of a bias, a gain or the like; 1 where it acts on nothing that layers give.
+        """Return n/n₀ of a bias, a gain or the like; 1 if it acts on no output of a layer.
 
         Args:
-            vector: its id.
-            length: its number of entries.
+            vector: id of the parameter.
+            length: number of its entries.
         """
         return length / self.vectors.get(vector, length) if self.layers else length
 
     def sigma(self, layer: AlignedLayer, place: int) -> float:
-        """σ of a parameter of a layer: its root mean square in the base model, 1 without one.
+        """Return σ of a layer's parameter: its root mean square in the base model; 1 without one.
 
-        In an embedding without a base that is a linear layer or a convolution it is over the root
+        Without a base, σ of an embedding that is a linear layer or a convolution is 1 over the root
         of the fan-in, which does not grow with width.
         """
         if self.layers:

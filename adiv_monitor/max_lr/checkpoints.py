@@ -1,4 +1,4 @@
-"""State dicts of models without multipliers: loaded into parametrized ones, and made of them."""
+"""Conversion of state dicts between parametrized models and models without multipliers."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from adiv_monitor.max_lr.multiplier import Multiplier, multiplier_of
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model without multipliers, its weights multiplied: as they are used.
+    """Return the state dict of an equal model without multipliers: its weights are multiplied.
 
-    A model that was not parametrized loads it and computes the same. The other way round,
-    `load_state_dict` of a parametrized model takes either kind.
+    A model that was not parametrized loads it and computes the same function. In the other
+    direction, `load_state_dict` of a parametrized model accepts both kinds of state dicts.
 
     Args:
-        model: see `parametrize_model`.
+        model: a model that was passed to `parametrize_model`.
 
     Raises:
-        ValueError: a weight has other parametrizations too, or is shared by layers that multiply
-            it by different numbers, which a model without multipliers can't.
+        ValueError: a weight has other parametrizations too, or is shared by layers that multiply it
+            by different numbers, which a model without multipliers cannot represent.
     """
     state = dict(model.state_dict())
     factors: dict[int, set[float]] = defaultdict(set)
@@ -62,7 +62,7 @@ def _from_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: objec
 
 
 def _multipliers(module: nn.Module) -> Iterator[tuple[str, Multiplier]]:
-    """The weights of a module that have one."""
+    """Yield the names of a module's weights that have a multiplier, and the multipliers."""
     names = module.parametrizations if parametrize.is_parametrized(module) else ()
     for name in names:  # type: ignore[union-attr]
         multiplier = multiplier_of(module, name)

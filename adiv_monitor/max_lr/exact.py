@@ -1,4 +1,4 @@
-"""Solutions in which chosen features change by order one, which is not convex: with integers."""
+"""Integer program for solutions in which chosen features change by order one; not convex."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ def minimise_exactly(
     cost: Array,
     changing: Sequence[int],
 ) -> Outcome:
-    """The best x (columns,) whose r are really the least of their terms, with r = 0 of `changing`.
+    """Return the best x (columns,) where each r equals its smallest term; r = 0 in `changing`.
 
-    To each row "r ≤ term" belongs an integer that says whether r is that term.
+    Each row "r ≤ term" has an integer variable, which is 1 if r equals that term.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 

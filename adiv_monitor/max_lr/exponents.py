@@ -1,7 +1,7 @@
-"""abc-parametrizations: exponents of width of multipliers and of the initialisation.
+"""abc-parametrizations: exponents of multipliers, initialisation and learning rates in the width.
 
-A layer computes n^(−a) W x with W ~ N(0, n^(−2b)), and learns at the rate η n^(−c): the smaller c,
-the larger the rate (Everett et al. 2024, arXiv 2407.05872).
+A layer computes n^(−a) W x with W ~ N(0, n^(−2b)), and has the learning rate η n^(−c), which is
+larger the smaller c is (Everett et al. 2024, arXiv 2407.05872).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Parametrization:
     """A choice of a and b for each of the three roles: embedding, hidden layer, readout.
 
     Attributes:
-        name: what it is called.
+        name: name of the parametrization.
         a: exponents of the multipliers n^(−a).
         b: exponents of the standard deviations n^(−b) at initialisation.
     """
@@ -37,10 +37,10 @@ PARAMETRIZATIONS: Mapping[str, Parametrization] = MappingProxyType(
 
 
 def parametrization_named(given: str | Parametrization) -> Parametrization:
-    """The parametrization of that name; one that is given is handed through.
+    """Return the parametrization of that name; a `Parametrization` is returned unchanged.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no parametrization has that name.
     """
     if isinstance(given, Parametrization):
         return given
@@ -55,10 +55,10 @@ def parametrization_named(given: str | Parametrization) -> Parametrization:
 def unstable_at_initialisation(
     a: Sequence[float], b: Sequence[float], sources: Sequence[int], sinks: Sequence[int]
 ) -> str:
-    """Which layer's output blows up or vanishes with width before training; "" if none does.
+    """Return which layer's output grows or vanishes with width before training; "" if none does.
 
-    a + b must be 0 where the input does not grow with width, ½ in hidden layers, and at least ½ in
-    readouts.
+    a + b must be 0 in embeddings, whose input does not grow with width, ½ in hidden layers, and at
+    least ½ in readouts.
     """
     for layer, total in enumerate(x + y for x, y in zip(a, b, strict=True)):
         expected = 0.0 if layer in sources else 0.5

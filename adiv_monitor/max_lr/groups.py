@@ -1,4 +1,4 @@
-"""A parametrization's learning rates for a model, as groups of parameters of an optimizer."""
+"""Parameter groups of an optimizer, with the learning rates of a parametrization."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -36,33 +36,34 @@ def optimizer_groups(
     gains: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> list[Group]:
-    """Parameter groups with η (n/n₀)^(−c) for each layer, c that under full alignment.
+    """Return parameter groups with the learning rate η (n/n₀)^(−c) for each layer.
 
-    n₀ is the layer's width in the base model, so at the base width every parameter learns at η;
-    1 without a base. What acts entry by entry, biases and norms ("vectors"), learns as an embedding
-    without multiplier does: with Adam at η, with SGD at η (n/n₀)^G, G the exponent of gradients of
-    features; at η where it acts on what readouts give, and on nothing else. Without a base these
-    rates are such that a vector learns as fast as hidden weights do at a width of 64. Excluded
-    layers learn at their c, too. A matrix that the probe's forward pass does not show has no width.
+    c is that under full alignment. n₀ is the layer's width in the base model, so at the base width
+    every parameter has the learning rate η; without a base n₀ is 1. Parameters that act entry by
+    entry, such as biases and norms ("vectors"), learn like an embedding without multiplier: at η
+    with Adam, and at η (n/n₀)^G with SGD, where G is the exponent of the features' gradients.
+    Vectors that act only on outputs of readouts learn at η. Without a base these rates are scaled
+    so that a vector learns as fast as hidden weights at a width of 64. Excluded layers learn at
+    their c too. A matrix that the probe's forward pass does not use has no width.
 
     Args:
         model: the model.
-        layers: of `parametrize_model`, or of `Alignment(model, probe)`.
-        parametrization: that of the model.
+        layers: result of `parametrize_model`, or `Alignment(model, probe).layers`.
+        parametrization: the model's parametrization.
         optimizer: see `solve_max_lr`.
         lr: η.
         base: layers of the same model at the base width, see `parametrize_model`.
-        eps: ε of Adam at the base width; elsewhere it shrinks as gradients do, (n/n₀)^(−g). None:
-            not in the groups.
-        weight_decay: λ, for optimizers whose decay is rate × decay (AdamW, SGD): each group's is
-            such that this product is η λ. None: not in the groups, and decay follows the rate.
-        kinds: kind of parameter ("input", "hidden", "readout", "vector") → further factor of η.
-        gains: layer → further factor of its rate, such as `MaxLRScheduler.proposed` of another run.
-        rates: name of a parameter → its learning rate, whatever uses it.
+        eps: ε of Adam at the base width; at other widths it shrinks as gradients do, (n/n₀)^(−g).
+            None: not in the groups.
+        weight_decay: λ, for optimizers that multiply decay by the rate (AdamW, SGD). Each group's
+            decay times its rate is η λ. None: not in the groups, so decay follows the rate.
+        kinds: further factors of η by kind of parameter: "input", "hidden", "readout", "vector".
+        gains: further factors by layer, such as `MaxLRScheduler.proposed` of another run.
+        rates: learning rates by name of a parameter, whatever uses it.
 
     Returns:
         The groups, each with its "name", the "kind" of its parameters and the "rule" of the
-        optimizer that it is for.
+        optimizer that they are for.
 
     Raises:
         ValueError: the exponents have no solution, matrices learn that no layer uses, layers, kinds
@@ -109,7 +110,7 @@ def _of_layers(
     groups: Sequence[Group],
     eps: float | None,
 ) -> list[Group]:
-    """A group for each layer with parameters of its own, rates for η = 1."""
+    """Return a group for each layer with parameters of its own, with rates for η = 1."""
     held = {id(p) for group in groups for p in group["params"]}
     found = []
     terms = zip(network.layers, network.kinds, solution.c, solution.gradients, strict=True)
@@ -135,7 +136,7 @@ def _of_vectors(
     groups: Sequence[Group],
     eps: float | None,
 ) -> list[Group]:
-    """A group for each parameter that no layer multiplies by, rates for η = 1."""
+    """Return a group for each parameter that acts entry by entry, with rates for η = 1."""
     held = {id(p) for group in groups for p in group["params"]}
     learning = {name: p for name, p in parameters.items() if p.requires_grad and id(p) not in held}
     readouts, others = (
@@ -165,20 +166,21 @@ def _of_vectors(
 
 
 def _at_vector_width(rule: UpdateRule, missing: float) -> float:
-    """What makes a vector as fast as hidden weights at a width of 64, where rates are absolute.
+    """Return the factor with which a vector learns as fast as hidden weights at a width of 64.
 
-    Under full alignment multiplier × update of hidden weights is 1/n of what η is for a vector of
-    features. Gradients of outputs don't shrink as those of features do.
+    It applies to absolute rates. Under full alignment, multiplier × update of hidden weights is 1/n
+    of η, the update of a vector of features. Gradients of outputs do not shrink as those of
+    features do.
 
     Args:
-        rule: the optimizer's.
-        missing: by which exponent the vector's gradient shrinks less than those of features.
+        rule: the optimizer's rule.
+        missing: exponent by which the vector's gradient shrinks less than those of features.
     """
     return float(_VECTOR_WIDTH ** ((missing if rule.follows_gradient else 0.0) - 1))
 
 
 def _check_ratios(layers: Sequence[AlignedLayer], base: Base) -> None:
-    """Multipliers are of this base, or there are none."""
+    """Check that the multipliers, if there are any, belong to this base."""
     for layer in layers:
         multiplier = multiplier_of(layer.module, layer.name)
         if multiplier is not None and abs(multiplier.ratio / base.ratio(layer) - 1) > 1e-6:
@@ -195,7 +197,7 @@ def _named(
     gains: Mapping[str, float],
     rates: Mapping[str, float],
 ) -> dict[str, nn.Parameter]:
-    """The parameters of the model, of which these layers, factors and rates have to be."""
+    """Return the model's parameters by name; check that layers, factors and rates belong to it."""
     parameters = dict(model.named_parameters())
     theirs = {id(p) for p in parameters.values()}
     strange = [x.path for x in layers if not theirs.issuperset(map(id, x.parameters))]
@@ -215,7 +217,7 @@ def _named(
 
 
 def _features_gradient(network: ModelNetwork, c: Sequence[float]) -> float:
-    """G, the exponent of gradients of features."""
+    """Return G, the exponent of the features' gradients."""
     places = {path: i for i, path in enumerate(network.paths)}
     before = tuple(tuple(places[p] for p in x.predecessors) for x in network.layers)
     return feature_gradient_exponent(Network(network.a, network.b, network.rule, before), c)

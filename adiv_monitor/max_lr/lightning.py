@@ -1,4 +1,4 @@
-"""`MaxLRScheduler` as a callback of Lightning: translation only."""
+"""`MaxLRScheduler` as a Lightning callback."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class MaxLRCallback(Callback):
     """Runs a `MaxLRScheduler` during `Trainer.fit`, and logs factors as `adiv.max_lr/<layer>`.
 
-    Whatever scheduler `configure_optimizers` returns goes on as it is. Its loss is watched. The
-    scheduler's state is part of the Trainer's checkpoints.
+    Schedulers that `configure_optimizers` returns work as before. The training loss is passed to
+    `see_loss`. The state of the `MaxLRScheduler` is part of the Trainer's checkpoints.
 
     Args:
         probe: see `MaxLRScheduler`; moved to the model's device. None with mode="static".
@@ -24,11 +24,11 @@ class MaxLRCallback(Callback):
 
     Raises:
         ImportError: without Lightning.
-        ValueError: when training begins with other than one optimizer, or what `MaxLRScheduler`
-            can't work with.
+        ValueError: at the start of training, if there is not exactly one optimizer, or if
+            `MaxLRScheduler` refuses its arguments.
 
     Attributes:
-        scheduler: of the present or last fit; None before the first.
+        scheduler: scheduler of the current or last fit; None before the first.
     """
 
     def __init__(self, probe: Probe | None, **options: Any) -> None:
@@ -38,15 +38,15 @@ class MaxLRCallback(Callback):
         self.scheduler: MaxLRScheduler | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's."""
+        """Return the scheduler's state."""
         return {} if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there in the coming fit."""
+        """Continue from this state in the next fit."""
         self._restored = state_dict or None
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Optimizers exist, and weights are restored."""
+        """Create the scheduler: optimizers exist now, and weights are restored."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"MaxLRCallback: got a fit with {len(trainer.optimizers)} optimizers, expected one"
@@ -61,7 +61,7 @@ class MaxLRCallback(Callback):
     def on_train_batch_end(
         self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, *args: Any
     ) -> None:
-        """Watch the loss, and log what there is."""
+        """Pass the loss on, and log new factors."""
         if self.scheduler is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -74,13 +74,13 @@ class MaxLRCallback(Callback):
                 logger.log_metrics(shown, step=trainer.global_step)
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Leave nothing on the optimizer."""
+        """Remove all hooks from the optimizer."""
         self._close()
 
     def on_exception(
         self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
     ) -> None:
-        """Nor when the fit fails."""
+        """Remove all hooks from the optimizer if the fit fails."""
         self._close()
 
     def _close(self) -> None:

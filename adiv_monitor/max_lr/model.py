@@ -1,4 +1,4 @@
-"""A model's layers as the solver's network: who feeds whom, what is shared or left alone."""
+"""The solver's network of a model's layers: connections, shared weights, excluded layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ Ratios = tuple[float | None, float | None, float | None]  # alpha, omega, u
 
 @dataclass(frozen=True, eq=False)
 class ModelNetwork:
-    """Layers of a model in the order in which they run.
+    """The layers of a model, in the order in which they run.
 
     Attributes:
-        layers: those that feed or are fed by another.
+        layers: layers that feed another layer or are fed by one.
         a: exponents of their multipliers.
         b: exponents of their initialisation.
-        rule: the optimizer's.
-        kinds: 0 for an embedding, 1 for a hidden layer, 2 for a readout, by who feeds whom.
-        tied: places of layers whose weights share a parameter (tied, or packed projections).
+        rule: the optimizer's rule.
+        kinds: 0 for an embedding, 1 for a hidden layer, 2 for a readout.
+        tied: indices of layers whose weights share a parameter (tied, or packed projections).
     """
 
     layers: tuple[AlignedLayer, ...]
@@ -47,10 +47,10 @@ class ModelNetwork:
         parametrization: str | Parametrization,
         rule: UpdateRule,
     ) -> "ModelNetwork":
-        """The network of these layers in a parametrization.
+        """Return the network of these layers in a parametrization.
 
-        Weights that are used twice are initialised as in their first use; where another use asks
-        for another b, its multiplier makes up for that: (a + t, b − t) is the same function.
+        A weight that is used twice is initialised as in its first use. If another use requires
+        another b, its multiplier compensates: (a + t, b − t) is the same function.
 
         Raises:
             ValueError: no layer feeds another, or the layers have multipliers of another
@@ -75,26 +75,26 @@ class ModelNetwork:
 
     @property
     def paths(self) -> list[str]:
-        """What reports call the layers."""
+        """Paths of the layers, as in reports."""
         return [layer.path for layer in self.layers]
 
     @property
     def unstable(self) -> str:
-        """Which layer's output blows up or vanishes with width before training; "" if none does."""
+        """The layer whose output grows or vanishes with width before training; "" if none does."""
         feeding = {path for layer in self.layers for path in layer.predecessors}
         sources = [i for i, layer in enumerate(self.layers) if not layer.predecessors]
         sinks = [i for i, layer in enumerate(self.layers) if layer.path not in feeding]
         return unstable_at_initialisation(self.a, self.b, sources, sinks)
 
     def solve(self, ratios: Mapping[str, Ratios], **options: Any) -> MaxLRSolution:
-        """`solve_max_lr` with these alignments; full alignment where there are none.
+        """Call `solve_max_lr` with these alignments, and full alignment where one is missing.
 
         Args:
-            ratios: layer → (alpha, omega, u).
+            ratios: (alpha, omega, u) by layer.
             options: further arguments of `solve_max_lr`.
         """
         places = {path: i for i, path in enumerate(self.paths)}
-        # Of an excluded layer nothing is known that a logarithm could tell.
+        # An excluded layer has no alignments: its fan-in is too small for a logarithm.
         known = [
             (None,) * 3 if layer.role == "excluded" else ratios.get(layer.path, (None,) * 3)
             for layer in self.layers
@@ -118,7 +118,7 @@ class ModelNetwork:
 def _check_multipliers(
     layers: Sequence[AlignedLayer], a: Sequence[float], chosen: Parametrization
 ) -> None:
-    """Where any layer has a multiplier, each has that of this parametrization."""
+    """Check that if any layer has a multiplier, each has that of this parametrization."""
     found = [multiplier_of(layer.module, layer.name) for layer in layers]
     for layer, multiplier, exponent in zip(layers, found, a, strict=True):
         own = 0.0 if multiplier is None else multiplier.exponent
@@ -132,7 +132,7 @@ def _check_multipliers(
 
 
 def ratios_of(readings: Mapping[str, AlignmentReading]) -> dict[str, Ratios]:
-    """What the solver needs of readings."""
+    """Return (alpha, omega, u) of each layer's reading."""
     return {path: (r.alpha, r.omega, r.u) for path, r in readings.items()}
 
 

@@ -1,4 +1,4 @@
-"""Multipliers (n/n₀)^(−a) of weights, as parametrizations of torch's."""
+"""Multipliers (n/n₀)^(−a) of weights, as torch parametrizations."""
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -10,9 +10,9 @@ class Multiplier(nn.Module):
     """The weight times a constant, (n/n₀)^(−a).
 
     Args:
-        ratio: n/n₀, the layer's width over that at the base.
+        ratio: n/n₀, the ratio of the layer's width to that of the base.
         exponent: a.
-        parametrization: the one that asks for it.
+        parametrization: the parametrization that it belongs to.
     """
 
     def __init__(self, ratio: float, exponent: float, parametrization: Parametrization) -> None:
@@ -23,16 +23,16 @@ class Multiplier(nn.Module):
         self.factor: float = ratio**-exponent
 
     def forward(self, weight: Tensor) -> Tensor:
-        """What the layer uses."""
+        """Return the weight that the layer uses."""
         return weight * self.factor
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """What is stored so that the layer uses this."""
+        """Return the weight to store, so that the layer uses `weight`."""
         return weight / self.factor
 
 
 def multiplier_of(module: nn.Module, name: str) -> Multiplier | None:
-    """By what a weight of a module is multiplied; None: it has no multiplier."""
+    """Return the multiplier of a module's weight; None if it has none."""
     if not parametrize.is_parametrized(module, name):
         return None
     makers = module.parametrizations[name]  # type: ignore[index]
@@ -40,7 +40,7 @@ def multiplier_of(module: nn.Module, name: str) -> Multiplier | None:
 
 
 def parametrization_of(model: nn.Module) -> Parametrization | None:
-    """The parametrization that a model's multipliers are of; None: it has none."""
+    """Return the parametrization of a model's multipliers; None if it has none."""
     found = (module for module in model.modules() if isinstance(module, Multiplier))
     first = next(found, None)
     return None if first is None else first.parametrization

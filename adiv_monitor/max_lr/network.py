@@ -1,4 +1,4 @@
-"""What the solver is told of a network: its layers, which feeds which, how they are aligned."""
+"""The solver's input: the layers of a network, their connections and alignments."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ FULL_ALPHA, FULL_OMEGA, FULL_U = 1.0, 0.5, 1.0  # "full alignment", after some t
 
 @dataclass(frozen=True)
 class Network:
-    """Layers in an order in which they can run, with the exponents that don't change.
+    """Layers in an order in which they can run, with their constant exponents.
 
     Attributes:
         a: exponents of the multipliers.
         b: exponents of the initialisation.
-        rule: the optimizer's.
-        predecessors: of each layer, those from whose outputs its input is made, by sums,
+        rule: the optimizer's rule.
+        predecessors: for each layer, the layers whose outputs make up its input, by sums,
             concatenation or products; () for an embedding.
         tied: groups of layers that share one weight, and so one learning rate.
         frozen: layers that don't learn.
-        fixed: layers whose learning rate is to stay what it is under full alignment.
+        fixed: layers that keep their learning rate under full alignment.
     """
 
     a: Exponents
@@ -49,7 +49,7 @@ class Network:
 
     @cached_property
     def p(self) -> Exponents:
-        """The part of the update's exponent that does not depend on the rate."""
+        """The part of the update's exponent that does not depend on the learning rate."""
         kinds = [0 if i in self.sources else 2 if i in self.sinks else 1 for i in range(len(self))]
         return tuple(
             self.rule.from_a * a + self.rule.from_b * b + self.rule.h[kind]
@@ -58,14 +58,14 @@ class Network:
 
     @cached_property
     def s(self) -> tuple[int, ...]:
-        """Whether the update shrinks as the gradient of the features does."""
+        """1 for layers whose update shrinks as the gradient of the features does, else 0."""
         follows = self.rule.follows_gradient
         return tuple(int(follows and layer not in self.sinks) for layer in range(len(self)))
 
 
 @dataclass(frozen=True)
 class Alignments:
-    """alpha, omega and u of every layer; those of embeddings are never used."""
+    """The values alpha, omega and u of every layer; those of embeddings are never used."""
 
     alpha: Exponents
     omega: Exponents
@@ -73,22 +73,22 @@ class Alignments:
 
 
 def full_alignment(layers: int) -> Alignments:
-    """(1, ½, 1): updates are in line with what they act on, initial weights know of nothing."""
+    """Return (1, ½, 1) for every layer: aligned updates, independent initial weights."""
     return Alignments(*((value,) * layers for value in (FULL_ALPHA, FULL_OMEGA, FULL_U)))
 
 
 def chain(layers: int) -> tuple[tuple[int, ...], ...]:
-    """Predecessors where every layer feeds the next."""
+    """Return the predecessors of a chain, in which every layer feeds the next."""
     return ((), *((layer - 1,) for layer in range(1, layers)))
 
 
 def checked_predecessors(
     given: Sequence[Collection[int]] | None, layers: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The predecessors, or those of a chain.
+    """Return the predecessors as tuples; those of a chain if none are given.
 
     Raises:
-        ValueError: they are of another number of layers, or not in an order in which layers run.
+        ValueError: their number differs from `layers`, or a layer has a predecessor behind it.
     """
     if given is None:
         return chain(layers)
@@ -104,10 +104,10 @@ def checked_predecessors(
 
 
 def checked_layers(name: str, given: Collection[int], layers: int) -> frozenset[int]:
-    """A set of layers.
+    """Return a set of layers.
 
     Raises:
-        ValueError: there is no layer of that number.
+        ValueError: there is no layer with one of these numbers.
     """
     if wrong := [i for i in given if not 0 <= i < layers]:
         raise ValueError(f"{name}: got {wrong[0]}, expected numbers of layers, 0 to {layers - 1}")

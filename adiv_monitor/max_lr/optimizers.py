@@ -1,4 +1,4 @@
-"""How large an optimizer's update is, as an exponent of width."""
+"""Rules of how an optimizer's update scales with the width."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,21 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The size of multiplier × update of a layer is n^(−k), k = p + c + s·G.
+    """The scaling of an optimizer's update: multiplier × update is n^(−k), k = p + c + s·G.
 
-    p = from_a·a + from_b·b + h, c is the exponent of the learning rate, and G that of the gradient
-    of the features, on which the update depends (s = 1) only where it is proportional to the
-    gradient, and then in all layers but readouts.
+    p = from_a·a + from_b·b + h. c is the exponent of the learning rate, and G that of the gradient
+    of the features. s is 1 in all layers but readouts if the update is proportional to the
+    gradient, else 0.
 
     Attributes:
-        name: what it is called.
-        from_a: how often the multiplier enters: 1 by itself, 2 where the gradient's comes on top.
-        from_b: 1 where learning rates are relative to the size of the weights.
+        name: name of the rule.
+        from_a: power of the multiplier: 1, or 2 if the update is proportional to the gradient,
+            which contains the multiplier too.
+        from_b: 1 if learning rates are relative to the size of the weights.
         follows_gradient: whether the update is proportional to the gradient.
-        h: (embedding, hidden, readout): the update's RMS at rate 1 is n^(−h).
-        relative: whether a rate that grows with width (c < 0) would outgrow the weights themselves.
+        h: (embedding, hidden, readout): the RMS of the update at learning rate 1 is n^(−h).
+        relative: whether a learning rate that grows with width (c < 0) would make updates larger
+            than the weights.
     """
 
     name: str
@@ -50,10 +52,10 @@ _BY_CLASS: Mapping[str, UpdateRule] = MappingProxyType(
 
 
 def update_rule(given: AnyRule) -> UpdateRule:
-    """An optimizer's rule, by its name, class or instance, or by exponents h of its updates.
+    """Return the rule for the name, class or instance of an optimizer, or for exponents h.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `given` is none of these.
     """
     if isinstance(given, UpdateRule):
         return given
@@ -71,10 +73,10 @@ def update_rule(given: AnyRule) -> UpdateRule:
 
 
 def rule_of(optimizer: object) -> UpdateRule:
-    """The update rule of an optimizer of torch's, of its class, or of one that is named as these.
+    """Return the update rule of a torch optimizer, of its class, or of one with the same name.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: the rule is not known.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     for base in kind.__mro__:
@@ -93,10 +95,10 @@ def rule_of(optimizer: object) -> UpdateRule:
 
 
 def _is_absolute(adafactor: object) -> bool:
-    """Whether rates of an Adafactor (Hugging Face's can be such) are not relative to weights.
+    """Whether an Adafactor's rates are absolute, as Hugging Face's may be, and not relative.
 
     Raises:
-        ValueError: those of some groups are.
+        ValueError: those of some groups are absolute, and those of others relative.
     """
     groups = getattr(adafactor, "param_groups", ())
     relative = {bool(group.get("scale_parameter", True)) for group in groups}
@@ -108,16 +110,18 @@ def _is_absolute(adafactor: object) -> bool:
     return relative == {False}
 
 
-# Of these, weight decay is part of the gradient, unless a group says otherwise.
+# These add weight decay to the gradient, unless a group says otherwise.
 _COUPLED = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop)
 
 
 def couples_decay(optimizer: AnyRule, group: Mapping[str, Any] | None = None) -> bool:
-    """Whether weight decay is part of the gradient that is normalised: no longer rate × decay.
+    """Whether the optimizer normalises a gradient that includes weight decay.
+
+    Decay is then not proportional to rate × decay.
 
     Args:
-        optimizer: an optimizer or its class; of others nothing is known, and the answer is no.
-        group: of its parameters; None: the first.
+        optimizer: an optimizer or its class; False for anything else.
+        group: one of its parameter groups; None: the first.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     groups = getattr(optimizer, "param_groups", None) or [{}]

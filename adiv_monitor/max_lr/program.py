@@ -1,7 +1,7 @@
 """The constraints as a linear program in x = [c of every layer, r of every layer, G, t].
 
-Every r and G stands on the favourable side of the other rows, so "r = min(…)" may be relaxed to
-"r ≤ each of …", and no integers are needed.
+Larger r and G only relax the other rows, so "r = min(…)" may be replaced by "r ≤ each of …", and no
+integers are needed.
 """
 
 from typing import Any, Literal
@@ -16,12 +16,12 @@ C_LIMIT, R_LIMIT = 10.0, 10.0
 
 
 class Program:
-    """minimise cost · x subject to A x ≤ limits and bounds.
+    """The linear program: minimise cost · x subject to A x ≤ limits and bounds.
 
     Args:
         network: the layers.
-        alignments: theirs.
-        c_full: their rates' exponents under full alignment; None while these are looked for.
+        alignments: alignments of the layers.
+        c_full: c under full alignment; None while it is computed.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class Program:
             self._add_largest_excess(c_full)
 
     def r(self, layer: int) -> int:
-        """The column of this layer's r."""
+        """Return the column of this layer's r."""
         return self.n + layer
 
     def add(self, row: dict[int, float], limit: float) -> None:
-        """Σ coefficient · x ≤ limit."""
+        """Add the row Σ coefficient · x ≤ limit."""
         self._rows.append(row)
         self._limits.append(limit)
 
     @property
     def matrix(self) -> Array:
-        """A (rows, columns)."""
+        """The matrix A (rows, columns)."""
         dense = np.zeros((len(self._rows), self.columns))
         for i, row in enumerate(self._rows):
             dense[i, list(row)] = list(row.values())
@@ -67,11 +67,11 @@ class Program:
 
     @property
     def limits(self) -> Array:
-        """What A x must not exceed (rows,)."""
+        """Upper limits of A x (rows,)."""
         return np.array(self._limits)
 
     def cost(self, weights: Exponents, t: float = 0.0) -> Array:
-        """Σ weight · c + `t` · t (columns,)."""
+        """Return the cost Σ weight · c + `t` · t, as coefficients (columns,)."""
         cost = np.zeros(self.columns)
         cost[: self.n] = weights
         cost[self.t] = t
@@ -94,7 +94,7 @@ class Program:
     def r_terms(
         self, alignments: Alignments, layer: int, before: tuple[int, ...]
     ) -> list[tuple[dict[int, float], float]]:
-        """Rows "r − term ≤ constant", one for each term whose least is r."""
+        """Return rows "r − term ≤ constant", one for each term whose minimum is r."""
         network, r = self.network, self.r(layer)
         # r − k ≤ p, with k the exponent of the update
         moved = {r: 1.0, layer: -1.0, **({self.G: -1.0} if network.s[layer] else {})}
@@ -112,7 +112,7 @@ class Program:
         return terms
 
     def G_terms(self, sink: int) -> list[tuple[dict[int, float], float]]:
-        """Rows "G − term ≤ constant" of a readout."""
+        """Return rows "G − term ≤ constant" of a readout."""
         network = self.network
         initial: tuple[dict[int, float], float] = (
             {self.G: 1.0},
@@ -123,7 +123,7 @@ class Program:
         return [initial, ({self.G: 1.0, sink: -1.0}, network.p[sink])]
 
     def _add_largest_excess(self, c_full: Exponents) -> None:
-        """T ≥ c − c_full of every layer that may choose."""
+        """Add rows t ≥ c − c_full for every layer whose c is free."""
         for i in range(self.n):
             if i not in self.network.fixed | self.network.frozen:
                 self.add({i: 1, self.t: -1}, c_full[i])
@@ -133,7 +133,7 @@ Outcome = tuple[Literal["optimal", "infeasible", "failed"], Array, str]
 
 
 def minimise(program: Program, cost: Array) -> Outcome:
-    """The best x (columns,), if there is one.
+    """Return the status, the best x (columns,), and the solver's message.
 
     Raises:
         ImportError: without scipy.

@@ -1,4 +1,4 @@
-"""`solve_max_lr`: the smallest exponents c, so the largest learning rates, that stay stable."""
+"""`solve_max_lr`: the smallest exponents c, hence the largest learning rates, that are stable."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -32,23 +32,23 @@ from adiv_monitor.max_lr.stability import feature_change, gradient_exponents
 Objective = Literal["pareto", "sum", "max-min"]
 Status = Literal["optimal", "infeasible", "unstable at initialisation", "not finite", "failed"]
 Given = float | Sequence[float | None] | None
-# The sum counts first and the largest excess second, in one program: trading one for the other
-# costs far more than this share of the sum at every vertex, so both are what two programs say.
+# One program minimises the sum first and the largest excess second. At every vertex, trading the
+# sum for the excess costs far more than this share, so two programs would give the same result.
 _TIE_BREAK = 1e-4
-_ROUNDING = 1e-3  # by which a measured alignment may exceed 1
+_ROUNDING = 1e-3  # a measured alignment may exceed 1 by this much
 
 
 @dataclass(frozen=True)
 class MaxLRSolution:
-    """Exponents of the largest stable learning rates, η n^(−c); the smaller c, the larger the rate.
+    """Exponents of the largest stable learning rates, η n^(−c); a smaller c is a larger rate.
 
     Attributes:
-        c: of every layer; () unless the status is "optimal".
-        r: of every layer: its features change by n^(−r); recomputed from c, not the solver's.
+        c: exponent of every layer; () unless the status is "optimal".
+        r: for every layer: its features change by n^(−r); computed from c, not by the solver.
         status: "optimal", or why there is no solution.
-        c_full: c under full alignment (1, ½, 1): what these are compared with.
-        gradients: g of every layer: ∂L/∂W is n^(−g), and Adam's ε must shrink alike.
-        message: what else is known of a failure.
+        c_full: c under full alignment (1, ½, 1), for comparison.
+        gradients: g of every layer: ∂L/∂W is n^(−g), and Adam's ε must shrink by this factor.
+        message: details of a failure.
     """
 
     c: Exponents
@@ -60,7 +60,7 @@ class MaxLRSolution:
 
     @property
     def gains(self) -> Exponents:
-        """c_full − c: the rate of each layer may be n^gain times that under full alignment."""
+        """c_full − c: each layer's rate may be n^gain times that under full alignment."""
         return (
             tuple(full - c for full, c in zip(self.c_full, self.c, strict=True)) if self.c else ()
         )
@@ -86,13 +86,13 @@ def solve_max_lr(
     feature_learning: bool = False,
     nontrivial: bool = False,
 ) -> MaxLRSolution:
-    """The largest learning rates at which no layer's features change by more than order one.
+    """Find the largest learning rates at which no layer's features change by more than order one.
 
-    Layers come in the order in which they run: embedding first, readout last. Solved is a linear
-    program in c and r (see `program.py`) with r ≥ 0. "sum" minimises Σ w c, which may slow one
-    layer so that others can be faster. "pareto" does the same with c ≤ c_full + epsilon and omega ≤
-    a + b: no layer gets slower than under full alignment. "max-min" makes the smallest gain as
-    large as it can be. Of several optima, that with the smallest max(c − c_full) is taken.
+    Layers are given in the order in which they run: embedding first, readout last. The solution is
+    that of a linear program in c and r with r ≥ 0 (see `program.py`). "sum" minimises Σ w c, which
+    may slow one layer so that others can be faster. "pareto" does the same with c ≤ c_full +
+    epsilon and omega ≤ a + b: no layer gets slower than under full alignment. "max-min" maximises
+    the smallest gain. Among several optima, the one with the smallest max(c − c_full) is returned.
 
     Args:
         optimizer: "sgd" (momentum too), "adam" (and others with updates of RMS 1), "adafactor",
@@ -101,11 +101,11 @@ def solve_max_lr(
         parametrization: "sp", "ntk", "mup", "mfp", or one of yours; or give `a` and `b`.
         a: exponents of the multipliers n^(−a), one per layer.
         b: exponents of the initial standard deviations n^(−b), one per layer.
-        alpha: alignment of updates with features, one per layer, or one for all; None (in a place
-            too): full alignment, 1. Those of embeddings are not used.
-        omega: of initial weights with the change of features; full: ½.
-        u: of updates with the change of features; full: 1.
-        layers: how many there are, where nothing else says it.
+        alpha: alignment of updates with features: one value per layer, or one for all. None, also
+            as one layer's value: full alignment, 1. Values of embeddings are not used.
+        omega: alignment of initial weights with the change of features; full alignment: ½.
+        u: alignment of updates with the change of features; full alignment: 1.
+        layers: number of layers, if no other argument determines it.
         predecessors: of each layer, the layers whose outputs make up its input (summed,
             concatenated or multiplied); None: each feeds the next. Layers without any are
             embeddings, layers that feed none are readouts.
@@ -114,15 +114,15 @@ def solve_max_lr(
         weights: w of the sum, one per layer, > 0; None: 1 each.
         tied: groups of layers that share a weight: one c each.
         frozen: layers that don't learn: no updates, c = c_full.
-        fixed: layers that are to keep c = c_full.
-        feature_learning: demand r = 0 of what feeds the readouts.
-        nontrivial: demand r = 0 of the readouts.
+        fixed: layers that keep c = c_full.
+        feature_learning: require r = 0 of the layers that feed readouts.
+        nontrivial: require r = 0 of the readouts.
 
     Returns:
-        The solution; where there is none, its status says why.
+        The solution; if there is none, its status says why.
 
     Raises:
-        ValueError: arguments that contradict each other, or name nothing.
+        ValueError: arguments contradict each other, or refer to layers that do not exist.
         ImportError: without scipy (pip install "adiv-monitor[lr]").
 
     Example:
@@ -196,7 +196,7 @@ def _solve(
             status, x, message = minimise_exactly(program, network, alignments, cost, changing)
     if status != "optimal":
         return MaxLRSolution((), (), status, c_full, message=message)
-    # HiGHS gives -0.0 for zero; adding 0 makes it plain.
+    # HiGHS returns -0.0 for zero; adding 0 makes it positive.
     c = tuple(float(value) + 0.0 for value in x[: len(network)])
     r = feature_change(network, alignments, c)
     return MaxLRSolution(c, r, "optimal", c_full, gradient_exponents(network, c))
@@ -218,7 +218,7 @@ def _tie_break(weights: Exponents) -> float:
 
 @lru_cache(maxsize=256)
 def _full(network: Network) -> tuple[Exponents, str]:
-    """C under full alignment; () and why where there is none."""
+    """Return c under full alignment, and ""; () and the reason if there is no solution."""
     program = Program(network, full_alignment(len(network)))
     status, x, message = minimise(program, program.cost((1.0,) * len(network)))
     c = tuple(float(value) + 0.0 for value in np.asarray(x)[: len(network)])
@@ -226,7 +226,7 @@ def _full(network: Network) -> tuple[Exponents, str]:
 
 
 def _plain(given: Any) -> Any:
-    """Numbers of Python's in place of those of numpy or torch."""
+    """Convert an array of numpy or torch into Python numbers."""
     return given.tolist() if hasattr(given, "tolist") else given
 
 

@@ -1,7 +1,7 @@
-"""How much features and gradients change with width: the constraints, as they are.
+"""Changes of features and gradients with width: the constraints of stability.
 
-r of a layer is −lim log_n RMS(change of its output): 0, a change of order one; above 0, one that
-vanishes with width; below 0, one that blows up.
+r of a layer is −lim log_n RMS(change of its output). It is 0 for a change of order one, above 0 for
+a change that vanishes with width, and below 0 for a change that grows with width.
 """
 
 import math
@@ -12,40 +12,40 @@ from adiv_monitor.max_lr.network import Alignments, Network
 
 
 def update_exponents(network: Network, c: Sequence[float]) -> Exponents:
-    """k: multiplier × update of each layer is n^(−k)."""
+    """Return k of each layer: multiplier × update is n^(−k)."""
     G = feature_gradient_exponent(network, c)
     terms = zip(network.p, c, network.s, strict=True)
     return tuple(p + c + s * G for p, c, s in terms)
 
 
 def feature_gradient_exponent(network: Network, c: Sequence[float]) -> float:
-    """G: gradients of features before a readout are n^(−G).
+    """Return G: gradients of the features before a readout are n^(−G).
 
-    G = min(a + b, p + c) of the readouts: through their initial weights, or through their updates.
+    G is the smallest of a + b (initial weights) and p + c (updates) over the readouts.
     """
     return min(
         min(network.a[i] + network.b[i], network.p[i] + c[i])
         if i not in network.frozen
-        # A readout that never moves has its initial weights alone.
+        # The weights of a frozen readout stay the initial ones.
         else network.a[i] + network.b[i]
         for i in network.sinks
     )
 
 
 def gradient_exponents(network: Network, c: Sequence[float]) -> Exponents:
-    """g: ∂L/∂W of each layer is n^(−g). An optimizer's ε must shrink so to stay as small.
+    """Return g of each layer: ∂L/∂W is n^(−g), so an optimizer's ε must shrink by n^(−g).
 
-    g = a + G, and a where nothing follows.
+    g = a + G, and g = a in readouts.
     """
     G = feature_gradient_exponent(network, c)
     return tuple(a + (0 if i in network.sinks else G) for i, a in enumerate(network.a))
 
 
 def feature_change(network: Network, alignments: Alignments, c: Sequence[float]) -> Exponents:
-    """R of every layer.
+    """Return r of every layer.
 
-    r = min(k − alpha, k + ρ − u, a + b + ρ − omega), ρ the least r among the predecessors, and k in
-    embeddings. A frozen layer has no update, so only the third term; ∞ where nothing changes.
+    r = min(k − alpha, k + ρ − u, a + b + ρ − omega), where ρ is the smallest r of the predecessors;
+    r = k in embeddings. A frozen layer has the third term only; r = ∞ if nothing changes.
     """
     k = update_exponents(network, c)
     r: list[float] = []

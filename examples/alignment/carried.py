@@ -1,16 +1,16 @@
-"""Alignments of a narrow network used for a wide one: what becomes of them, and of the loss.
+"""Transfer of a narrow network's alignments to a wide one: the wide one's alignments and loss.
 
-A network of three layers learns handwritten digits, 64 wide; the alignments to which it converges
-(means over the last third of the steps) give exponents c for one that is 256 wide ("sum", which may
-slow one layer for the others' sake, as Kilian & Wojnar 2025 do). Arms, the rate of each tuned anew:
+A network of three layers, 64 wide, learns handwritten digits. The alignments to which it converges
+(means over the last third of the steps) determine exponents c for a network that is 256 wide, with
+the objective "sum", as Kilian & Wojnar 2025 do. The rate of each arm is tuned separately:
 
 - full: rates n^(−c) under full alignment;
-- carried A: those exponents, as they are;
-- carried κ: from κ = n^(A − 1) instead, which is what does not change with width.
+- carried A: exponents c from the narrow network's A;
+- carried κ: exponents c from its κ = n^(A − 1) instead, which does not change with width.
 
-Expected before it was run: alignments that the wide network then converges to are not those that it
-was given, with SGD still less than with Adam (as published); A that is carried is too low at the
-larger width, so rates are too large, and κ does better; trading layers against each other costs.
+Expected before the run: the wide network converges to other alignments than the given ones, with
+SGD more so than with Adam (as published). The transferred A is too low at the larger width, so
+rates are too large, and κ does better. Slowing one layer in favour of others costs.
 
     python examples/alignment/carried.py [--quick] [--out examples/alignment/results]
 """
@@ -45,7 +45,7 @@ Alignments = dict[str, dict[str, float]]  # measure → layer → value
 
 
 class Run(NamedTuple):
-    """A training run: the loss of its last tenth, ∞ where it diverges, and what it converged to."""
+    """A training run: the loss of its last tenth (∞ if it diverges), and its final alignments."""
 
     loss: float
     alignments: Alignments
@@ -86,7 +86,7 @@ def train(
 def tuned(
     name: str, optimizer: str, width: int, gains: Mapping[str, float], rates: Sequence[float]
 ) -> dict[str, Any]:
-    """The best rate, the losses of its seeds and the alignments of the first."""
+    """Return the best rate, its losses by seed, and the alignments of the first seed."""
     typical = 0.0 if optimizer == "sgd" else (-0.75 if name in ("mup", "mfp") else -1.0)
     found = {}
     for offset in rates:
@@ -98,7 +98,7 @@ def tuned(
 
 
 def exponents(name: str, optimizer: str, given: Alignments) -> tuple[dict[str, float], float]:
-    """Layer → n^(c_full − c) at the larger width, and the trade-off: the mean increase of c."""
+    """Return n^(c_full − c) by layer at the larger width, and the mean increase of c."""
     ratios = {measure: [None, *(min(1.0, x[p]) for p in PATHS[1:])] for measure, x in given.items()}
     solution = solve_max_lr(
         parametrization=name, optimizer=optimizer, objective="sum", layers=3, **ratios
@@ -110,13 +110,13 @@ def exponents(name: str, optimizer: str, given: Alignments) -> tuple[dict[str, f
 
 
 def carried(given: Alignments) -> Alignments:
-    """The alignments at the larger width that have the same κ = n^(A − 1)."""
+    """Return the alignments at the larger width that have the same κ = n^(A − 1)."""
     share = math.log(NARROW) / math.log(WIDE)
     return {m: {p: 1 + (A - 1) * share for p, A in x.items()} for m, x in given.items()}
 
 
 def compare(name: str, optimizer: str, rates: Sequence[float]) -> dict[str, Any]:
-    """All arms of one parametrization and optimizer."""
+    """Run all arms of one parametrization and optimizer."""
     given = tuned(name, optimizer, NARROW, {}, rates)["alignments"]
     found: dict[str, Any] = {"name": name, "optimizer": optimizer, "narrow": given}
     found["full"] = tuned(name, optimizer, WIDE, {}, rates)
@@ -131,13 +131,13 @@ def compare(name: str, optimizer: str, rates: Sequence[float]) -> dict[str, Any]
 
 
 def differences(result: dict[str, Any], arm: str) -> dict[str, float]:
-    """Measure → how far what the arm converges to is from what full alignment converges to."""
+    """Return by measure how far the arm's final alignments are from those of full."""
     full, own = (result[x]["alignments"] for x in ("full", arm))
     return {m: mean([abs(full[m][p] - own[m][p]) for p in PATHS[1:]]) for m in NAMES}
 
 
 def plot(results: list[dict[str, Any]], file: Path) -> None:
-    """Converged differences, losses over full's, and these over the trade-off."""
+    """Draw differences of alignments, losses relative to full, and these over the trade-off."""
     figure = Figure(figsize=(14, 4.6), layout="constrained")
     converged, losses, trades = figure.subplots(1, 3, width_ratios=[1.3, 1.3, 1])
     labels = [f"{r['name']}\n{r['optimizer']}" for r in results]

@@ -1,8 +1,8 @@
-"""Alignment against noise in the data: how much of it is left when the inputs are mostly noise.
+"""Alignment and noise in the data: how alignments change when the inputs are mostly noise.
 
-Handwritten digits, x = s · digit + (1 − s) · Gaussian noise, drawn anew at each step; MLP, 3
-layers, 128 wide, muP, Adam. Shown: mean of the last fifth of training, range over seeds. The
-probe is noisy alike.
+An MLP (3 layers, 128 wide, muP, Adam) learns handwritten digits with noise: x = s · digit +
+(1 − s) · Gaussian noise, drawn anew at each step. The probe has the same noise. The picture shows
+means over the last fifth of training, with the range over seeds.
 
     python examples/alignment/data_noise.py [--steps 400] [--seeds 3] [--out FOLDER]
 """
@@ -24,14 +24,14 @@ RATIOS = ("alpha", "omega", "u")
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Standardised digits (1797, 64) and labels."""
+    """Return standardised digits (1797, 64) and their labels."""
     found = load_digits()
     x = torch.tensor(found.data, dtype=torch.float32)
     return (x - x.mean()) / x.std(), torch.tensor(found.target)
 
 
 def run(strength: float, seed: int, steps: int) -> tuple[Tensor, float]:
-    """(layers, ratios), NaN where there is none, and the loss: means over the last fifth."""
+    """Return ratios (layers, ratios), NaN if undefined, and the loss: means over the last fifth."""
     torch.manual_seed(seed)
     x, y = digits()
 

@@ -1,17 +1,17 @@
-"""Depth × width on images: does it help to let learning rates follow measured alignment?
+"""Depth × width on images: does it help if learning rates follow measured alignment?
 
-ReLU MLPs on handwritten digits, or on what a random network says of Gaussian inputs (`--data
-teacher`, harder in so few steps); parametrizations × optimizers × arms, and in each the base rate
-is tuned anew, for an arm that raises rates wants a lower one:
+ReLU MLPs learn handwritten digits, or the outputs of a random network for Gaussian inputs (`--data
+teacher`, which is harder in so few steps). Parametrizations, optimizers and arms are combined, and
+the base rate is tuned for each arm, because an arm that raises rates needs a lower one:
 
 - full: rates n^(−c) under full alignment;
-- dynamic: multiplied by what measured alignment allows (`MaxLRScheduler`, Pareto);
-- sum: the same with the objective "sum", which may slow a layer for the others' sake;
-- static: constant multipliers, the last of a dynamic run at the same rate;
-- tuned: constant multipliers of hidden layers and readout, the best of nine at full's best rate.
+- dynamic: these rates times the factors of `MaxLRScheduler` with the objective "pareto";
+- sum: the same with the objective "sum", which may slow one layer so that others can be faster;
+- static: constant factors, the last ones of a dynamic run at the same rate;
+- tuned: constant factors of hidden layers and readout, the best of nine at full's best rate.
 
-The last is what the method has to beat: knobs that nobody had to measure anything for. Reported:
-mean training loss of the last tenth and its range over seeds, at the best rate of each arm.
+The method has to beat the last arm, which needs no measurement. The result is the mean training
+loss of the last tenth of the steps, with its range over seeds, at the best rate of each arm.
 
     python examples/alignment/grid.py                 small: one depth and width
     python examples/alignment/grid.py --full          depths 3, 5 × widths 64, 256, all rates
@@ -47,7 +47,7 @@ MULTIPLIERS = (0.25, 1.0, 4.0)
 
 
 class Setting(NamedTuple):
-    """What is trained, and on what."""
+    """A network, its optimizer and its data."""
 
     data: str
     name: str
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much is run."""
+    """The size of a comparison."""
 
     steps: int
     seeds: int
@@ -70,7 +70,7 @@ FULL = Size(600, 3, (-2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0))
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Standardised digits (1797, 64) in a fixed order, and labels."""
+    """Return standardised digits (1797, 64) in a fixed order, and their labels."""
     found = load_digits()
     x = torch.tensor(found.data, dtype=torch.float32)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -79,7 +79,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def teacher() -> tuple[Tensor, Tensor]:
-    """Gaussian inputs (20000, 32), and the class that a random network of two layers gives them."""
+    """Return Gaussian inputs (20000, 32) and the classes that a random network assigns."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20_000, 32, generator=generator)
     first, second = (torch.randn(n, m, generator=generator) for n, m in ((32, 64), (64, 10)))
@@ -97,7 +97,7 @@ def train(
     steps: int,
     gains: Mapping[str, float] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Training loss of the last tenth, ∞ where it diverges, and the multipliers at the end."""
+    """Return the training loss of the last tenth (∞ if it diverges), and the final multipliers."""
     torch.manual_seed(seed)
     X, Y = DATA[setting.data]()
     widths = [X.shape[1], *[setting.width] * (setting.depth - 1), 10]
@@ -139,14 +139,14 @@ def train(
 
 
 def typical(setting: Setting) -> float:
-    """The power of ten around which rates are tried: where c leaves a rate of order one."""
+    """Return the power of ten around which rates are tried: that of a rate of order one."""
     # Rates are η n^(−c): with Adam an update is η at width one, with SGD η times the gradient.
     mup = setting.name in ("mup", "mfp")
     return (-0.75 if mup else -1.0) if setting.optimizer == "adam" else -0.25
 
 
 def compare(setting: Setting, size: Size) -> dict[str, object]:
-    """Per arm: loss over seeds at its best rate, and that rate."""
+    """Return, for each arm, the losses of all seeds at its best rate, and that rate."""
     tried: dict[str, dict[float, list[float]]] = {arm: {} for arm in ARMS}
     last: dict[tuple[float, int], dict[str, float]] = {}
     rates = [typical(setting) + offset for offset in size.rates]
@@ -184,7 +184,7 @@ def mean(values: list[float]) -> float:
 
 
 def plot(results: list[dict[str, object]], file: Path) -> None:
-    """Loss of every arm relative to full's, with the range over seeds."""
+    """Draw the loss of every arm relative to that of full, with the range over seeds."""
     figure = Figure(figsize=(2.5 + 1.1 * len(results), 4.6), layout="constrained")
     axes = figure.subplots()
     for place, arm in enumerate(ARMS):

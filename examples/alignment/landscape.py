@@ -1,11 +1,12 @@
-"""Where training is stable, against where theory says it is: two slices through muP.
+"""The region of stable training, compared with theory: two slices through muP.
 
-64 wide, 3 layers, ReLU, 8 Gaussian inputs, 1 Gaussian output, full batch, 500 steps of SGD; every
-pixel is a training run. Blue: the output's change vanishes, white: it is of order one, red: it
-blows up, black: not finite, and blue beyond that: all units dead. Lines: r = 0 of the first layer
-that leaves it, under full alignment (solid), and under those alignments that a run at the centre
-shows in its last hundred steps (dashed). The theory is of exponents: how far from the line training
-breaks is a matter of η, here near the largest that muP bears. With 0.1 it is half an exponent.
+Every pixel is a training run: 3 layers, 64 wide, ReLU, 8 Gaussian inputs, 1 Gaussian output, full
+batch, 500 steps of SGD. Blue: the output's change vanishes. White: it is of order one. Red: it
+grows. Black: it is not finite; blue beyond black: all units are dead. The lines show where the
+first layer leaves r = 0, under full alignment (solid), and under the alignments of a run at the
+centre in its last hundred steps (dashed). The theory predicts exponents only. How far from the line
+training breaks depends on η, which is near the largest that muP tolerates; with 0.1 it is half an
+exponent.
 
     python examples/alignment/landscape.py [--side 24] [--lr 4] [--out FOLDER]
 """
@@ -33,7 +34,7 @@ Exponents = dict[str, Tensor]
 
 
 def points(name: str, side: int) -> Exponents:
-    """a, b and c (points, layers) on a grid that reaches 1.5 to each side of muP."""
+    """Return a, b and c (points, layers) on a grid that reaches 1.5 to each side of muP."""
     offsets = torch.linspace(-1.5, 1.5, side)
     x, y = torch.meshgrid(offsets, offsets, indexing="xy")
     centre = {"a": MUP.a, "b": MUP.b, "c": (0.0, 0.0, 0.0)}
@@ -52,7 +53,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def train_all(exponents: Exponents, lr: float) -> Tensor:
-    """R = −log_n RMS(change of the output), the mean of the last steps' changes, of every point."""
+    """Return r = −log_n RMS(change of the output) of every point, mean over the last steps."""
     torch.manual_seed(1)
     a, b, c = (exponents[name] for name in "abc")
     shapes = [(WIDTH, INPUTS), (WIDTH, WIDTH), (1, WIDTH)]
@@ -86,7 +87,7 @@ def train_all(exponents: Exponents, lr: float) -> Tensor:
 
 
 def measured(lr: float) -> Alignments:
-    """alpha, omega, u of a run at muP, the mean over its last steps."""
+    """Return alpha, omega and u of a run at muP, mean over its last steps."""
     torch.manual_seed(1)
     x, y = data()
     model = nn.Sequential(
@@ -113,7 +114,7 @@ def measured(lr: float) -> Alignments:
 
 
 def frontier(exponents: Exponents, alignments: Alignments) -> Tensor:
-    """The least r of all layers, and of the output at initialisation, at every point."""
+    """Return the smallest r of all layers and of the output at initialisation, at every point."""
     found = []
     for a, b, c in zip(*(exponents[name].tolist() for name in "abc"), strict=True):
         network = Network(tuple(a), tuple(b), SGD, chain(3))

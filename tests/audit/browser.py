@@ -1,4 +1,4 @@
-"""A headless Chromium that opens pages from files and says what it asked for."""
+"""A headless Chromium that opens pages from files and records their requests."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ class Browser:
         self.driver = driver
 
     def open(self, file: Path, dark: bool = False, width: int = 1280) -> None:
-        """Load a file, as a reader with this preference would."""
+        """Load a file with this preferred colour scheme."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         command = self.driver.execute_cdp_cmd
@@ -44,23 +44,23 @@ class Browser:
         WebDriverWait(self.driver, 60).until(lambda driver: driver.execute_script(_THERE))
 
     def run(self, script: str, *arguments: object) -> Any:
-        """What a script returns."""
+        """Return the value of a script."""
         return self.driver.execute_script(script, *arguments)
 
     def find(self, selector: str) -> Any:
-        """The first element."""
+        """Return the first matching element."""
         from selenium.webdriver.common.by import By
 
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def click(self, selector: str) -> None:
-        """Click on the middle of the first element, wherever on the page it is."""
+        """Click on the middle of the first matching element, wherever it is on the page."""
         element = self.find(selector)
         self.run("arguments[0].scrollIntoView({block: 'center'})", element)
         element.click()
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of the elements that are shown."""
+        """Return the texts of the visible elements."""
         script = (
             "return [...document.querySelectorAll(arguments[0])]"
             ".filter(e => e.getClientRects().length).map(e => e.textContent.trim())"
@@ -68,11 +68,11 @@ class Browser:
         return list(self.run(script, selector))
 
     def errors(self) -> list[Any]:
-        """What the console complained of since the page was opened."""
+        """Return the console's complaints since the page was opened."""
         return list(self.driver.get_log("browser"))
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for since the page was opened."""
+        """Return the addresses requested since the page was opened."""
         messages = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
         return [
             m["params"]["request"]["url"]
@@ -83,7 +83,7 @@ class Browser:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """A browser with a new, empty profile; skips the test where there is none."""
+    """Yield a browser with a new, empty profile; skip the test if there is no browser."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="drives the browser")
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")

@@ -1,4 +1,4 @@
-"""What the tests of the command name by import path: models, batches, losses, optimizers."""
+"""Models, batches, losses and optimizers that tests of the command name by import path."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +49,7 @@ def broken() -> nn.Module:
 
 
 class LeNet(nn.Module):
-    """Registers its head first, and takes images of 28 × 28 only."""
+    """A model that registers its head first, and takes images of 28 × 28 only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LeNet(nn.Module):
 
 
 class FixedSize(nn.Module):
-    """Says its own image size, which no list would have."""
+    """A model that states its own, unusual image size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SequenceClassifier(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Takes at most 16 tokens."""
+    """A model that takes at most 16 tokens."""
 
     def __init__(self, words: int = 100) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class Sample:
 
 
 class Encoding(UserDict):
-    """A mapping that is no dict, as tokenisers give."""
+    """A mapping that is no dict, as tokenisers return."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where training begins: gains, identical units, the loss of knowing nothing, two softmaxes."""
+"""The start of training: gains, identical units, the loss of a constant, two softmaxes."""
 
 import math
 
@@ -82,7 +82,7 @@ def test_a_loss_that_fails_is_not_judged_here() -> None:
 
 
 def test_batches_are_as_they_were() -> None:
-    """A model may write into what it is given."""
+    """A model may write into its inputs."""
 
     class Doubles(nn.Module):
         def __init__(self) -> None:

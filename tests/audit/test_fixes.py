@@ -48,7 +48,7 @@ def test_every_fix_that_rules_may_name_is_there() -> None:
 
 
 def first_inputs(fork, path: str = "") -> list[Tensor]:
-    """What reaches the layer at a path, or the first one, of each of the fork's batches."""
+    """Return the inputs of the layer at a path, or of the first, for each of the fork's batches."""
     seen: list[Tensor] = []
     layer = fork.model.get_submodule(path) if path else next(iter(fork.model.children()))
     handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))

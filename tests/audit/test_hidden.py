@@ -1,4 +1,4 @@
-"""Secrets among arguments: they reach no file, and what looks like one and is none does."""
+"""Secrets among arguments reach no file; arguments that only look like secrets do."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is said of a model's inputs, against numpy on all of them at once."""
+"""Statistics of a model's inputs equal those of numpy over all inputs at once."""
 
 import numpy as np
 import pytest

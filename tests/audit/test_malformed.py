@@ -1,4 +1,4 @@
-"""Reports that somebody has changed: each is read and shown, or refused in one clear line."""
+"""Changed reports are read and shown, or refused in one clear line."""
 
 import copy
 import io
@@ -34,7 +34,7 @@ WRONG = (
 
 
 def step_report(step: int = 0) -> StepReport:
-    """One layer, and everything that a report can hold."""
+    """Return a report with one layer and every field."""
     errors = {"update_cosine": 0.02}
     aligned = AlignmentReading("hidden", "linear", 4, 8, ("a",), 16, 0.5, 0.5, 0.5, 0.5, 1.0)
     return report(
@@ -68,7 +68,7 @@ def audit() -> AuditReport:
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of everything in nested data; of a list, of its first item."""
+    """Yield the path of every value in nested data; of a list, that of its first item."""
     yield at
     if isinstance(value, dict):
         for key, item in value.items():
@@ -128,7 +128,7 @@ def test_a_step_report_is_read_or_refused_in_one_line() -> None:
 
 
 def shown(found: AuditReport) -> None:
-    """Pages, tables and rows."""
+    """Make the page, tables and rows of a report."""
     page(found)
     compare(audit(), found, ("a", "b"))
     for one in found.record.reports:

@@ -1,4 +1,4 @@
-"""Where values stop being finite is told by the place where they were made so."""
+"""Values that are not finite are reported for the place that produced them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Breaks(nn.Module):
-    """Gives what is not finite in the third training call; -∞ before, as masks have."""
+    """A layer with non-finite outputs in its third training call; -∞ before, as in masks."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Breaks(nn.Module):
 
 
 class Masked(nn.Module):
-    """Has -∞ in its outputs, which is no fault."""
+    """A layer with -∞ in its outputs, which is no fault."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat((x, torch.full_like(x[:, :1], -torch.inf)), 1)

@@ -1,4 +1,4 @@
-"""Which function's outputs a loss takes for logits, and whether its parts oppose each other."""
+"""Detection of the outputs that a loss takes as logits, and of opposing parts of a loss."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def net(*behind: nn.Module) -> nn.Module:
 
 
 class Calls(nn.Module):
-    """Gives what a function makes of a layer's outputs."""
+    """A model that applies a function to a layer's outputs."""
 
     def __init__(self, function: object) -> None:
         super().__init__()

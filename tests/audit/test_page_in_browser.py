@@ -118,7 +118,7 @@ def test_light_and_dark(browser: Browser, files: Path) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_stands_out_from_its_ground(browser: Browser, files: Path, dark: bool) -> None:
-    """Contrast of at least 4.5, the bound of WCAG 2.2 for text (level AA)."""
+    """Texts have a contrast of at least 4.5, the bound of WCAG 2.2 (level AA)."""
     browser.open(files / "plain.html", dark=dark)
     faint = browser.run(CONTRAST)
     assert faint == []

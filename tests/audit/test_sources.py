@@ -413,7 +413,7 @@ def test_optimizers_that_can_not_be_made_are_told() -> None:
 
 
 class Evil:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (os.mkdir, ("evil",))

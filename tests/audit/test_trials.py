@@ -36,7 +36,7 @@ def with_rates(of: Setup) -> Any:
 
 @pytest.fixture
 def far_inputs() -> Setup:
-    """Inputs × 160, which plain gradient descent at a usual rate cannot learn."""
+    """Return a run with inputs × 160, which plain gradient descent cannot learn at a usual rate."""
     return setup(batches=batches(scale=160))
 
 
@@ -229,7 +229,7 @@ def test_a_fix_that_rescales_is_tried_at_better_and_better_rates(far_inputs: Set
 
 
 def test_a_fix_that_is_no_better_than_a_rate_stands_behind_it() -> None:
-    """Larger steps are all that SGD with such a rate lacks; AdamW takes them too."""
+    """SGD with such a rate only lacks larger steps, which AdamW takes too."""
     slow = setup(optimizer=sgd(lr=1e-3))
     seen = with_rates(slow)
     best = min(seen.rates, key=lambda f: seen.rates[f].loss)
@@ -243,7 +243,7 @@ def test_a_fix_that_is_no_better_than_a_rate_stands_behind_it() -> None:
 
 
 def test_the_rate_is_put_in_front_of_what_it_does_as_well() -> None:
-    """Judged on plain data: the fix pays, but a rate alone gives the same."""
+    """The fix pays on plain data, but a learning rate alone gives the same."""
     healthy = setup()
     seen = record(healthy)
     rate = Trial("rate*10", 24, 0.0001, seen.losses[0], None, 0.0)
@@ -305,7 +305,7 @@ def test_what_pays_comes_first_then_what_was_not_tried() -> None:
 
 
 def test_what_is_as_good_stays_in_the_rules_order() -> None:
-    """Factors of 0.1 and 0.3 of a rate far too high, by hand: losses of 1.05, 1 and 2."""
+    """Losses of 1.05, 1 and 2 at factors 0.1 and 0.3 of a rate far too high, set by hand."""
     healthy = setup()
     seen = record(healthy)
     losses = {0.1: 1.05, 0.3: 1.0, 3.0: 2.0}
@@ -396,7 +396,7 @@ def test_runs_are_shorter_where_steps_are_costly() -> None:
 
 
 def interrupting(at: int) -> Any:
-    """A loss that presses Ctrl-C in its n-th call."""
+    """A loss that raises KeyboardInterrupt in its n-th call."""
     calls: Iterator[int] = iter(range(10**6))
 
     def pressed(model: nn.Module, batch: Any) -> Tensor:

@@ -165,7 +165,7 @@ def test_a_transformer() -> None:
 
 def test_batches_that_a_part_sits_out_do_not_count() -> None:
     class Expert(nn.Module):
-        """Runs for positive samples only, of which there are some in every fourth batch."""
+        """A layer that runs for positive samples only; every fourth batch has some."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -29,7 +29,7 @@ NAMES = {
 
 
 def sequences() -> nn.Module:
-    """Tokens through linear layers, one of which is called twice; dropout before."""
+    """A model of tokens with linear layers, one of which is called twice, behind dropout."""
     torch.manual_seed(3)
 
     class Twice(nn.Module):
@@ -62,7 +62,7 @@ def exact(case: str) -> Setup:
 
 
 def measured(setup: Setup) -> dict[str, Any]:
-    """The monitor's readings of the first step, of all rows."""
+    """Return the monitor's readings of the first step, from all rows."""
     fork = setup.fork()
     with Monitor(fork.model, fork.optimizer, max_rows=None, on_error="raise") as monitor:
         with seeded(setup.seed):
@@ -88,7 +88,7 @@ def test_as_it_is_agrees_with_the_monitor(case: str) -> None:
 
 
 def held(module: nn.Module, x: Tensor, G: Tensor) -> Setup:
-    """A layer that gets the gradients G, whatever map it is."""
+    """A layer that receives the gradients G, whatever its map."""
     model = nn.Sequential(module)
     return Setup(model, sgd(lr=1.0), lambda m, batch: (m(batch[0]) * batch[1]).sum(), ((x, G),), 1)
 
@@ -134,7 +134,7 @@ def test_norms_agree_with_the_monitor_behind_torchs_own() -> None:
 
 
 def dense(features: Tensor, G: Tensor) -> Alternative:
-    """From the definitions: M = ΦΦᵀ as a matrix."""
+    """Compute the measures from their definitions, with M = ΦΦᵀ as a matrix."""
     M = features @ features.t()
     e, scale = M @ G, M.diagonal()
     return Alternative(
@@ -150,7 +150,7 @@ def same(found: Alternative, expected: Alternative) -> None:
 
 
 def patches(module: nn.Module, x: Tensor) -> Tensor:
-    """Rows of a linear layer or of a two-dimensional convolution."""
+    """Return the rows of a linear layer or of a two-dimensional convolution."""
     if isinstance(module, nn.Linear):
         return x.flatten(0, -2)
     unfolded = functional.unfold(x, module.kernel_size, padding=module.padding)

@@ -1,4 +1,4 @@
-"""Whether all takes part in training: faults planted by hand, and models without any."""
+"""Parts that do not train: planted by hand, and models without any."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from adiv_monitor.diagnosis.record import Wiring
 
 
 class Net(nn.Module):
-    """With a branch that is detached, one that is multiplied by zero, and one that never runs."""
+    """A model with a detached branch, one multiplied by zero, and one that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_sparse_gradients() -> None:
 
 
 class Ignores(nn.Module):
-    """Gives the same whatever it gets."""
+    """A model that ignores its input."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_model_that_died_while_it_was_trained_does_not_ignore_its_inputs() -> 
 
 def test_what_the_loss_does_not_depend_on_is_not_cut_off() -> None:
     class Pooled(nn.Module):
-        """As encoders are: a pooler whose output nobody uses, and a token for masked places."""
+        """An encoder with an unused pooler, and a token for masked places."""
 
         def __init__(self) -> None:
             super().__init__()

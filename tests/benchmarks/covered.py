@@ -42,10 +42,12 @@ MODELS = (
 )
 MISSING = ("model", "not measured", "elements", "reason")
 EXPLAINED = """
-Parameters: those that are trained. Coverage: the share of their elements that lies in measured
-layers. Functions: those that take a parameter, or a view of it, with the number of parameters.
-Kinds: of the report's layers, with their number. Cost: median of the ratio [quartiles], in one run.
-Models and batches are as small as can be, where measuring costs most beside a plain step.
+This page lists what the monitor measures of each model. *Parameters* counts the trained ones, and
+*coverage* is the share of them that is in measured layers. *Functions* are those that take a
+parameter or a view of it, with the number of parameters. *Kinds* are those of the report's layers,
+with their number. The last column is the cost of a measured step: the median of its ratio to a
+plain step, with quartiles, in one run. Models and batches are as small as possible, so a plain step
+is short and the ratio is high; [cost](cost.md) has models of ordinary size.
 """
 
 

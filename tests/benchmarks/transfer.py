@@ -1,33 +1,34 @@
 """Is the best learning rate the same when a model gets wider? Loss over rate, at several widths.
 
-An MLP on handwritten digits and a GPT on the characters of Python's own manual; Adam, and SGD with
-momentum; rates in half decades, for the MLP in quarters; three seeds. The rate warms up over a
-tenth of the steps and falls linearly to nothing. Judged is the loss at the end: the MLP's on its
-training data, which it sees seven times, and beside it that on held-out data; the GPT's on held-out
-text. Arms:
+An MLP learns handwritten digits, and a GPT the characters of Python's own manual, with Adam and
+with SGD with momentum. Rates are tried in half decades, for the MLP in quarters, with three seeds.
+The rate warms up over a tenth of the steps and falls linearly to zero. The result is the final
+loss: of the MLP on its training data, which it sees seven times, and in addition on held-out data;
+of the GPT on held-out text. Arms:
 
 - torch: torch's own initialisation, one rate for all parameters, tuned at each width;
 - mup: `parametrize_model(…, "mup", base=…)` and its groups, the base 32 wide;
 - solver: torch's own initialisation, "sp", and the largest rates that the solver gives for it;
 - package: Microsoft's mup package with the same base (where it can be imported).
 
-The heads of the GPT have 16 entries at every width, so that it does not matter whether attention
-divides by the root of that or by it.
+The heads of the GPT have 16 entries at every width, so it does not matter whether attention divides
+by that number or by its root.
 
-Expected before it was run: torch's best rate falls with width with Adam, by half a decade or more
-from 32 to 256 (hidden weights would need 1/n), that of the others does not; mup and package are
-alike within the noise; at the widest, mup and solver at the narrowest's best rate are no worse than
-torch at its own best one. With SGD the differences are small: hidden weights would need n^(−½).
-(The first runs judged the MLP on held-out digits in half decades: there muP with SGD was worse than
-torch, as was mup, 0.098 against 0.079 at 256. The question is what rates do to training.)
+Expected before the run: with Adam, torch's best rate falls with width by half a decade or more from
+32 to 256 (hidden weights would need 1/n), and that of the other arms does not. mup and package
+agree within the noise. At the largest width, mup and solver at the best rate of the smallest width
+are no worse than torch at its own best rate. With SGD the differences are small: hidden weights
+would need n^(−½). (The first runs judged the MLP on held-out digits in half decades. There muP with
+SGD was worse than torch, as was mup: 0.098 and 0.079 at 256. The question is what rates do to
+training.)
 
-`--kinds` is another comparison, at the base width: what a factor of η for one kind of parameter
-does, with a base and without one ("absolute"). Expected: with a base no factor is better than 1 in
-all settings; without one, vectors that learn at η itself (a factor of 10^1.8) are worse. What came
-out is that inputs bear ten times the rate and readouts three times: muP with these constants, and
-the solver's, are two more arms.
+`--kinds` compares factors of η for one kind of parameter at the base width, with a base and without
+one ("absolute"). Expected: with a base no factor is better than 1 in all settings; without one,
+vectors that learn at η itself (a factor of 10^1.8) are worse. The result was that inputs tolerate
+ten times the rate and readouts three times. So muP with these factors, and the solver with them,
+are two more arms.
 
-    python tests/benchmarks/transfer.py train --runs runs.jsonl --minutes 20     again, to go on
+    python tests/benchmarks/transfer.py train --runs runs.jsonl --minutes 20     repeat to continue
     python tests/benchmarks/transfer.py train --runs runs.jsonl --kinds
     python tests/benchmarks/transfer.py report --runs runs.jsonl --write FILE.md
 """
@@ -73,7 +74,7 @@ Runs = dict[Setting, Curve]
 
 
 def settings(kinds: bool) -> Iterator[Setting]:
-    """All that are compared, small ones first."""
+    """Return all curves, those of small models first."""
     arms = [arm for arm in ARMS if arm != "package" or has_package()]
     for kind in WIDTHS:
         for width, name, arm in product(WIDTHS[kind], OPTIMIZERS, arms) if not kinds else ():
@@ -84,7 +85,7 @@ def settings(kinds: bool) -> Iterator[Setting]:
 
 
 def read(file: Path, measure: str = "loss") -> Runs:
-    """The runs of a file so far."""
+    """Return the runs in a file."""
     runs: Runs = defaultdict(lambda: defaultdict(dict))
     for line in file.read_text().splitlines() if file.exists() else ():
         run = json.loads(line)
@@ -93,12 +94,12 @@ def read(file: Path, measure: str = "loss") -> Runs:
 
 
 def best(curve: Curve) -> float:
-    """The rate of the least mean loss."""
+    """Return the rate with the smallest mean loss."""
     return min(curve, key=lambda tenfold: mean(curve[tenfold].values()))
 
 
 def missing(setting: Setting, runs: Runs) -> list[tuple[float, int]]:
-    """Rates and seeds that are to be run next; none once the best rate is between two others."""
+    """Return rates and seeds to run next; none once the best rate is between two others."""
     curve = runs[setting]
     least, most = RATES[setting.optimizer]
     apart = APART[setting.model]
@@ -111,7 +112,7 @@ def missing(setting: Setting, runs: Runs) -> list[tuple[float, int]]:
 
 
 def train_all(file: Path, minutes: float, kinds: bool) -> None:
-    """Run what the file does not have yet, and append it; stop after so many minutes."""
+    """Run what the file lacks, and append it; stop after this many minutes."""
     end = time.monotonic() + 60 * minutes
     runs = read(file)
     for setting in settings(kinds):
@@ -142,7 +143,7 @@ def has_package() -> bool:
 
 
 def mean_and_error(losses: dict[int, float]) -> tuple[float, float]:
-    """Over seeds: the mean and its standard error."""
+    """Return the mean over seeds and its standard error."""
     values = list(losses.values())
     finite = all(map(math.isfinite, values))
     return mean(values), stdev(values) / len(values) ** 0.5 if finite else math.inf
@@ -157,13 +158,13 @@ def power(tenfold: float) -> str:
 
 
 def factors_named(factors: str) -> str:
-    """What factors by kind are, to be read."""
+    """Return factors by kind as text."""
     chosen = [factor.split("=") for factor in filter(None, factors.split(","))]
     return ", ".join(f"{kind} × {power(int(x))}" for kind, x in chosen) or "all × 1"
 
 
 def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
-    """A table for each model and optimizer."""
+    """Return a table for each model and optimizer."""
     lines = []
     for kind, name in product(WIDTHS, OPTIMIZERS):
         widths = WIDTHS[kind]
@@ -207,7 +208,7 @@ def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
 
 
 def kinds_lines(runs: Runs) -> list[str]:
-    """A table of what a factor for one kind changes: the loss at the best rate."""
+    """Return a table of the loss at the best rate, with a factor for one kind of parameter."""
     pairs = list(product(WIDTHS, OPTIMIZERS))
     rows = []
     for arm, factors in FACTORS.items():
@@ -225,7 +226,7 @@ def kinds_lines(runs: Runs) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("train", "report"))
     parser.add_argument("--runs", type=Path, required=True, help="lines of JSON, one a run")

@@ -1,4 +1,4 @@
-"""What `transfer.py` trains: models, data, and many of the same shape at once."""
+"""Trainings of `transfer.py`: models, data, and many models of the same shape at once."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ NAMES = {"mup": "mup", "solver": "sp", "absolute": "mup"}
 
 
 class Setting(NamedTuple):
-    """What is tuned: one curve of loss over rate."""
+    """A curve of loss over rate."""
 
     model: str
     optimizer: str
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a norm."""
+    """A block of attention and an MLP, each behind a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, positions, width) → the same."""
+        """Map (batch, positions, width) to the same shape."""
         heads = self.attend(self.first(x)).unflatten(-1, (3, -1, HEAD))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         later = torch.ones(x.shape[1], x.shape[1]).triu(1) * -1e9
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Two blocks."""
+    """A GPT of two blocks."""
 
     def __init__(self, width: int, readout: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -62,14 +62,14 @@ class GPT(nn.Module):
         self.head = readout(width, 128)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, positions) → (batch · positions, 128)."""
+        """Map (batch, positions) to logits (batch · positions, 128)."""
         places = torch.arange(tokens.shape[1])
         x = self.blocks(self.token(tokens) + self.position(places))
         return self.head(self.norm(x)).flatten(0, 1)
 
 
 def build(model: str, width: int, readout: Callable[..., nn.Module] = nn.Linear) -> nn.Module:
-    """The model, initialised as torch does."""
+    """Return the model with torch's initialisation."""
     if model == "gpt":
         return GPT(width, readout)
     return nn.Sequential(
@@ -80,7 +80,7 @@ def build(model: str, width: int, readout: Callable[..., nn.Module] = nn.Linear)
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Standardised digits (1797, 64) in a fixed order, and labels."""
+    """Return standardised digits (1797, 64) in a fixed order, and their labels."""
     found = load_digits()
     x = torch.tensor(found.data, dtype=torch.float32)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -89,13 +89,13 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def characters() -> Tensor:
-    """The manual, a character a number below 128."""
+    """Return the characters of the manual as numbers below 128."""
     text = "\n".join(topics[name] for name in sorted(topics))
     return torch.tensor([min(ord(character), 127) for character in text])
 
 
 def held_out(model: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets that no batch has."""
+    """Return inputs and targets that no batch contains."""
     if model == "mlp":
         x, y = digits()
         return x[-400:], y[-400:]
@@ -104,13 +104,13 @@ def held_out(model: str) -> tuple[Tensor, Tensor]:
 
 
 def judged(model: str) -> tuple[Tensor, Tensor]:
-    """What rates are judged on: all images that batches have, or text that none has."""
+    """Return the data that rates are judged on: all images of the batches, or held-out text."""
     x, y = digits()
     return (x[:-400], y[:-400]) if model == "mlp" else held_out(model)
 
 
 def batches(model: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of each step, by seed; the same ones whatever is trained."""
+    """Yield inputs and targets of each step by seed; they do not depend on the model."""
     randoms = [torch.Generator().manual_seed(1000 + seed) for seed in SEEDS]
     for _ in range(STEPS[model]):
         if model == "mlp":
@@ -125,7 +125,7 @@ def batches(model: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def prepared(setting: Setting) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """A model, and groups of its parameters with rates for η = 1, as an arm has them."""
+    """Return an arm's model, and its parameter groups with rates for η = 1."""
     kind, name, arm, width = setting
     arm, _, factors = arm.partition(":")
     if arm == "package":
@@ -179,7 +179,7 @@ class Together:
         self.taken = 0
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """Of every model (models,), x and y by seed."""
+        """Return the loss of every model (models,); x and y are by seed."""
 
         def loss(weights: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
             named = dict(zip(self.names, weights, strict=True))
@@ -189,7 +189,7 @@ class Together:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], share: float) -> None:
-        """A step of each, of that share of its rate."""
+        """Take a step with every model, at this share of its rate."""
         self.taken += 1
         if self.optimizer == "sgd":
             torch._foreach_mul_(self.first, 0.9)
@@ -209,7 +209,7 @@ class Together:
 
 
 def train(setting: Setting, runs: Sequence[tuple[float, int]]) -> tuple[list[float], list[float]]:
-    """Losses after training, on `judged` and on held-out data; ∞ where they are not finite."""
+    """Return final losses on `judged` and on held-out data; ∞ if they are not finite."""
     steps = STEPS[setting.model]
     rise = steps // 10
     models = Together(setting, runs)

@@ -1,4 +1,4 @@
-"""Parametrizations on models: initialisation, multipliers and learning rates as the tables say."""
+"""Parametrized models have the initialisation, multipliers and learning rates of the tables."""
 
 import copy
 import math
@@ -127,7 +127,7 @@ def test_another_base_is_refused() -> None:
 
 
 def test_mup_trains_alike_at_every_width() -> None:
-    """The readout's change in a few steps of Adam: with SP's one rate it would grow ninefold."""
+    """The readout's change in a few steps of Adam; with SP and one rate it would grow ninefold."""
     x, y = torch.randn(64, 8), torch.randn(64, 4)
 
     def change(width: int, name: str | None) -> float:
@@ -185,7 +185,7 @@ def test_shared_weights_have_one_initialisation_and_one_rate(name: str) -> None:
 
 
 class Clip(nn.Module):
-    """A readout that the model holds itself, beside norms, a table and a bias of its own."""
+    """A model that holds its readout, a table and a bias itself, beside norms."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_a_weight_that_the_forward_pass_makes_can_not_be_initialised() -> None:
 
 
 def test_rate_times_decay_is_the_same_in_every_group() -> None:
-    """So that weights shrink alike at every width, as in mup's optimizers."""
+    """Weights shrink equally at every width, as in mup's optimizers."""
     model, probe = mlp(64), Probe(torch.randn(4, 8))
     base = Alignment(mlp(16), probe).layers
     layers = parametrize_model(model, probe, "mup", base=base)
@@ -326,7 +326,7 @@ def test_rate_times_decay_is_the_same_in_every_group() -> None:
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has no Muon yet")
 def test_muon_beside_adamw() -> None:
-    """Hidden matrices for one optimizer, the rest for another, each with a schedule of its own."""
+    """One optimizer has hidden matrices, another the rest, each with a schedule of its own."""
     model, probe = mlp(64), Probe(torch.randn(8, 8), max_rows=None)
     groups = optimizer_groups(model, Alignment(model, probe).layers, "sp", "muon", lr=0.02)
     by_name = {group["name"]: group["lr"] for group in groups}

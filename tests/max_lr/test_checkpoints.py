@@ -15,7 +15,7 @@ X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Model(nn.Module):
-    """Of which the readout is a weight of its own."""
+    """A model whose readout has a weight of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The schedule as a callback: the same steps as by hand, and state in checkpoints."""
+"""The callback takes the same steps as the scheduler by hand, and saves state in checkpoints."""
 
 from pathlib import Path
 from typing import Any

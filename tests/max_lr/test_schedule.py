@@ -1,4 +1,4 @@
-"""The schedule: what it does to steps, that nobody else sees it, and that it survives a break."""
+"""The schedule changes steps as defined, is invisible to others, and can be resumed."""
 
 import copy
 import math
@@ -57,7 +57,7 @@ def train(
 
 
 def reading(alpha: float = 1.0, omega: float = 0.5, u: float = 1.0) -> Callable[..., Any]:
-    """A reading of these values in each layer, in place of a measured one."""
+    """Replace the measured reading by these values in each layer."""
     real = Alignment.read
 
     def read(self: Alignment) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ def test_full_alignment_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_each_layer_steps_at_its_own_rate(lr: float | Tensor) -> None:
-    """And biases, which are no part of it, at the optimizer's."""
+    """Weights step at their factors; biases, which have none, at the optimizer's rate."""
     gains = {"0": 0.5, "2": 2.0, "4": 3.0}
     model = mlp()
     before = copy.deepcopy(model)
@@ -117,7 +117,7 @@ def test_each_layer_steps_at_its_own_rate(lr: float | Tensor) -> None:
     [(optim.AdamW, True), (optim.SGD, True), (optim.Adam, False), (optim.Adafactor, True)],
 )
 def test_a_gain_does_not_raise_the_decay(kind: Any, decays: bool) -> None:
-    """Without gradients all that moves weights is decay, at rate × decay."""
+    """Without gradients only decay moves the weights, by rate × decay."""
     for compensate in (True, False):
         model = mlp()
         before = copy.deepcopy(model)
@@ -167,7 +167,7 @@ def test_what_optimizers_note_in_groups_stays_and_a_step_that_raises_is_put_back
 
 
 def test_a_second_one_that_scales_is_refused_until_the_first_is_closed() -> None:
-    """As when a notebook's cell runs twice: factors would multiply."""
+    """A second scheduler is refused, because factors would multiply (as when a cell runs twice)."""
     model = mlp()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     static: Any = {"mode": "static", "gains": {"2": 3.0}}
@@ -258,7 +258,7 @@ OTHERS: dict[str, Callable[[optim.Optimizer], Any]] = {
 
 
 def rates(name: str, scale: str | None) -> list[list[float]]:
-    """Of each group after each step; with or without factors, before or after the other one."""
+    """Return each group's rate after each step, with or without factors, in either order."""
     model = mlp()
     groups = [{"params": model[:3].parameters()}, {"params": model[3:].parameters(), "lr": 0.02}]
     optimizer = optim.SGD(groups, lr=0.05, momentum=0.9)

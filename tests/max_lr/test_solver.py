@@ -196,7 +196,7 @@ def test_values(case: tuple[object, ...]) -> None:
 
 
 def random_case(seed: int) -> tuple[Network, Alignments]:
-    """Three to five layers, a chain or with sums of streams, any optimizer, any alignment."""
+    """Return a random problem: three to five layers, a chain or sums, any rule and alignment."""
     rng = random.Random(seed)
     n = rng.randint(3, 5)
     a, b = exponents(rng.choice([*PARAMETRIZATIONS]), n)
@@ -233,7 +233,7 @@ def solved(network: Network, alignments: Alignments, **options: object) -> MaxLR
 
 
 def with_integers(network: Network, alignments: Alignments) -> float:
-    """Least Σ c, each r, ρ and G being the least of its terms by big-M: an integer per term."""
+    """Return the smallest Σ c, with each r, ρ and G the minimum of its terms by big-M integers."""
     n, rule = len(network), network.rule
     columns: list[tuple[float, float, int]] = []  # low, high, integer
 
@@ -301,7 +301,7 @@ def test_agrees_with_a_formulation_with_integers(block: int) -> None:
 
 
 def test_one_program_says_what_two_would() -> None:
-    """First the least sum, then among those the least excess over c_full."""
+    """Minimise the sum first, then the excess over c_full among the minima."""
     ties = 0
     for seed in range(40):
         network, alignments = random_case(seed)
@@ -350,7 +350,7 @@ def test_pareto_slows_no_layer_and_is_always_feasible() -> None:
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 2), ("adam", 1), ("adafactor", 0)])
 def test_shift_rule(optimizer: str, factor: int) -> None:
-    """(a, b) → (a + t, b − t) moves a layer's c by −2t, −t and 0."""
+    """The shift (a, b) → (a + t, b − t) moves a layer's c by −2t, −t and 0."""
     a, b = exponents("sp", 4)
     t = (0.3, -0.2, 0.15, 0.4)
     alignments = {
@@ -391,7 +391,7 @@ def test_updates_of_a_users_own_size() -> None:
 
 
 def test_a_sum_of_streams_changes_as_its_fastest_part() -> None:
-    """Layer 1's change vanishes; beside the embedding's in a residual sum that is of no help."""
+    """Layer 1's change vanishes, and its residual sum with the embedding does not help."""
     omega, u = (H, 0.1, H, H), (H, H, 0.9, H)
     c = (0.5, 1.0, 0.5, 0.5)
     a, b = exponents("mup", 4)
@@ -439,7 +439,7 @@ def test_frozen_and_fixed_layers_keep_their_rate() -> None:
 
 
 def test_features_that_must_change() -> None:
-    """Under no alignment muP with SGD leaves the readout's change to vanish."""
+    """Without alignment the readout's change vanishes under muP with SGD."""
     given = {"parametrization": "mup", "optimizer": "sgd", "layers": 3, "objective": "sum"}
     given |= dict.fromkeys(("alpha", "omega", "u"), H)
     free = solve_max_lr(**given)
@@ -451,7 +451,7 @@ def test_features_that_must_change() -> None:
 
 
 def test_hidden_features_that_must_change() -> None:
-    """The readout's omega is paid by the embedding; then it is the hidden layer that has to."""
+    """The embedding pays for the readout's omega; if it is fixed, the hidden layer does."""
     given = {"parametrization": "sp", "optimizer": "adam", "objective": "sum"}
     given |= {
         "alpha": (H, 0.8, 0.75),

@@ -1,1 +1,1 @@
-"""The schedule that acts on measured alignments."""
+"""The schedule of learning rates that follows measured alignments."""

@@ -1,4 +1,4 @@
-"""From exponents to factors of learning rates, and how fast these may change."""
+"""Factors of learning rates from exponents, and limits of their change."""
 
 import math
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ _FULL: Ratios = (None, None, None)
 
 @dataclass(frozen=True)
 class Smoothing:
-    """How a gain follows what is solved for.
+    """Smoothing of the gains over readings.
 
     Attributes:
-        beta: share of its logarithm that stays at each reading, 0 to 1.
-        cap: the largest factor up or down, ≥ 1.
-        limit: the largest factor between two readings, ≥ 1.
+        beta: share of a gain's logarithm that stays at each reading, 0 to 1.
+        cap: largest gain, and largest inverse of a gain, ≥ 1.
+        limit: largest factor of change from one reading to the next, ≥ 1.
     """
 
     beta: float = 0.8
@@ -32,10 +32,10 @@ class Smoothing:
                 raise ValueError(f"{name}={value}: expected a factor of at least 1")
 
     def next(self, log_gain: float, gain_exponent: float, width: int) -> float:
-        """Log m ← β log m + (1 − β) clip((c_full − c) log n), no further than the limit.
+        """Return log m ← β log m + (1 − β) clip((c_full − c) log n), changed by at most the limit.
 
         Args:
-            log_gain: log m so far.
+            log_gain: the current log m.
             gain_exponent: c_full − c.
             width: n of the layer.
         """
@@ -46,7 +46,7 @@ class Smoothing:
 
 
 def usable(ratios: Mapping[str, Ratios], before: Mapping[str, Ratios]) -> dict[str, Ratios]:
-    """Each ratio, or where there is none now, what it was before; None: nothing is known."""
+    """Return each ratio, or its previous value if it is None; None if both are."""
     return {
         path: tuple(  # type: ignore[misc]  # three of them
             old if new is None else new
@@ -57,7 +57,7 @@ def usable(ratios: Mapping[str, Ratios], before: Mapping[str, Ratios]) -> dict[s
 
 
 def clipped(ratios: Mapping[str, Ratios]) -> dict[str, Ratios]:
-    """Alpha and u within [½, 1], omega within [0, 1]: what lies outside is cancellation."""
+    """Clip alpha and u to [½, 1] and omega to [0, 1]; values outside are due to cancellation."""
     return {
         path: (_between(alpha, 0.5), _between(omega, 0.0), _between(u, 0.5))
         for path, (alpha, omega, u) in ratios.items()
@@ -65,13 +65,13 @@ def clipped(ratios: Mapping[str, Ratios]) -> dict[str, Ratios]:
 
 
 def all_finite(ratios: Mapping[str, Ratios]) -> bool:
-    """Whether none is NaN or infinite."""
+    """Whether no ratio is NaN or infinite."""
     values = (value for of_layer in ratios.values() for value in of_layer)
     return all(value is None or math.isfinite(value) for value in values)
 
 
 def factors(log_gains: Mapping[str, float], *, normalise: bool) -> dict[str, float]:
-    """M of each layer; normalised, their geometric mean is 1."""
+    """Return m of each layer; if normalised, their geometric mean is 1."""
     middle = math.fsum(log_gains.values()) / len(log_gains) if normalise and log_gains else 0.0
     return {path: math.exp(value - middle) for path, value in log_gains.items()}
 

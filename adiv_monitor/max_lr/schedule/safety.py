@@ -1,4 +1,4 @@
-"""A watch over the loss, that takes gains back when it goes astray."""
+"""Detection of a diverging loss, upon which gains are reset."""
 
 import math
 from collections import deque
@@ -9,16 +9,16 @@ _ASTRAY = 3.0
 
 
 class LossWatch:
-    """Knows when a loss is not finite, or more than three times its running median.
+    """Detector of a loss that is not finite, or more than three times its running median.
 
-    The median is that of the last hundred losses; before there are ten it says nothing.
+    The median is that of the last hundred losses; with fewer than ten there is none.
     """
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=_REMEMBERED)
 
     def is_astray(self, loss: float) -> bool:
-        """Whether this loss is; it is remembered if it is not."""
+        """Whether this loss has diverged; if not, it counts for the running median."""
         if not math.isfinite(loss):
             return True
         usual = median(self.losses) if len(self.losses) >= _ENOUGH else math.inf

@@ -1,4 +1,4 @@
-"""`MaxLRScheduler`: per-layer factors of the learning rate that follow measured alignments."""
+"""`MaxLRScheduler`: factors of each layer's learning rate that follow measured alignments."""
 
 import math
 import warnings
@@ -32,14 +32,14 @@ _HOLD = 5  # readings
 
 @dataclass(frozen=True)
 class MaxLRReading:
-    """What was read and concluded after a step.
+    """A reading of the alignments after a step, and its solution.
 
     Attributes:
         step: optimizer steps taken.
-        alignment: the readings, by layer.
-        status: of the solution; "skipped" where a reading was not finite.
-        c: exponents solved for, by layer; empty unless the status is "optimal".
-        proposed: factors of the learning rate that follow, smoothed.
+        alignment: readings by layer.
+        status: status of the solution; "skipped" if a reading was not finite.
+        c: solved exponents by layer; empty unless the status is "optimal".
+        proposed: smoothed factors of the learning rate.
     """
 
     step: int
@@ -52,18 +52,19 @@ class MaxLRReading:
 class MaxLRScheduler:
     """Multiplies each layer's learning rate by m = n^(c_full − c), as far as alignments allow.
 
-    c is solved for from alignments that are measured every so many steps, c_full under full
-    alignment: without a measured difference all factors stay 1. Whatever other scheduler there is
-    sets the rates; they are multiplied when the optimizer's step begins and put back when it ends,
-    so that no scheduler ever sees the factors. Steps are counted as the optimizer takes them.
+    c follows from alignments that are measured every `every_n_steps` steps, c_full from full
+    alignment; without a measured difference all factors stay 1. Other schedulers still set the
+    rates. The rates are multiplied when the optimizer's step begins and restored when it ends, so
+    no scheduler sees the factors. Steps are optimizer steps.
 
-    Modes: "monitor" (default) only tells what it would do (`proposed`); "dynamic" does it; "static"
-    takes the factors of another, short run (`gains`) and measures nothing.
+    Modes: "monitor" (default) only reports the factors (`proposed`); "dynamic" applies them;
+    "static" applies the factors of another, short run (`gains`) and measures nothing.
 
     Args:
-        optimizer: whose steps are scaled.
+        optimizer: the optimizer whose steps are scaled.
         model: the model that it trains.
-        probe: the batch on which alignments are read; its reference point is now. None: "static".
+        probe: the batch on which alignments are read; the reference point is the model as it is
+            now. None with "static".
         mode: see above.
         parametrization: "sp" (how torch's own layers are initialised), "ntk", "mup", "mfp", or
             one of yours; None: that of the model's multipliers, "sp" where it has none.
@@ -165,33 +166,33 @@ class MaxLRScheduler:
 
     @property
     def proposed(self) -> dict[str, float]:
-        """Layer → the factor that alignments so far would allow."""
+        """Factors by layer that the alignments so far allow."""
         if self._alignment is None:
             return dict(self.gains)
         return factors(self._log, normalise=self._normalise)
 
     def see_loss(self, loss: float | Tensor) -> None:
-        """Watch the training loss: if it goes astray, all factors are 1 for a while.
+        """Pass the training loss on; if it diverges, all factors are reset to 1.
 
-        Astray: not finite, or more than three times its running median. For five intervals between
-        readings no factor but 1 is then taken. Reads the value, for which a GPU has to finish.
+        A loss diverges if it is not finite, or more than three times its running median. Factors
+        then stay 1 for five intervals between readings. Reading a tensor's value waits for the GPU.
         """
         if self._losses.is_astray(float(loss)) and self._mode != "static":
             self._held_until = self.step + _HOLD * self._every
             self._reset()
 
     def _put_back(self, *_: object) -> None:
-        """What an interrupted step has left is not to be saved, nor to be loaded into."""
+        """Restore the groups after an interrupted step, before state is saved or loaded."""
         self._scaled.end()
 
     def close(self) -> None:
-        """Take the hooks off the optimizer. Can be repeated."""
+        """Remove the hooks from the optimizer; a second call does nothing."""
         self._scaled.close()
         for handle in self._handles:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on as if there had been no break."""
+        """Return all state that a resumed run needs to continue without a difference."""
         return {
             "step": self.step,
             "failures": self.failures,
@@ -208,9 +209,9 @@ class MaxLRScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the saved scheduler was.
+        """Continue from the state of a saved scheduler.
 
-        Without its reference point, or with that of other layers, all factors begin at 1, and a
+        If the state has no reference point, or one of other layers, all factors begin at 1, and a
         warning says so.
         """
         self.step, self.failures = int(state["step"]), int(state["failures"])
@@ -264,7 +265,7 @@ class MaxLRScheduler:
                 self._warn(f"{type(error).__name__}: {error}")
 
     def _is_due(self) -> bool:
-        """Whether to read after this step: neither too early nor too late, nor on hold."""
+        """Whether to read after this step."""
         warm = max(self._warm_up, self._held_until)
         if self._rises or self.step % self._every:
             return False
@@ -293,7 +294,7 @@ class MaxLRScheduler:
         self.latest = MaxLRReading(self.step, readings, solution.status, c, self.proposed)
 
     def _warn(self, what: str) -> None:
-        """Once each: training goes on with the factors as they are."""
+        """Warn once per message; the factors stay as they are."""
         if what not in self._warned:
             self._warned.add(what)
             message = f"MaxLRScheduler: step {self.step}: {what}; factors stay"
@@ -301,7 +302,7 @@ class MaxLRScheduler:
 
 
 def _parameters_of(model: nn.Module, gains: Mapping[str, float]) -> dict[int, str]:
-    """Id of a parameter → the layer with a factor that it belongs to."""
+    """Return the layer with a factor that each parameter belongs to, by the parameter's id."""
     owners: dict[int, str] = {}
     names = dict(model.named_parameters())
     for path in gains:
@@ -324,7 +325,7 @@ def _is_weight_of(name: str, path: str) -> bool:
 
 
 def _check_groups(optimizer: Optimizer, rule: UpdateRule) -> None:
-    """Rates of `optimizer_groups` are for this rule."""
+    """Check that groups of `optimizer_groups` are for this rule."""
     given = {str(group["rule"]) for group in optimizer.param_groups if "rule" in group}
     if given - {rule.name}:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Gains during an optimizer's step, and only then: no other scheduler ever sees them."""
+"""Gains that apply during an optimizer's step only, so that no other scheduler sees them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,23 +11,24 @@ from adiv_monitor.max_lr.optimizers import couples_decay
 Group = dict[str, Any]
 _OURS = ("params", "lr", "weight_decay")
 
-# By id of an optimizer, what scales its steps, as long as that is neither closed nor gone.
+# The object that scales an optimizer's steps, by the optimizer's id, until it is closed or deleted.
 _scaling: "WeakValueDictionary[int, ScaledSteps]" = WeakValueDictionary()
 
 
 class ScaledSteps:
-    """Splits the optimizer's groups by layer when a step begins, and puts them back when it ends.
+    """Splits the optimizer's groups by layer when a step begins, and restores them when it ends.
 
-    Where a step is interrupted, they are put back when the next one begins, or when the state of
-    the optimizer is asked for or loaded.
+    After an interrupted step, they are restored when the next step begins, or when the state of the
+    optimizer is saved or loaded.
 
     Args:
         optimizer: the optimizer.
-        layers: id of a parameter → its layer.
-        compensate_decay: divide weight decay by the gain where rate × decay is what decays.
+        layers: layers by id of a parameter.
+        compensate_decay: divide weight decay by the gain, if the optimizer multiplies it by the
+            rate.
 
     Raises:
-        ValueError: another one scales its steps, or the optimizer trains none of the layers.
+        ValueError: another object scales its steps, or the optimizer trains none of the layers.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ScaledSteps:
         self._split: list[tuple[Group, list[Group]]] = []
 
     def claim(self) -> None:
-        """Be the one that scales the optimizer's steps, until `close`."""
+        """Claim the optimizer: no other object may scale its steps until `close`."""
         if id(self._optimizer) in _scaling:
             raise ValueError(
                 f"MaxLRScheduler: another one scales the steps of this "
@@ -57,14 +58,14 @@ class ScaledSteps:
         _scaling[id(self._optimizer)] = self
 
     def close(self) -> None:
-        """Scale no more steps. Can be repeated."""
+        """Stop scaling steps; a second call does nothing."""
         self.end()
         if _scaling.get(id(self._optimizer)) is self:
             del _scaling[id(self._optimizer)]
 
     def begin(self, gains: Mapping[str, float]) -> None:
-        """Let the coming step take these factors of the rates."""
-        self.end()  # a step that raised has ended without saying so
+        """Apply these factors of the rates to the step that begins."""
+        self.end()  # the previous step may have raised
         if all(gain == 1 for gain in gains.values()):
             return
         self._whole = self._optimizer.param_groups
@@ -72,7 +73,7 @@ class ScaledSteps:
         self._optimizer.param_groups = [part for _, parts in self._split for part in parts]
 
     def end(self) -> None:
-        """The groups are what they were, with what the optimizer has noted in them."""
+        """Restore the groups, and keep what the optimizer has stored in them."""
         if self._whole is None:
             return
         self._optimizer.param_groups = self._whole

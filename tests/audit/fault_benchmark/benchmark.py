@@ -5,13 +5,12 @@
         [--write docs/fault-benchmark.md]
         [--write-runs tests/benchmarks/results/fault-benchmark.md]
 
-Each row of the results is added to a file when it is there, and what the file holds is not done
-again: a run that was cut goes on where it was. Three parts: `sweep` trains healthy runs at other
-learning rates; `course` trains faulty and healthy runs without the audit, to see that the faulty
-ones are worse; `audit` lets the audit look, and tries its advice (`judge.py`). A fourth, `names`,
-only lets the audit look: what it names, in a third of the time. A fifth, `reports`, trains every
-run under the monitor: what is said of it by its reports alone (`reports.py`); asked for by itself,
-it has a table of its own (`verdicts.py`).
+Each row of the results is written to a file at once, and rows that the file has are not computed
+again, so an interrupted benchmark continues. It has five parts. `sweep` trains healthy runs at
+other learning rates. `course` trains faulty and healthy runs without the audit, to check that the
+faulty ones are worse. `audit` audits every run, and tries the advice (`judge.py`). `names` only
+audits, in a third of the time. `reports` trains every run under the monitor, for the verdicts from
+its reports alone (`reports.py`); without other parts it has a table of its own (`verdicts.py`).
 """
 
 import argparse
@@ -61,7 +60,7 @@ def tasks(parts: list[str], only: list[str], seeds: range, half: str | None) -> 
 
 
 def done(task: Task) -> dict[str, Any]:
-    """The row of one task."""
+    """Return the row of one task."""
     torch.set_num_threads(1)
     part, name, seed = task
     bed = (BEDS | OTHERS)[name]

@@ -1,4 +1,4 @@
-"""What a run of the fault benchmark comes to."""
+"""Losses and errors of the fault benchmark's runs."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # on a healthy run's learning rate
 
 
 def at_the_end(losses: Sequence[float], steps: int) -> float:
-    """Mean loss of the last quarter of the steps; infinite where the run did not get there."""
+    """Return the mean loss of the last quarter of the steps; infinite if it was not reached."""
     quarter = losses[-(steps // 4) :]
     ended = len(losses) == steps and all(map(math.isfinite, losses))
     return sum(quarter) / len(quarter) if ended else math.inf
@@ -26,7 +26,7 @@ def losses_of(fork: Fork) -> list[float]:
 
 
 def course(bed: Case | Healthy, seed: int) -> dict[str, float]:
-    """Loss and error after as many steps as an audit takes; nobody looks on."""
+    """Return loss and error after as many steps as an audit takes, without an audit."""
     run = bed.build(seed)
     fork = run.setup(STEPS, seed).fork()
     losses = losses_of(fork)
@@ -38,7 +38,7 @@ def course(bed: Case | Healthy, seed: int) -> dict[str, float]:
 
 
 def sweep(healthy: Healthy, seed: int) -> dict[str, list[float]]:
-    """The loss at other learning rates: is the healthy run's own a good one?"""
+    """Return the loss at other learning rates, to check the healthy run's own."""
     ends = []
     for factor in FACTORS:
         run = healthy.build(seed)

@@ -11,7 +11,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def minibatches(inputs: Tensor, targets: Tensor, size: int) -> Batches:
-    """Epochs of shuffled minibatches, one after the other."""
+    """Shuffled minibatches of successive epochs."""
     found: Batches = []
     while len(found) < BATCHES:
         order = torch.randperm(len(inputs))
@@ -30,24 +30,24 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def digits(size: int = 64) -> Batches:
-    """Images (64,) of mean 0 per pixel and variance 1 overall; ten classes."""
+    """Return images (64,) with mean 0 per pixel and variance 1 overall, in ten classes."""
     return minibatches(*_digits(), size)
 
 
 def images(size: int = 32) -> Batches:
-    """The digits as images (1, 8, 8)."""
+    """Return the digits as images (1, 8, 8)."""
     pixels, labels = _digits()
     return minibatches(pixels.reshape(-1, 1, 8, 8), labels, size)
 
 
 def pictures(size: int = 64) -> Batches:
-    """Digits as their own targets."""
+    """Return digits as their own targets."""
     pixels, _ = _digits()
     return minibatches(pixels, pixels, size)
 
 
 def circles(size: int = 64) -> Batches:
-    """Which of two noisy circles a point of the plane is on; variance 1."""
+    """Return points on two noisy circles, with variance 1, and their circles."""
     labels = torch.randint(2, (1024,))
     angles = 2 * math.pi * torch.rand(1024)
     radii = 1.0 - 0.5 * labels
@@ -57,7 +57,7 @@ def circles(size: int = 64) -> Batches:
 
 
 def blobs(size: int = 64) -> Batches:
-    """Four classes of two clouds each in eight dimensions; mean 0, variance 1 of each feature."""
+    """Return four classes of two clouds each in eight standardised dimensions."""
     centres = 1.5 * torch.randn(8, 8)
     clouds = torch.randint(8, (1024,))
     points = centres[clouds] + torch.randn(1024, 8)
@@ -66,7 +66,7 @@ def blobs(size: int = 64) -> Batches:
 
 
 def taught(size: int = 64) -> Batches:
-    """What a random network with 16 inputs and 3 outputs answers; variance 1."""
+    """Return inputs and outputs, of variance 1, of a random network from 16 to 3 features."""
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
     nn.init.normal_(teacher[0].weight, std=0.5)
     inputs = torch.randn(2048, 16)
@@ -79,7 +79,7 @@ WORDS = 24
 
 
 def text(length: int = 16, size: int = 16) -> Batches:
-    """A Markov chain: the next of 24 words depends on this one; about 1.4 nat are chance."""
+    """Return a Markov chain over 24 words with an entropy of about 1.4 nat per word."""
     following = (2.5 * torch.randn(WORDS, WORDS)).softmax(1)
     words = [torch.randint(WORDS, (1024,))]
     for _ in range(length):
@@ -92,14 +92,14 @@ VOCABULARY = 100
 
 
 def topics(size: int = 32) -> Batches:
-    """Bags of 12 words of 100, drawn from one of six topics."""
+    """Return bags of 12 of 100 words, drawn from one of six topics."""
     share = (1.5 * torch.randn(6, VOCABULARY)).softmax(1)
     labels = torch.randint(6, (1024,))
     return minibatches(share[labels].multinomial(12, replacement=True), labels, size)
 
 
 def counts(size: int = 32) -> Batches:
-    """The same documents as counts of words, centred; variance 1 overall."""
+    """Return the same documents as centred counts of words, with variance 1 overall."""
     share = (1.5 * torch.randn(6, VOCABULARY)).softmax(1)
     labels = torch.randint(6, (1024,))
     words = share[labels].multinomial(12, replacement=True)

@@ -20,7 +20,7 @@ from write_up import table
 
 
 def every_run(rows: Iterable[Row], arguments: Sequence[str]) -> str:
-    """All tables. Rows as `benchmark.py` makes them."""
+    """Return all tables for rows of `benchmark.py`."""
     parts = by_case(rows)
     faulty_cases = {name: found for name, found in parts["audit"].items() if name in CASES}
     healthy = {name: found for name, found in parts["audit"].items() if name in HEALTHY}

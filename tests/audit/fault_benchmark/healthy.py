@@ -1,7 +1,7 @@
-"""Runs that train as well as they can, each of another kind: nothing is to be fixed.
+"""Healthy runs of several kinds, in which nothing is to be fixed.
 
-Rates are those of the grid 1, 3, 10, … that a sweep found best for an audit's steps, or the next
-below (`sweep.py`); a rate is named at one place, here.
+Learning rates are those of the grid 1, 3, 10, … that the part `sweep` found best for an audit's
+steps, or the next below. They are set only in this file.
 """
 
 from audit.fault_benchmark import data, networks

@@ -1,15 +1,15 @@
-"""Audits one run, and tries its advice where the audit could not look: other data, more steps.
+"""Audit of one run, and trials of its advice on other data and for more steps.
 
-The first advice is the first of the first finding that names a fix. It is held against
+The first advice is that of the first finding that names a fix. It is compared with
 
 - no change,
 - the best of the learning rates that the audit tried,
-- one random change: a fix drawn from all that apply, its rate found as the audit finds it,
-- a random search: random changes tried until as many runs are spent as the audit spent on trials,
-  of which the best is kept, if it pays.
+- one random change: a fix drawn from all that apply, at the rate that the audit's method finds,
+- a random search: random changes, with as many runs as the audit's trials; the best one is kept if
+  it pays.
 
-All that is decided on the audit's own seed; what is reported are runs of another seed and three
-times as many steps.
+All choices are made with the audit's own seed. The reported results are runs with another seed and
+three times as many steps.
 """
 
 import math
@@ -40,7 +40,7 @@ SEARCHED = 5  # random search is as dear as an audit: it is done for every fifth
 
 @dataclass(frozen=True)
 class Change:
-    """A fix, where, and at which factor on the learning rate."""
+    """A fix, the layers that it changes, and a factor of the learning rate."""
 
     fix: str
     layers: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Change:
 
 
 def diagnosed(bed: Case | Healthy, seed: int) -> dict[str, Any]:
-    """What the audit found, or what it raised in place of an answer."""
+    """Return the audit's findings, or the exception that it raised."""
     try:
         return _found(audited(bed.build(seed), seed))
     except Exception as error:
@@ -59,7 +59,7 @@ def diagnosed(bed: Case | Healthy, seed: int) -> dict[str, Any]:
 
 
 def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
-    """What the audit found, and what its advice is worth."""
+    """Return the audit's findings, and the value of its advice."""
     run = bed.build(seed)
     try:
         report = audited(run, seed)
@@ -133,7 +133,7 @@ def _best_rate(record: Record) -> Change | None:
 
 
 def runs_of(report: AuditReport) -> int:
-    """How many short runs the audit spent on trials of fixes and rates."""
+    """Return the number of short runs that the audit spent on trials."""
     trials = {id(trial): trial.runs for trial in report.record.rates.values()}
     for finding in report.findings:
         trials |= {id(a.trial): a.trial.runs for a in finding.advice if a.trial is not None}
@@ -141,7 +141,7 @@ def runs_of(report: AuditReport) -> int:
 
 
 def changes(bench: Bench, chance: random.Random) -> Iterator[tuple[Change, Trial]]:
-    """All fixes that apply, in random order, each tried as the audit tries it."""
+    """Yield all fixes that apply, in random order, each tried as the audit tries it."""
     names = sorted(FIXES.keys() - set(map(rate_name, FAR_FACTORS)))
     chance.shuffle(names)
     for name in names:
@@ -153,7 +153,7 @@ def changes(bench: Bench, chance: random.Random) -> Iterator[tuple[Change, Trial
 
 
 def searched(bench: Bench, chance: random.Random, runs: int) -> Change | None:
-    """The best of random changes that so many runs can try; None if none of them pays."""
+    """Return the best random change that this many runs can try; None if none pays."""
     best: tuple[float, Change | None] = (float("inf"), None)
     spent = 0
     for change, trial in changes(bench, chance):
@@ -166,7 +166,7 @@ def searched(bench: Bench, chance: random.Random, runs: int) -> Change | None:
 
 
 def outcomes(setup: Setup, record: Record, changed: dict[str, Change | None]) -> dict[str, Any]:
-    """The loss of a longer run without and with each change, and whether that pays."""
+    """Return the loss of a longer run without and with each change, and whether it pays."""
     without = losses_of(setup.fork())
     row: dict[str, Any] = {"without": at_the_end(without, setup.steps)}
     known: dict[Change, Sequence[float]] = {}

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Net(nn.Module):
-    """A body, and a linear head that reads it."""
+    """A network of a body and a linear head."""
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ class Block(nn.Module):
 
 
 class Patches(nn.Module):
-    """Images (1, 8, 8) as 4 places of 4 × 4 pixels."""
+    """Split images (1, 8, 8) into 4 places of 4 × 4 pixels."""
 
     def forward(self, images: Tensor) -> Tensor:
         return functional.unfold(images, 4, stride=4).transpose(1, 2)
 
 
 class Positions(nn.Module):
-    """Adds to each place what is learned of it."""
+    """A layer that adds a learned vector to each place."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Positions(nn.Module):
 
 
 class Pool(nn.Module):
-    """Mean over places."""
+    """The mean over places."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.mean(1)
@@ -128,7 +128,7 @@ def gpt(width: int = 32, length: int = 16) -> Net:
 
 
 class Recurrent(nn.Module):
-    """Embedding and an LSTM, whose outputs at all places are given."""
+    """An embedding and an LSTM; returns the outputs at all places."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -149,12 +149,12 @@ def bag(width: int = 16) -> Net:
 
 
 def layers(model: nn.Module) -> list[nn.Linear | nn.Conv1d | nn.Conv2d]:
-    """Its linear layers and convolutions, in order of definition."""
+    """Return a model's linear layers and convolutions, in order of definition."""
     return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
 
 
 def initialise(model: nn.Module, gain: float) -> None:
-    """Weights of standard deviation gain / √fan-in, biases 0."""
+    """Draw weights with standard deviation gain / √fan-in; set biases to 0."""
     with torch.no_grad():
         for layer in layers(model):
             layer.weight.normal_(std=gain * layer.weight[0].numel() ** -0.5)

@@ -1,6 +1,6 @@
 """Healthy runs of kinds in which the audit once raised false alarms.
 
-Rules were set right by them: they are no unseen ones.
+Rules were corrected with these runs, so they do not count as unseen.
 """
 
 import torch
@@ -45,7 +45,7 @@ def _separate() -> Run:
 
 
 class WithPooler(networks.Net):
-    """A pooler and a second head that nothing asks, as backbones for several tasks have them."""
+    """A model with an unused pooler and second head, as in backbones for several tasks."""
 
     def __init__(self, body: nn.Module, head: nn.Module, width: int) -> None:
         super().__init__(body, head)
@@ -91,7 +91,7 @@ class Players(nn.Module):
 
 
 def both_players(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The discriminator's loss and the generator's, each with a gradient for its own only."""
+    """Return the losses of discriminator and generator, each with a gradient for its own only."""
     real, _ = batch
     made = model.generator(torch.randn(len(real), 8))
     told = model.discriminator(torch.cat([real, made.detach()]))
@@ -116,7 +116,7 @@ def _slow_gan() -> Run:
 
 
 def _padded() -> Run:
-    """Lines of 4 to 16 words, filled up to 48 places that the loss passes over."""
+    """Return a run on lines of 4 to 16 words, padded to 48 places; the loss ignores padding."""
     lines = []
     for inputs, targets in data.text():
         lengths = torch.randint(4, inputs.shape[1] + 1, (len(inputs), 1))

@@ -19,64 +19,64 @@ CHANGES = ("advice", "random", "search", "rate")
 EVERY_RUN = "tests/benchmarks/results/fault-benchmark.md"
 
 INTRODUCTION = f"""
-How often does the audit name what is wrong, and does its advice help? This is counted on runs
-with a planted fault and on healthy ones: small networks of several kinds, each built from a seed.
-The audit looks at a run for {STEPS} steps, and its first advice is then tried on *another* seed
-for {LONGER} steps. Losses are means of the last quarter of the steps. A change pays if the loss is
-lower by more than two standard errors and by 2 % of itself.
+This page answers two questions: how often does the audit name the fault of a training, and does
+its advice help? It counts both on runs with a planted fault and on healthy runs of small networks
+of several kinds, each built from a seed. The audit observes a run for {STEPS} steps. Its first
+advice is then tried on *another* seed for {LONGER} steps. Losses are means over the last quarter of
+the steps. A change pays if it lowers the loss by more than two standard errors and by 2 %.
 
-- **advice**: the first fix of the first finding that a run can try, at the learning rate that its
-  trial found best. If the first finding's advice is in words only ("hand the parameters to the
-  optimizer" where no fix can; or the audit's own short runs say that nothing that can be tried
-  pays), nothing is tried, and that is counted apart.
-- **random change**: a fix drawn from all that apply, to all layers, at the learning rate that a
+- **advice**: the first fix of the first finding that can be tried, at the learning rate that its
+  trial found best. Nothing is tried if the first finding only has advice in words, or if the
+  audit's own short runs say that nothing pays; such runs are counted separately.
+- **random change**: a fix drawn from all that apply, for all layers, at the learning rate that a
   trial of the same length found best.
-- **random search**: random changes, tried until as many short runs are spent as the audit spent on
-  its trials; the best is kept if it paid. For every fifth seed.
-- **learning rate**: the best of the learning rates that the audit tried, and nothing else.
+- **random search**: random changes, until they have used as many short runs as the audit's trials;
+  the best one is kept if it paid. For every fifth seed only.
+- **learning rate**: the best of the learning rates that the audit tried, without any other change.
 
-± is the standard error of a binomial share; runs of one case are alike, so the true one is larger.
-Most cases were there while rules and thresholds were made, with other seeds. Some networks, data
-and strengths were not: their totals stand by themselves below.
+± is the standard error of a binomial share. Runs of one case are similar, so the true error is
+larger. Rules and thresholds were made with most of these cases, but with other seeds. The networks,
+data and strengths that they were not made with have separate totals below.
 
-A file has [every run](../{EVERY_RUN}):
-each case with what was found and advised, the healthy runs at other learning rates, and how much
-worse the faulty runs are. What the monitor's reports alone say of these runs is
-[counted apart](../tests/benchmarks/results/verdicts.md); they see less than an audit.
+Another file lists [every run](../{EVERY_RUN}):
+what was found and advised in each case, the healthy runs at other learning rates, and how much
+worse the faulty runs are. The monitor's reports alone show less than an audit;
+[they are counted separately](../tests/benchmarks/results/verdicts.md).
 """
 
 OTHERS = """
-What others report, comparable in kind only, since faults, frameworks and criteria differ:
-AUTOTRAINER fixed 10 of 30 faults in an independent study, random search 17, HEBO and BOHB 19 each;
-on its own set it claims 98 % of 422 and 82 % gained five points. DeepDiagnosis gave the right fix
-in 28 of 52 programs (UMLAUT 15 of 30, AUTOTRAINER 8 of 40) and raised alarms on 68 of 188 healthy
-runs (36 %).
+Other tools report these figures; faults, frameworks and criteria differ, so they are no direct
+comparison. AUTOTRAINER fixed 10 of 30 faults in an independent study, random search 17, HEBO and
+BOHB 19 each. On its own set AUTOTRAINER claims to fix 98 % of 422 faults, and a gain of five points
+in 82 %. DeepDiagnosis gave the right fix in 28 of 52 programs (UMLAUT 15 of 30, AUTOTRAINER 8 of
+40) and raised alarms on 68 of 188 healthy runs (36 %).
 """
 
 
 LIMITS = """
 ## Limits
 
-**Shuffled labels** can't be told, by any audit, from inputs that say nothing. An audit sees samples
-(x, y) alone. If labels were shuffled, y is independent of x, and the samples' distribution is
-p(x)·p(y). If nothing was shuffled but x has no information on y, it is p(x)·p(y) as well: whatever
-is computed from the samples, a model's whole training included, is distributed alike in both, so
-no rule is right more often in one than it is wrong in the other. What can be told is that no
-relation was found, which a hard task and a short run give, too: so the finding is `loss-stuck`, to
-be watched, and says that one small batch is overfitted, which rules out most other causes.
-Where labels are unevenly frequent the loss falls to their entropy, and nothing is said.
+**Shuffled labels** cannot be distinguished, by any audit, from inputs without information on the
+labels. An audit sees only samples (x, y). With shuffled labels, y is independent of x, and the
+samples have the distribution p(x)·p(y). If nothing was shuffled but x has no information on y, the
+distribution is p(x)·p(y) as well. Whatever is computed from the samples, including a model's whole
+training, has the same distribution in both cases, so a rule that is right in one case is wrong in
+the other equally often. An audit can only find that no relation was learned. A hard task and a
+short run give that result too. So the finding is `loss-stuck` with strength "watch", and adds that
+the model overfits one small batch, which rules out most other causes. If some labels are more
+frequent than others, the loss falls to their entropy, and the audit finds nothing.
 
-**Adversarial losses** are only told apart, not judged: of their learning rates, and of what is
-learnt, nothing is said.
+**Adversarial losses** are recognised, but not judged: the audit says nothing about their learning
+rates or about what is learned.
 
 Some healthy runs are of kinds in which the audit once raised false alarms (separate queries, keys
 and values, an unused pooler, layers registered in another order than they run in, two players,
-padded batches). Rules were set right by them, so they are counted among what is not unseen.
+padded batches). Rules were corrected with these runs, so they do not count as unseen.
 """
 
 
 def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
-    """The results. Rows as `benchmark.py` makes them."""
+    """Return the page for rows of `benchmark.py`."""
     audits = by_case(rows)["audit"]
     faulty_cases = {name: found for name, found in audits.items() if name in CASES}
     healthy = {name: found for name, found in audits.items() if name in HEALTHY}
@@ -85,7 +85,7 @@ def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
         INTRODUCTION,
         *_totals("Totals", faulty_cases, healthy),
         *_totals(
-            "Of these, what no rule was set by",
+            "Of these, the cases that no rule was made with",
             {name: found for name, found in faulty_cases.items() if name in UNSEEN},
             {name: found for name, found in healthy.items() if name in UNSEEN},
         ),
@@ -98,7 +98,7 @@ def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Part of the benchmark → name of the case → its rows."""
+    """Return the rows by part of the benchmark and name of the case."""
     parts: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         parts[row["part"]][row["name"]].append(row)
@@ -106,7 +106,7 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def head(title: str, arguments: Sequence[str]) -> list[str]:
-    """Title, command, versions and hardware."""
+    """Return title, command, versions and hardware."""
     return [
         f"# {title}",
         "",

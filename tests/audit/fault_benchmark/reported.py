@@ -1,7 +1,7 @@
 """Bugs of the kind that people report: wiring, loss and data. Each with its fixed twin.
 
-Their findings were set by those of `SET_BY`; those of `HELD_OUT` are other networks and other ways
-to the same bug, at which nobody looked while a rule was written.
+Rules were made with the bugs in `SET_BY`. Those in `HELD_OUT` are other networks and other ways to
+make the same mistakes; they were not used while rules were written.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 
 class Listed(nn.Module):
-    """Holds its layers in a plain list."""
+    """A model that holds its layers in a plain list."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Listed(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Mixes features by a tensor that wants a gradient, but is no parameter."""
+    """A model that mixes features by a tensor with a gradient that is no parameter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def mixed(run: Run) -> None:
 
 
 def body_still(model: nn.Module) -> Iterable[Any]:
-    """Two groups; the body's rate was divided by integers."""
+    """Return two groups; the body's rate was computed by integer division."""
     return [
         {"params": model.body.parameters(), "lr": 1 // 1000},
         {"params": model.head.parameters()},
@@ -93,7 +93,7 @@ def slowly_in_bfloat16(by: float) -> Callable[[Run], None]:
 
 
 class Hooked:
-    """Makes an optimizer with a hook that clips all gradients to a tiny norm before its step."""
+    """A factory of optimizers with a hook that clips all gradients to a tiny norm."""
 
     def __init__(self, algorithm: type[Optimizer], norm: float) -> None:
         self.algorithm, self.norm = algorithm, norm
@@ -125,12 +125,12 @@ def clamped(bound: float) -> Callable[[Run], None]:
 
 
 def in_evaluation(run: Run) -> None:
-    """The body was set to evaluation, as that of a pretrained model is."""
+    """Set the body to evaluation mode, as if it were pretrained."""
     run.model.body.eval()
 
 
 def kept(rate: float) -> Callable[[Run], None]:
-    """The share to keep was given as the share to drop."""
+    """Use the share to keep as the share to drop."""
 
     def plant(run: Run) -> None:
         for module in run.model.modules():
@@ -223,14 +223,14 @@ TWO_CIRCLES = Healthy("two-circles-adamw", "MLP", _two_circles)
 
 
 def broadcasting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """(B, 1) against (B,)."""
+    """Return the squared error of (B, 1) and (B,)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as if nobody read what torch says
         return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def subtracting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """(B,) against (B, 1)."""
+    """Return the mean absolute difference of (B,) and (B, 1)."""
     x, y = batch
     return (model(x).flatten() - y[:, None]).abs().mean()
 
@@ -337,7 +337,7 @@ class Heads(nn.Module):
 
 
 class Cell(nn.Module):
-    """A recurrence by hand: the sum of the places of what it has read."""
+    """A hand-written recurrence, which sums its states over places."""
 
     def __init__(self, cut: bool = False) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class Branch(nn.Module):
 
 
 class PerBatch(nn.Module):
-    """Centres by the mean over the batch where that over the features is meant."""
+    """A layer that subtracts the mean over the batch instead of that over the features."""
 
     def __init__(self, axis: int = 1) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ COSINES_OF_WORDS = Healthy("gpt-cosines-adamw", "transformer", _cosines_of_words
 
 
 def by_rand(run: Run) -> None:
-    """Weights from torch.rand."""
+    """Draw the weights by torch.rand."""
     for layer in networks.layers(run.model):
         nn.init.uniform_(layer.weight, 0.0, 2.0 * layer.weight[0].numel() ** -0.5)
 
@@ -467,7 +467,7 @@ def by_rand_in_the_head(run: Run) -> None:
 
 
 def one_batch(count: int) -> Callable[[Run], None]:
-    """An index that is not moved on."""
+    """Repeat the first batches, as with an index that never increases."""
 
     def plant(run: Run) -> None:
         run.batches = [
@@ -479,7 +479,7 @@ def one_batch(count: int) -> Callable[[Run], None]:
 
 
 def sorted_by_label(run: Run) -> None:
-    """Nobody set shuffle=True, and the data come by class."""
+    """Sort the data by class, as if shuffle=True were missing."""
     size, count = len(run.batches[0][1]), len(run.batches)
     x, y = (torch.cat(parts) for parts in zip(*run.batches, strict=True))
     order = y.argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Bugs that people report of what a model sees of its inputs: their order, and all of them."""
+"""Reported bugs that hide from a model the order of its inputs, or some of them."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ class Words(nn.Module):
 
 
 class Overwritten(nn.Module):
-    """Writes into half of the features."""
+    """A model that overwrites half of the features."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -45,7 +45,7 @@ class Overwritten(nn.Module):
 
 
 def _first_words() -> Run:
-    """Which of four kinds the first of eight words is of."""
+    """Return a run that classifies lines of eight words by the kind of the first."""
     words = torch.randint(WORDS, (2048, LENGTH))
     batches = data.minibatches(words, words[:, 0] % 4, 64)
     embed = (nn.Embedding(WORDS, 32), networks.Positions(LENGTH, 32))
@@ -56,7 +56,7 @@ def _first_words() -> Run:
 
 
 def _lines() -> Run:
-    """Lines of 3 to 8 words, drawn from one of four topics, and filled up by the word 0."""
+    """Return a run on lines of 3 to 8 words from four topics, padded by the word 0."""
     topics = torch.randint(TOPICS, (2048,))
     share = (1.5 * torch.randn(TOPICS, WORDS - 1)).softmax(1)
     words = 1 + share[topics].multinomial(LENGTH, replacement=True)

@@ -1,4 +1,4 @@
-"""What the audit says of the bugs that people report, and of their fixed twins, as Markdown."""
+"""The audit's findings on reported bugs and on their fixed twins, as Markdown."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,20 +14,22 @@ Row = dict[str, Any]
 INTRODUCTION = """
 # Bugs that people report
 
-The [fault benchmark](fault-benchmark.md) plants faults of the step: rates, scales, dead units.
-This one plants bugs of wiring, loss and data, each into a healthy run that is also audited without
-it (its fixed twin). The link leads to a thread of the same mistake, in somebody else's network;
-where there is none, none was found. Rules were set while looking at the first half. The second half
-has other networks and other ways to the same mistake; its cases were written by those who wrote the
-rules, so they say less than cases of somebody else's would. Two things were changed after a look at
-the table. A fact whose fix helps now stands before "cannot overfit", which both halves had first
-for logits without a temperature (23 of 24 and 26 of 27 before). And `input-partly-ignored` is only
-to be watched where units are dead or saturated, as in a case of the second half.
+The [fault benchmark](fault-benchmark.md) plants faults of the step: learning rates, scales, dead
+units. This one plants bugs of wiring, loss and data. Each bug is planted into a healthy run, which
+is also audited without it (the fixed twin). The link leads to a report of the same mistake in
+another project; a bug without a link is one for which no report was found.
+
+The rules were made while looking at the first half. The second half has other networks and other
+ways to make the same mistakes. The authors of the rules also wrote its cases, so it says less than
+cases of others would. Two rules were changed after a look at this table. A fact whose fix helps now
+ranks before "cannot overfit", which came first in both halves for logits without a temperature
+(23 of 24 and 26 of 27 before). And `input-partly-ignored` has strength "watch" if units are dead or
+saturated, as in a case of the second half.
 """
 
 
 def page(rows: Sequence[Row], arguments: Sequence[str]) -> str:
-    """Both halves, the twins, and what it comes to."""
+    """Return the page: both halves, the twins, and totals."""
     command = f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`"
     lines = [INTRODUCTION.strip(), "", f"{command}, on {hardware()}.", ""]
     for title, cases in (("Rules were set by these", SET_BY), ("Held out", HELD_OUT)):

@@ -1,7 +1,7 @@
-"""Where bugs of the kinds in `reported.py` were reported: case → thread.
+"""Public reports of the bugs in `reported.py`, by case.
 
-Each thread is of the same mistake, in another network. Those without one are bugs of which no
-thread was found.
+Each thread is about the same mistake in another network. Bugs without an entry are those for which
+no thread was found.
 """
 
 _GITHUB = "https://github.com/"

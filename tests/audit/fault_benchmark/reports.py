@@ -1,4 +1,4 @@
-"""What is said of a bed's run by its reports alone: what a dashboard or a page would say."""
+"""Verdicts on a run from its reports alone, as on a dashboard or a page."""
 
 import warnings
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ NOTHING = "nothing"  # as strength: no finding
 
 
 class Listener:
-    """A sink that collects a training twice: with its losses, and as if nobody had logged them."""
+    """A sink that collects a training twice: with its losses and without them."""
 
     def __init__(self) -> None:
         self.known, self.unknown = Running(), Running()
@@ -36,7 +36,7 @@ class Listener:
 
 
 def trained(bed: Case | Healthy, seed: int) -> Listener:
-    """Train a bed as a loop does that looks at nothing: values that are not finite go on."""
+    """Train without any checks, as a plain loop does: values that are not finite are kept."""
     fork = bed.build(seed).setup(STEPS, seed).fork()
     listener = Listener()
     monitor = Monitor(
@@ -62,7 +62,7 @@ def trained(bed: Case | Healthy, seed: int) -> Listener:
 
 
 def reported(bed: Case | Healthy, seed: int) -> dict[str, Any]:
-    """The verdicts with and without the loss, and whether the loss falls; or a refusal."""
+    """Return the verdicts with and without the loss, and whether the loss falls; or a refusal."""
     try:
         listener = trained(bed, seed)
     except ValueError as refused:  # an optimizer that holds nothing of the model, say

@@ -107,7 +107,7 @@ class Case:
 
 
 def error(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Share of wrong answers, or the share of the targets' variance that is left (1: all)."""
+    """Return the share of wrong answers, or of the targets' variance that remains."""
     model.eval()
     with torch.no_grad():
         outputs = torch.cat([model(inputs).detach() for inputs, _ in batches])

@@ -1,4 +1,4 @@
-"""What is said of the fault benchmark's runs by their reports alone, as Markdown."""
+"""The fault benchmark's verdicts from reports alone, as Markdown."""
 
 import platform
 import shlex
@@ -31,13 +31,13 @@ as such.
 
 
 def strength(verdict: Row) -> str:
-    """The strongest of what was found, as the headline has it."""
+    """Return the strongest finding, as in the headline."""
     found = [strong for name, strong in verdict["findings"] if name != "rate-decayed"]
     return found[0] if found else "nothing"
 
 
 def state(row: Row) -> str:
-    """How the loss went."""
+    """Return how the loss changed."""
     if "refused" in row:
         return "not trained"
     if not row["finite"]:
@@ -46,7 +46,7 @@ def state(row: Row) -> str:
 
 
 def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
-    """All of it. Rows as `benchmark.py --parts reports` makes them."""
+    """Return the page for rows of `benchmark.py --parts reports`."""
     rows = list(rows)
     lines = [
         "# What reports alone say of healthy and of faulty runs",
@@ -77,7 +77,7 @@ def _counts(rows: list[Row], verdict: str) -> list[str]:
 
 
 def _healthy(rows: list[Row]) -> list[str]:
-    """Healthy runs of which something is said."""
+    """Return the healthy runs with a finding."""
     found = [
         (row["name"], row["seed"], state(row), _said(row["known"]), _said(row["unknown"]))
         for row in rows
@@ -88,7 +88,7 @@ def _healthy(rows: list[Row]) -> list[str]:
 
 
 def _missed(rows: list[Row]) -> list[str]:
-    """Faulty runs of which nothing is said though the loss is known."""
+    """Return the faulty runs without a finding although the loss is known."""
     seeds: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         if row["name"] in CASES and "known" in row and strength(row["known"]) == "nothing":

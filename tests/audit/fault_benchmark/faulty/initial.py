@@ -1,4 +1,4 @@
-"""Faults of the beginning: weights, biases, activations, and what they make of the rows."""
+"""Faults of the initialisation: weights, biases, activations and the resulting rows."""
 
 from collections.abc import Callable
 
@@ -20,12 +20,12 @@ def gain(value: float) -> Callable[[Run], None]:
 
 
 def deep_sigmoid(run: Run) -> None:
-    """Eight sigmoid layers as torch initialises them."""
+    """Replace the network by eight sigmoid layers with torch's initialisation."""
     run.model = mlp([64] + [48] * 8 + [10], nn.Sigmoid)
 
 
 def biases(value: float, share: float = 1) -> Callable[[Run], None]:
-    """Of a share of the units of all layers but the head."""
+    """Change the biases of a share of the units of all layers but the head."""
 
     def plant(run: Run) -> None:
         with torch.no_grad():
@@ -46,7 +46,7 @@ def constant(value: float) -> Callable[[Run], None]:
 
 
 def alike(mean: float, difference: float) -> Callable[[Run], None]:
-    """Rows that are nearly one row."""
+    """Make all rows nearly equal."""
 
     def plant(run: Run) -> None:
         shared = mean * torch.randn(run.batches[0][0].shape[1:])

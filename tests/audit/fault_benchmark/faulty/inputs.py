@@ -26,7 +26,7 @@ def shifted(by: float) -> Callable[[Run], None]:
 
 
 def one_feature(factor: float) -> Callable[[Run], None]:
-    """Another unit of measurement for one feature."""
+    """Measure one feature in another unit."""
 
     def change(inputs: Tensor) -> Tensor:
         factors = torch.ones(inputs.shape[1])
@@ -37,7 +37,7 @@ def one_feature(factor: float) -> Callable[[Run], None]:
 
 
 def unequal(spread: float) -> Callable[[Run], None]:
-    """Each sample has an exposure of its own, log-normal, of mean square 1."""
+    """Multiply each sample by a log-normal exposure of mean square 1."""
 
     def change(inputs: Tensor) -> Tensor:
         exposure = (spread * torch.randn(len(inputs)) - spread**2).exp()
@@ -47,7 +47,7 @@ def unequal(spread: float) -> Callable[[Run], None]:
 
 
 def rare_long(factor: float) -> Callable[[Run], None]:
-    """One sample of 32 is far longer than the others: outliers."""
+    """Make one sample of 32 far longer than the others."""
 
     def change(inputs: Tensor) -> Tensor:
         length = torch.ones(len(inputs))

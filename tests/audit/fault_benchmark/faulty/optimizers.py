@@ -1,4 +1,4 @@
-"""Faults of the step: what turns it, decays it, projects it or cuts it short."""
+"""Faults of the step: momentum, decay, projections and clipping."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,21 +33,21 @@ def clipped(norm: float) -> Callable[[Run], None]:
 
 
 def project(model: nn.Module, radius: float) -> None:
-    """The weights of each layer back to a ball."""
+    """Project the weights of each layer onto a ball."""
     with torch.no_grad():
         for layer in layers(model):
             layer.weight *= (radius / layer.weight.norm()).clamp(max=1)
 
 
 def clamp(model: nn.Module, bound: float) -> None:
-    """Each weight into an interval, as critics of Wasserstein networks do it."""
+    """Clamp each weight to an interval, as in critics of Wasserstein networks."""
     with torch.no_grad():
         for layer in layers(model):
             layer.weight.clamp_(-bound, bound)
 
 
 def before_forward(change: Callable[[nn.Module, float], None], by: float) -> Callable[[Run], None]:
-    """The weights are changed between two steps."""
+    """Change the weights between two steps."""
 
     def plant(run: Run) -> None:
         loss = run.loss
@@ -62,7 +62,7 @@ def before_forward(change: Callable[[nn.Module, float], None], by: float) -> Cal
 
 
 def after_step(change: Callable[[nn.Module, float], None], by: float) -> Callable[[Run], None]:
-    """The weights are changed by a hook of the optimizer."""
+    """Change the weights by a hook of the optimizer."""
 
     def plant(run: Run) -> None:
         algorithm, held, values = run.algorithm, run.held, run.settings

@@ -1,4 +1,4 @@
-"""Faults of public repair sets, written anew on embedded and generated data.
+"""Faults of public repair sets, rewritten for embedded and generated data.
 
 Sources: dl-fl-repair (Stack Overflow's faults by number, and mutants of DeepCrime), the synthetic
 faults of TheDeepChecker, Circle and Blob of DeepDiagnosis, the user-code cases of TrainCheck.
@@ -35,7 +35,7 @@ def of_probabilities(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _ones_and_zeros() -> Run:
-    """Rows of ones and of zeros, with noise; one output says which; one label in ten is wrong."""
+    """Return a run on noisy rows of ones or zeros; one label in ten is wrong."""
     labels = torch.randint(2, (1024,)).float()
     rows = (labels[:, None] * torch.ones(20) - 0.5) + 0.3 * torch.randn(1024, 20)
     labels = (labels - (torch.rand(1024) < 0.1).float()).abs()
@@ -70,7 +70,7 @@ class Exponential(nn.Module):
 
 
 def with_activation(make: Callable[[], nn.Module]) -> Callable[[Run], None]:
-    """In place of each ReLU."""
+    """Replace each ReLU."""
 
     def plant(run: Run) -> None:
         for name, module in list(run.model.body.named_children()):
@@ -81,7 +81,7 @@ def with_activation(make: Callable[[], nn.Module]) -> Callable[[Run], None]:
 
 
 def sigmoid_output(run: Run) -> None:
-    """Targets far outside of what a sigmoid can give."""
+    """Add a sigmoid output, and scale targets far outside its range."""
     run.model.head = nn.Sequential(run.model.head, nn.Sigmoid())
     run.batches = [(inputs, 30 * targets) for inputs, targets in run.batches]
 
@@ -91,7 +91,7 @@ def scaled_targets(run: Run) -> None:
 
 
 def holds_frozen(run: Run) -> None:
-    """The body was frozen for fine-tuning, and the optimizer was given the body."""
+    """Freeze the body, and give the optimizer the body alone."""
     run.model.body.requires_grad_(False)
     run.held = lambda model: model.body.parameters()
 

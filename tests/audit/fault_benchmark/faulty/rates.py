@@ -37,7 +37,7 @@ def times(factor: float) -> Callable[[Run], None]:
 
 
 def rescaled(first: int, factor: float) -> Callable[[Run], None]:
-    """One layer's weights larger, the next one's smaller: a ReLU net computes the same."""
+    """Scale one layer's weights up and the next one's down: a ReLU net computes the same."""
 
     def plant(run: Run) -> None:
         one, other = layers(run.model)[first : first + 2]
@@ -50,7 +50,7 @@ def rescaled(first: int, factor: float) -> Callable[[Run], None]:
 
 
 def own_rate(position: int, factor: float) -> Callable[[Run], None]:
-    """A parameter group with a rate of its own for one layer."""
+    """Give one layer a parameter group with a rate of its own."""
 
     def plant(run: Run) -> None:
         lr = run.settings["lr"]

@@ -1,7 +1,7 @@
-"""Faults in networks, data and strengths that no rule or threshold was set by.
+"""Faults in networks, data and strengths that no rule or threshold was made with.
 
-The other cases were there while the rules were written. These were looked at for the first time
-when the table of results was made.
+The other cases existed while the rules were written. These were run for the first time when the
+table of results was made.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam
 
 
 def waves(size: int = 32) -> data.Batches:
-    """Noisy waves (2, 32) of five frequencies, at any phase; variance 1."""
+    """Return noisy waves (2, 32) of five frequencies, with random phase and variance 1."""
     labels = torch.randint(5, (1024,))
     phase = 2 * math.pi * torch.rand(1024, 1)
     time = torch.linspace(0, 2 * math.pi, 32)
@@ -53,7 +53,7 @@ def _gru() -> Run:
 
 
 class Mixer(nn.Module):
-    """Mixes places, then channels, each behind a LayerNorm and beside a shortcut."""
+    """A block that mixes places, then channels, each behind a LayerNorm and beside a shortcut."""
 
     def __init__(self, places: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Faults of the wiring: what takes no part, what is fed and asked for, what is no number."""
+"""Faults of the wiring: unused parts, wrong inputs and targets, values that are not finite."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,14 +19,14 @@ class Detach(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A mask that was computed the wrong way round."""
+    """A layer with an inverted mask: all outputs are 0."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * 0
 
 
 class Half(nn.Module):
-    """Computes in float16 what does not fit in it."""
+    """A layer that computes values in float16 that do not fit in it."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ def detached(run: Run) -> None:
 
 
 def head_only(run: Run) -> None:
-    """The optimizer was made for fine-tuning; nothing is frozen, and nothing was learned before."""
+    """Give the optimizer the head alone, as for fine-tuning, of an untrained network."""
     run.held = lambda model: model.head.parameters()
 
 
 def one_missing(position: int) -> Callable[[Run], None]:
-    """One part of the body was put in after the optimizer had been made."""
+    """Hide a part of the body from the optimizer, as if it had been added later."""
 
     def held(model: nn.Module) -> Iterable[Any]:
         missing = {id(p) for p in model.body[position].parameters()}
@@ -60,7 +60,7 @@ def one_missing(position: int) -> Callable[[Run], None]:
 
 
 def frozen(run: Run) -> None:
-    """A body that learned nothing yet is frozen."""
+    """Freeze an untrained body."""
     run.model.body.requires_grad_(False)
     run.held = lambda model: [p for p in model.parameters() if p.requires_grad]
 
@@ -74,7 +74,7 @@ def embedding_ignored(run: Run) -> None:
 
 
 def shuffled(run: Run) -> None:
-    """Inputs were shuffled, labels were not."""
+    """Shuffle inputs and labels independently."""
     run.batches = [
         (inputs, targets[torch.randperm(len(targets))]) for inputs, targets in run.batches
     ]
@@ -88,7 +88,7 @@ def ending(module: Callable[[], nn.Module]) -> Callable[[Run], None]:
 
 
 def logarithm_of_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy of shares that may be zero."""
+    """Return the cross-entropy of shares that may be zero."""
     inputs, targets = batch
     shares = functional.relu(model(inputs))
     shares = shares / (shares.sum(-1, keepdim=True) + 1e-9)
@@ -97,7 +97,7 @@ def logarithm_of_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def root_of_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The distance of each pixel; where pixel and output are zero its gradient is not a number."""
+    """Return the distance of each pixel; its gradient is NaN if pixel and output are zero."""
     inputs, targets = batch
     visible = (targets - targets[:1]).abs() > 1e-6
     return ((model(inputs) - targets) * visible).square().sqrt().mean()
@@ -111,7 +111,7 @@ def with_loss(loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]) -> Cal
 
 
 def bad_sample(batch: int) -> Callable[[Run], None]:
-    """One entry of one batch is missing."""
+    """Set one entry of one batch to NaN."""
 
     def plant(run: Run) -> None:
         inputs = run.batches[batch][0].clone()
