@@ -34,7 +34,7 @@ def rows_reference(form):
     return reference
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=13)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,6 +68,7 @@ def test_unit_rows_where_one_result_is_not_used(used):
     check(partial(ops.unit_rows, form=AFFINE), rows_reference(AFFINE), inputs, upstream, FLOAT64)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_rows_are_read_in_blocks(dtype, monkeypatch):
     monkeypatch.setattr(launch, "_ROW", {FLOAT32: 64, FLOAT64: 32})
@@ -119,7 +120,7 @@ def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
         )
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize("block", [16, 64], ids=["in blocks", "whole"])
 @pytest.mark.parametrize("stride", [24, 25, 28, 31, 32])
 @pytest.mark.parametrize("start", [0, 1, 4, 7])
@@ -260,7 +261,7 @@ FEWER_ROWS_THAN_INPUTS = [(5, 50, 7), (13, 257, 65)]
 MORE_ROWS_THAN_INPUTS = [(40, 16, 9), (33, 31, 20)]
 
 
-@pytest.mark.slow(one_in=13)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 @pytest.mark.parametrize("shape", FEWER_ROWS_THAN_INPUTS + MORE_ROWS_THAN_INPUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -300,7 +301,7 @@ def test_what_is_not_small():
     assert not functions.is_small(x.double(), w.double())
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 def test_many_tiles_and_many_programs(way, form, monkeypatch):
     """Small tiles give several column tiles, several programs, and several steps per program."""
@@ -342,7 +343,7 @@ def test_layout_of_few_rows(form, layout):
     check(in_one_kernel(form), linear_reference(form), inputs, [g], FLOAT32)
 
 
-@pytest.mark.slow(one_in=11)
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 @pytest.mark.parametrize("rows", [2, 4], ids=["few rows", "many rows"])
 def test_derivatives_by_finite_differences(way, form, rows):

@@ -208,6 +208,7 @@ def trained(
     return monitor.latest
 
 
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])

@@ -19,7 +19,7 @@ from zoo import ZOO, Specimen, Trained, Training, seed
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import REALISED_MEASURES
 
-pytestmark = pytest.mark.slow(one_in=7)
+pytestmark = pytest.mark.slow(one_in=11)
 STEPS = 3
 
 
