@@ -92,6 +92,7 @@ def test_the_command_line_wins_over_the_config() -> None:
     assert report().record.facts.steps == 3
 
 
+@pytest.mark.slow
 def test_an_earlier_report_is_replaced_and_other_files_stay() -> None:
     assert run(NET) == 0
     Path("out/mine.txt").write_text("mine")
@@ -289,6 +290,7 @@ def test_it_tries_fixes_unless_told_not_to() -> None:
     assert not report().record.rates
 
 
+@pytest.mark.slow
 def test_compare_makes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(NET) == 0
     Path("out").rename("before")

@@ -196,6 +196,7 @@ def test_clipped_gradients(algorithm: str, clip: Callable[..., object]) -> None:
 
 
 # Dynamo itself reads `.grad` of tensors that it traces.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module() -> None:
     """Lightning compiles the step; a measured step runs eagerly, so that hooks fire."""
