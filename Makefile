@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CONSTRAINTS ?= $(wildcard constraints/python$(VERSION).txt)
 # By the environment they hold for what builds the package, too; newer pips ask for the second name.
-# Not --quiet, which hides the progress of downloads of gigabytes.
+# Not --quiet, which hides the progress of downloads of gigabytes. Without --no-compile pip compiles
+# all modules of all packages, most of which nobody imports; Python compiles those that it does.
 PINS = $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS)))
-PIP = $(PINS) $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP = $(PINS) $(BIN)/python -m pip install --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-all lint docs tutorial bench models schema gpu mutants clean
+.PHONY: demo test test-all tests lint style types docs tutorial bench models schema gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -19,33 +20,41 @@ demo: $(VENV)/.demo
 # One thread for each of as many processes as there are cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-test: lint
-	$(PYTEST)
+# Types are checked beside the tests: mypy alone would leave all cores but one idle for minutes.
+test: style
+	$(MAKE) --jobs=2 types tests
 
 # What is marked slow, too, and all cases of it: compilers, a browser, every model of the zoo.
-test-all: lint
+test-all: $(VENV)/.whole lint
 	$(PYTEST) --whole
 
-lint: $(VENV)/.dev
+tests: $(VENV)/.dev
+	$(PYTEST)
+
+lint: style types
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest --quiet tests/test_words.py
+	$(BIN)/python -m pytest --quiet --noconftest tests/test_words.py
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 # The site, into site/. Every link and anchor must hold.
-docs: $(VENV)/.dev
+docs: $(VENV)/.whole
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # docs/tutorial.ipynb with the outputs of its code as it is.
-tutorial: $(VENV)/.dev
+tutorial: $(VENV)/.whole
 	$(BIN)/jupyter execute --inplace docs/tutorial.ipynb
 
 # With pip install ".[peers]" in the environment, peers.py times them too.
-bench: $(VENV)/.dev
+bench: $(VENV)/.whole
 	for name in host launches monitor peers rows layers; do $(BIN)/python tests/benchmarks/$$name.py || exit; done
 
 # docs/models.md: how much of which models is measured, as what, at what cost.
-models: $(VENV)/.dev
+models: $(VENV)/.whole
 	mkdir -p docs
 	$(BIN)/python tests/benchmarks/covered.py --write docs/models.md
 
@@ -62,6 +71,7 @@ mutants: $(VENV)/.mutants
 
 $(VENV)/.demo: EXTRAS = lightning,tensorboard,audit,examples
 $(VENV)/.dev: EXTRAS = dev
+$(VENV)/.whole: EXTRAS = whole
 $(VENV)/.mutants: EXTRAS = dev,mutants
 
 # All that is to be measured on a GPU, with the Python that is there (of .venv, if it exists) and its
@@ -70,7 +80,7 @@ gpu:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tests/benchmarks/gpu.py $(if $(PART),--only $(PART))
 
 # The stamps are touched last: an interrupted installation is done again, a finished one is not.
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.whole $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@

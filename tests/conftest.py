@@ -14,8 +14,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    meaning = "not without --whole; with one_in=n, every n-th of its cases always"
-    config.addinivalue_line("markers", f"slow(one_in): {meaning}")
+    meaning = "not without --whole; with one_in=n, every n-th of its cases always, from case first"
+    config.addinivalue_line("markers", f"slow(one_in, first): {meaning}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -49,7 +49,7 @@ def _is_slow(item: pytest.Item, case: int) -> bool:
     if marker is None:
         return False
     one_in = marker.kwargs.get("one_in")
-    return one_in is None or case % one_in > 0
+    return one_in is None or (case - marker.kwargs.get("first", 0)) % one_in > 0
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """Slow reference for all measures: take the step, and recompute every layer from its saved input.
 
-It uses no code of the monitor. It loops over rows. The scale of a row is the squared norm of the
-gradient of one of its outputs with respect to the layer's own parameters, by autograd. e is z
-before minus z after a plain gradient step with η = 1, d the same for the optimizer's step.
+It uses no code of the monitor. The scale of a row is the squared norm of the gradient of one of
+its outputs with respect to the layer's own parameters, by autograd. e is z before minus z after a
+plain gradient step with η = 1, d the same for the optimizer's step.
 """
 
 import copy
@@ -139,9 +139,17 @@ def _scale(module: nn.Module, x: Tensor) -> Tensor:
 
 def _squares(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return ‖∂v/∂Θ‖² for every entry v of a matrix."""
-    gradients = [torch.autograd.grad(v, parameters, retain_graph=True) for v in values.flatten()]
-    squares = [sum(g.square().sum() for g in of_entry) for of_entry in gradients]
-    return torch.stack(squares).reshape(values.shape)
+    squares = [g.square().sum(1) for g in _each(values.flatten(), parameters)]
+    return torch.stack(squares).sum(0).reshape(values.shape)
+
+
+def _each(values: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return ∂v/∂Θ of every entry v of a vector, for each parameter a matrix of one row per v."""
+    one_hot = torch.eye(len(values), dtype=values.dtype)
+    gradients = torch.autograd.grad(
+        values, parameters, one_hot, retain_graph=True, is_grads_batched=True
+    )
+    return [g.reshape(len(values), -1) for g in gradients]
 
 
 def _features(module: nn.Module, x: Tensor) -> Tensor:
@@ -151,9 +159,7 @@ def _features(module: nn.Module, x: Tensor) -> Tensor:
     groups = groups_of(module, z.shape[1])
     first = z[:, :: z.shape[1] // groups]
     weight = module._parameters["weight"]
-    return torch.stack(
-        [torch.autograd.grad(row.sum(), weight, retain_graph=True)[0].flatten() for row in first]
-    )
+    return _each(first.sum(1), [weight])[0]
 
 
 def function_truth(
@@ -198,9 +204,7 @@ def function_truth(
         by_weight=changed(new, weight) - z,
         by_bias=changed(new, bias) - z,
         scale=_squares(first, list(leaves.values())),
-        features=torch.stack(
-            [torch.autograd.grad(row.sum(), lead, retain_graph=True)[0].flatten() for row in first]
-        ),
+        features=_each(first.sum(1), [lead])[0],
         gamma=torch.cat([gradient[name].flatten() for name in names]),
         u=torch.cat([(new[name] - old[name]).flatten() for name in names]),
     )
@@ -210,7 +214,7 @@ def projected(truth: LayerTruth, outputs: Callable[..., Tensor], values: Sequenc
     """Return the ceiling: cosine of the nonzero rows of G and their projection onto ∂z/∂Θ."""
     active = truth.G.norm(dim=1) > 0
     jacobians = torch.autograd.functional.jacobian(
-        lambda *parts: outputs(*parts)[active].flatten(), tuple(values)
+        lambda *parts: outputs(*parts)[active].flatten(), tuple(values), vectorize=True
     )
     columns = torch.cat([j.reshape(len(j), -1) for j in jacobians], dim=1)
     G = truth.G[active].flatten()

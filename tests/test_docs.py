@@ -166,7 +166,7 @@ def pictures_of(page: Path) -> list[str]:
     return re.findall(r"!\[[^\]]*\]\(\S*?([\w-]+)\.png\)", page.read_text())
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_script_makes_its_pictures(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

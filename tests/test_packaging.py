@@ -30,6 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_two_packages_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
@@ -50,6 +51,7 @@ def test_the_wheel_installs_two_packages_and_nothing_else(built: Path) -> None:
     assert {str(part.relative_to(ROOT)) for part in parts} <= set(names)
 
 
+@pytest.mark.slow
 def test_what_the_wheel_says_of_itself(built: Path) -> None:
     """Its classifiers are known ones, with every Python that hosts test."""
     known = pytest.importorskip("trove_classifiers").classifiers
@@ -64,6 +66,7 @@ def test_what_the_wheel_says_of_itself(built: Path) -> None:
     assert said["License-Expression"] == "Apache-2.0"
 
 
+@pytest.mark.slow
 def test_the_source_archive_has_what_its_tests_need(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as opened:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from blocks import ROOT
+ROOT = Path(__file__).parent.parent
 
 # What is not to be said → what is. A word joins once it is gone.
 EVERYWHERE = {

@@ -233,6 +233,7 @@ def test_the_whole_of_it() -> None:
     assert {what for what, _, _ in steps} == {"training", "learning rates", "fixes"}
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     model = mlp()
     expected = seen(model, optimizer=sgd())

@@ -130,6 +130,7 @@ def test_json_is_strict() -> None:
     assert record["record"]["overfit"]["loss_by_rate"] is None
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

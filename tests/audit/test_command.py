@@ -17,6 +17,7 @@ from audit import command_models
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.record import Record
 
 HERE = "audit.command_models"
 NET = f"{HERE}:net"
@@ -45,6 +46,14 @@ def report() -> AuditReport:
 
 def everything(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The record of a run without options."""
+    folder = tmp_path_factory.mktemp("usual")
+    assert run(NET, "--out", str(folder / "out")) == 0
+    return AuditReport.from_json((folder / "out/report.json").read_text()).record
 
 
 # What it leaves
@@ -83,6 +92,7 @@ def test_the_command_line_wins_over_the_config() -> None:
     assert report().record.facts.steps == 3
 
 
+@pytest.mark.slow
 def test_an_earlier_report_is_replaced_and_other_files_stay() -> None:
     assert run(NET) == 0
     Path("out/mine.txt").write_text("mine")
@@ -117,6 +127,7 @@ def test_what_no_audit_wrote_is_not_overwritten(
     assert not command_models.calls, "it says so before it begins"
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("linked", [False, True])
 def test_the_folder_may_be_on_another_file_system(
     linked: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +168,7 @@ def test_a_json_file_of_somebody_elses_is_not_overwritten(text: str) -> None:
     assert Path("out/report.json").read_text() == text and not command_models.calls
 
 
+@pytest.mark.slow
 def test_an_earlier_audits_files_keep_their_modes() -> None:
     assert run(NET) == 0
     names = ("config.yaml", "report.html", "report.json", "report.md")
@@ -166,6 +178,7 @@ def test_an_earlier_audits_files_keep_their_modes() -> None:
     assert {Path("out", name).stat().st_mode & 0o777 for name in names} == {0o600}
 
 
+@pytest.mark.slow(one_in=2, first=1)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_force_overwrites_the_files_that_it_writes_and_no_others(earlier: bool) -> None:
     if earlier:
@@ -202,6 +215,7 @@ def test_what_is_no_file_is_not_overwritten_by_force_either(
     assert path.lstat() == before and everything(Path("elsewhere")) == {"mine"}
 
 
+@pytest.mark.slow
 def test_a_report_that_was_written_from_python_is_an_audits() -> None:
     assert run(NET) == 0
     report().write("other")
@@ -218,6 +232,7 @@ def test_names_with_html_unicode_and_markup(capsys: pytest.CaptureFixture[str]) 
     assert "日本語 é [red]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_of_many_layers_the_terminal_shows_some(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--model-args", '{"layers": 80}', "--steps", "1")
     assert run(f"{HERE}:many", *options) == 0
@@ -226,6 +241,7 @@ def test_of_many_layers_the_terminal_shows_some(capsys: pytest.CaptureFixture[st
     assert "64 more layers are in report.html" in printed and len(printed.splitlines()) < 80
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -241,9 +257,7 @@ def test_of_many_layers_the_terminal_shows_some(capsys: pytest.CaptureFixture[st
         ("--seed", "7", "--batch-size", "3"),
     ],
 )
-def test_options_reach_the_run(options: tuple[str, ...]) -> None:
-    assert run(NET) == 0
-    usual = report().record
+def test_options_reach_the_run(options: tuple[str, ...], usual: Record) -> None:
     assert run(NET, *options) == 0
     record = report().record
     assert (
@@ -276,6 +290,7 @@ def test_it_tries_fixes_unless_told_not_to() -> None:
     assert not report().record.rates
 
 
+@pytest.mark.slow
 def test_compare_makes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(NET) == 0
     Path("out").rename("before")
@@ -439,6 +454,7 @@ def program(*argv: str) -> list[str]:
     return [sys.executable, "-m", "adiv_monitor", *argv]
 
 
+@pytest.mark.slow
 def test_a_users_own_file_from_the_shell() -> None:
     Path("mine.py").write_text(
         "from torch import nn\n\ndef build(width=4):\n"

@@ -59,7 +59,7 @@ def test_equal_seeds_make_equal_runs() -> None:
         assert not torch.equal(one.batches[0][0], other.batches[0][0])
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_costs_and_is_named_first(name: str) -> None:
     case = CASES[name]
@@ -68,11 +68,13 @@ def test_a_fault_costs_and_is_named_first(name: str) -> None:
     assert name in case.expected and strength == "act"
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("name", WELL)
 def test_a_healthy_run_raises_no_alarm(name: str) -> None:
     assert "act" not in dict(map(reversed, diagnosed(HEALTHY[name], 0)["findings"]))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", [*WELL, "mlp-momentum", "deep-tanh-sgd", "cnn-adam", "gpt-adamw"])
 def test_reports_of_a_healthy_run_raise_no_alarm(name: str) -> None:
     row = reported(HEALTHY[name], 0)
@@ -82,6 +84,7 @@ def test_reports_of_a_healthy_run_raise_no_alarm(name: str) -> None:
         assert "act" not in [strength for _, strength in verdict["findings"]]
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("name", STUCK)
 def test_reports_of_a_run_whose_loss_does_not_fall_never_say_nothing(name: str) -> None:
     row = reported(CASES[name], 0)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from trial_setups import batches, cnn, images, loss, mlp, record, setup, sgd
 
+from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.inputs import feature_axis
+from adiv_monitor.diagnosis.record import Record
 
 NAMES = [
     "rate*0.1",
@@ -463,10 +465,20 @@ def test_the_last_layer_is_the_one_that_runs_last() -> None:
     assert fork.model.body.weight.std().item() == pytest.approx((2 / 12) ** 0.5, rel=0.05)
 
 
+def decayed() -> Setup:
+    """Return a setup that every fix can change something of, the same at every call."""
+    torch.manual_seed(0)
+    return setup(optimizer=sgd(momentum=0.9, weight_decay=0.1), clip_norm=1.0, steps=6)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Record:
+    return record(decayed())
+
+
 @pytest.mark.parametrize("name", FIXES)
-def test_the_users_model_and_randomness_stay_as_they_are(name: str) -> None:
-    faulty = setup(optimizer=sgd(momentum=0.9, weight_decay=0.1), clip_norm=1.0, steps=6)
-    seen = record(faulty)
+def test_the_users_model_and_randomness_stay_as_they_are(name: str, seen: Record) -> None:
+    faulty = decayed()
     before = copy.deepcopy(faulty.model.state_dict())
     modules = [type(m) for m in faulty.model.modules()]
     state = torch.get_rng_state()

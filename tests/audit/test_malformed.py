@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,10 @@ def plain() -> Any:
     return json.loads(audit().to_json())
 
 
-def test_each_is_read_or_refused_in_one_line() -> None:
+def test_each_is_read_or_refused_in_one_line(whole: bool) -> None:
     base, refused, read = plain(), 0, 0
-    for at in places(base):
+    every = 1 if whole else 3  # of these places
+    for at in islice(places(base), 0, None, every):
         for wrong in WRONG:
             if wrong is ABSENT and not at:
                 continue
@@ -110,7 +112,7 @@ def test_each_is_read_or_refused_in_one_line() -> None:
                 assert re.fullmatch(r"AuditReport.*: got .*, expected .*", str(error)), error
                 assert len(str(error)) < 300
                 refused += 1
-    assert refused > 2 * read > 1000
+    assert refused > 2 * read > 1000 / every
 
 
 def test_a_step_report_is_read_or_refused_in_one_line() -> None:

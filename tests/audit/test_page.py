@@ -311,6 +311,7 @@ def test_an_advice_tells_what_trying_it_gave() -> None:
     assert "no better than another learning rate alone (0.9)" in text
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("losses", [(), (2.3,), (2.3, math.nan), (math.inf,), (0.0, 0.0)])
 def test_short_and_broken_runs_have_a_page(losses: tuple[float, ...]) -> None:
     record = replace(small().record, losses=losses, gradient_norms=losses, reports=(), units={})
@@ -342,6 +343,7 @@ def test_a_comparison_marks_what_lies_beyond_the_errors() -> None:
     assert "better" not in compare(of(0.6), of(0.1), ("a", "b")).split("<tbody>")[-1]
 
 
+@pytest.mark.slow
 def test_a_large_report_is_a_small_file() -> None:
     """At this rate 500 layers at 100 steps, which tests/benchmarks/page.py makes, are 5 MB."""
     layers = [f"encoder.layers.{i}.attention.projection" for i in range(50)]

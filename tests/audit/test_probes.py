@@ -43,13 +43,13 @@ def found(bed: Case | Healthy) -> dict[str, Finding]:
     return {finding.name: finding for finding in diagnose(looked_at(bed))}
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("case", BY_PROBES, ids=lambda case: case.name)
 def test_a_planted_bug_is_named(case: Case) -> None:
     assert case.expected[0] in found(case)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("twin", TWINS.values(), ids=lambda twin: twin.name)
 def test_of_a_fixed_twin_no_probe_says_anything(twin: Healthy) -> None:
     record = looked_at(twin)

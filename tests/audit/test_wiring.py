@@ -86,6 +86,7 @@ def by_place(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(*batch), batch[1])
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("loss", [cross_entropy, named, by_place])
 def test_inputs_that_make_no_difference(loss: Any) -> None:
     assert seen(Ignores(0), loss=loss).wiring.input_matters == 0

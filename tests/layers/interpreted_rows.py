@@ -34,7 +34,7 @@ def rows_reference(form):
     return reference
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=13)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,6 +68,7 @@ def test_unit_rows_where_one_result_is_not_used(used):
     check(partial(ops.unit_rows, form=AFFINE), rows_reference(AFFINE), inputs, upstream, FLOAT64)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_rows_are_read_in_blocks(dtype, monkeypatch):
     monkeypatch.setattr(launch, "_ROW", {FLOAT32: 64, FLOAT64: 32})
@@ -82,6 +83,7 @@ def test_wide_rows_are_read_in_blocks(dtype, monkeypatch):
         )
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("form", FORMS)
 def test_zero_and_short_rows(form):
     # Longer than row 2, so that the norm-like f is clamped there and its derivative is 0.
@@ -102,7 +104,7 @@ def test_zero_and_short_rows(form):
     torch.testing.assert_close(dx[1], f[1] * u[1], rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("width", [*range(1, 20), 28, 30, 31, 33])
 @pytest.mark.parametrize("dtype", [FLOAT64, BFLOAT16], ids=str)
 def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
@@ -119,7 +121,7 @@ def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
         )
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize("block", [16, 64], ids=["in blocks", "whole"])
 @pytest.mark.parametrize("stride", [24, 25, 28, 31, 32])
 @pytest.mark.parametrize("start", [0, 1, 4, 7])
@@ -260,7 +262,7 @@ FEWER_ROWS_THAN_INPUTS = [(5, 50, 7), (13, 257, 65)]
 MORE_ROWS_THAN_INPUTS = [(40, 16, 9), (33, 31, 20)]
 
 
-@pytest.mark.slow(one_in=13)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 @pytest.mark.parametrize("shape", FEWER_ROWS_THAN_INPUTS + MORE_ROWS_THAN_INPUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -274,7 +276,7 @@ def test_linear_maps(way, form, shape, dtype, monkeypatch):
 FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)]
 
 
-@pytest.mark.slow(one_in=17)
+@pytest.mark.slow(one_in=29)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -300,7 +302,7 @@ def test_what_is_not_small():
     assert not functions.is_small(x.double(), w.double())
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 def test_many_tiles_and_many_programs(way, form, monkeypatch):
     """Small tiles give several column tiles, several programs, and several steps per program."""
@@ -342,7 +344,7 @@ def test_layout_of_few_rows(form, layout):
     check(in_one_kernel(form), linear_reference(form), inputs, [g], FLOAT32)
 
 
-@pytest.mark.slow(one_in=11)
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 @pytest.mark.parametrize("rows", [2, 4], ids=["few rows", "many rows"])
 def test_derivatives_by_finite_differences(way, form, rows):
@@ -421,7 +423,7 @@ def test_output_may_be_overwritten(way, form):
         assert torch.equal(one, other)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("shape", [(7, 10, 33), (33, 65, 25)], ids=["scale x", "scale g"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("proportional", [True, False], ids=["proportional", "disproportional"])

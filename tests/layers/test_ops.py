@@ -99,6 +99,7 @@ def test_no_kernels_without_a_gpu():
     assert kernels_for(torch.randn(2, 3), None, torch.randn(3, device="meta")) is None
 
 
+@pytest.mark.slow
 def test_triton_is_not_imported_before_it_is_needed():
     code = (
         "import sys, torch, adiv_layers.functional as f\n"

@@ -151,6 +151,7 @@ COMPILED = {
 
 # aot_eager traces forward and backward like the default backend but generates no code, so it is
 # fast.
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("make", COMPILED.values(), ids=COMPILED)
 def test_compile_of_every_layer(make):
     module = make()
@@ -160,6 +161,7 @@ def test_compile_of_every_layer(make):
         close(gradients(compiled, x), gradients(module, x), tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_compile_of_attention():
     module = CorrectedMultiheadAttention(8, 2, batch_first=True, qk_norm=True)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")

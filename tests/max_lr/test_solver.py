@@ -289,7 +289,7 @@ def with_integers(network: Network, alignments: Alignments) -> float:
     return float(found.fun)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("block", range(10))
 def test_agrees_with_a_formulation_with_integers(block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):

@@ -13,7 +13,7 @@ from cases import CASES, OPTIMIZERS, loss_of
 from adiv_monitor import Monitor
 from adiv_monitor.report import MEASURES, REALISED_MEASURES
 
-STEPS = {1: 3, 3: 2}  # steps by micro-batches; few, as the reference loops over rows
+STEPS = {1: 3, 3: 2}  # steps by micro-batches; few, as the reference is slow
 Batch = tuple[torch.Tensor, torch.Tensor]
 Truth = dict[str, reference.LayerTruth]
 # Measures that sampling affects: of layers with one-pass scales, and of gains, which have none.

@@ -253,6 +253,7 @@ def of_scores(G: Tensor, d: Tensor, e: Tensor, D: Tensor) -> dict[str, float]:
 # Correctness
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", BUILD)
 def test_readings_are_those_of_scores_made_by_hand(
@@ -499,6 +500,7 @@ def test_without_an_optimizer_there_is_what_the_gradient_says(plain: StepReport)
     assert reading.attention_gradient_cosine == pytest.approx(expected.attention_gradient_cosine)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("micro_batch", [40, 8, 1])
 def test_some_samples_speak_for_all(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -774,6 +776,7 @@ def test_nothing_is_kept_after_the_step() -> None:
 ATTENDING = ("gpt2", "llama", "bert", "t5", "whisper", "wav2vec2", "hf_vit", "transformer", "vit")
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("name", ATTENDING)
 def test_the_run_is_the_unmonitored_one(name: str) -> None:
     """Losses, weights, buffers and random streams equal those of the unmonitored run bitwise."""

@@ -127,6 +127,7 @@ def inputs_times(factor: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(factor * inputs, targets) for inputs, targets in batches()]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("factor", "strength"), [(300, "act"), (20, "watch"), (1, None), (0.01, "watch")]
@@ -388,6 +389,7 @@ def test_one_ill_layer_of_300_is_seen_in_the_overview() -> None:
     assert faulty > well + 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 reports need less than 20 MB, however often pictures are drawn."""
     sets = len(drawings(monkeypatch, 200)) + 1  # one more when it is closed

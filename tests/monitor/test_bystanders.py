@@ -73,6 +73,7 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Batch], object]] = {
 }
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of fake parameters

@@ -243,6 +243,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_it_is_told_of_every_kind_of_layer(layer: str) -> None:
     """A penalty is noted for every kind of layer; without it there is no such note."""

@@ -68,11 +68,12 @@ def accuracies(text: str) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Run the demo on the wine data."""
-    return told(tmp_path_factory.mktemp("demo"))
+def story(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> Story:
+    """Run the demo on the wine data; without `--whole` for one epoch instead of 40."""
+    return told(tmp_path_factory.mktemp("demo"), *([] if whole else ["--max-epochs", "1"]))
 
 
+@pytest.mark.slow
 def test_no_learning_rate_does_what_standardising_does(story: Story) -> None:
     found = accuracies(story.text)
     assert {name: len(row) for name, row in found.items()} == {"raw": 9, "standardised": 9}
@@ -84,6 +85,7 @@ def test_no_learning_rate_does_what_standardising_does(story: Story) -> None:
     assert float(best) == max(raw)
 
 
+@pytest.mark.slow
 def test_the_audits_first_advice_is_the_fix_and_pays(story: Story) -> None:
     finding = story.report.findings[0]
     assert (finding.name, finding.strength) == ("input-scale", "act")
@@ -101,6 +103,7 @@ def test_the_audits_first_advice_is_the_fix_and_pays(story: Story) -> None:
                 and a.trial.loss < 0.9 * a.trial.loss_without]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_terminal_and_page_mark_it_as_paid(story: Story) -> None:
     out = io.StringIO()
     show(story.report, Console(file=out, width=200))
@@ -113,6 +116,7 @@ def test_terminal_and_page_mark_it_as_paid(story: Story) -> None:
     assert '<span class="mark">✓</span>' in advice
 
 
+@pytest.mark.slow
 def test_the_loss_is_what_the_audit_saw(story: Story) -> None:
     losses = story.report.record.losses
     end = sum(losses[-15:]) / 15
@@ -121,6 +125,7 @@ def test_the_loss_is_what_the_audit_saw(story: Story) -> None:
     assert said in " ".join(story.text.split())
 
 
+@pytest.mark.slow
 def test_the_monitors_table_of_both(story: Story) -> None:
     rows = re.findall(r"^(\w+, \w+) +(\d.*)$", story.text, flags=re.MULTILINE)
     cells = {name: row.replace("*", "").split() for name, row in rows}
@@ -202,6 +207,7 @@ def test_it_says_so_where_a_learning_rate_does_as_well() -> None:
     assert demo.compared(raw, better).startswith("None of these learning rates")
 
 
+@pytest.mark.slow
 def test_it_takes_no_advice_that_was_not_given_first(story: Story) -> None:
     demo = loaded()
     assert demo.standardising_is_first(story.report)

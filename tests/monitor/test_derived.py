@@ -627,6 +627,7 @@ def known(case: Case, taken: Step) -> bool:
     return all(is_diagonal(matrix) for matrix in gains(case, taken))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", CASES)
 def test_readings_are_those_of_the_recipe(name: str, optimizer: str) -> None:

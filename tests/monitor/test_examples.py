@@ -46,6 +46,7 @@ def final_loss(text: str) -> float:
     return float(re.findall(r"Loss (\d\.\d+)", text)[-1])
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("name", "steps", "layers"),
     [
@@ -67,6 +68,7 @@ def test_the_plain_loop_leaves_a_file(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(Path("runs/plain_loop.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_hugging_face_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     text = run("hugging_face_trainer", capsys)
     found = tables(text.split("After step")[0])

@@ -103,6 +103,7 @@ def truth_of(
     return expected
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize(("optimizer", "ignored"), [("sgd", 0), ("adamw", 0), ("adamw", 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
@@ -123,6 +124,7 @@ def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
                 )
 
 
+@pytest.mark.slow(one_in=5, first=1)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:
     case = CASES[name]
@@ -194,6 +196,7 @@ def test_rows_move_with_the_parameters_by_these_features(name: str) -> None:
                 torch.testing.assert_close(predicted * trained, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", NOT_OVERWRITING)
 def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
     """Scales of all rows, and the norm of their sum, agree where one pass computes them."""
@@ -209,6 +212,7 @@ def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
                 assert_of_all_rows(whole, use.features(Rows(tuple(use.layout(z).shape[:-1]))))
 
 
+@pytest.mark.slow(one_in=3, first=1)
 @pytest.mark.parametrize("name", NOT_OVERWRITING)
 def test_rows_of_several_calls_are_rows_of_one(name: str) -> None:
     """Features of calls, selected and concatenated, equal those of one call."""
@@ -277,6 +281,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("name", WHOLE)
 def test_readings_are_those_of_the_module_as_a_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -309,28 +314,30 @@ def test_the_ceiling_of_the_same_call_again_is_that_of_one(name: str) -> None:
     assert found[0] < 0.999
 
 
-def test_half_precision() -> None:
+@pytest.mark.slow(one_in=7)
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision(name: str) -> None:
     """Rows of a half-precision function are float32; readings agree up to rounding."""
-    for name, case in CASES.items():
-        found = []
-        for dtype in (torch.float64, torch.bfloat16):
-            model = case.model().to(dtype)
-            inputs = [x.to(dtype) if x.is_floating_point() else x for x in case.data()]
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
-                loss_of(model(*inputs)).backward()
-                optimizer.step()
-            assert monitor.latest is not None
-            found.append(monitor.latest.layers)
-        full, half = found
-        assert full.keys() == half.keys()
-        for path, reading in half.items():
-            for measure in ("gradient_cosine", "diagonal_cosine", "scale_mean", "common_share"):
-                expected, value = (getattr(r, measure) for r in (full[path], reading))
-                assert (value is None) == (expected is None)
-                if value is not None:
-                    close = pytest.approx(expected, rel=0.15, abs=0.15, nan_ok=True)
-                    assert value == close, f"{measure} of {name}"
+    case = CASES[name]
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        model = case.model().to(dtype)
+        inputs = [x.to(dtype) if x.is_floating_point() else x for x in case.data()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
+            loss_of(model(*inputs)).backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        found.append(monitor.latest.layers)
+    full, half = found
+    assert full.keys() == half.keys()
+    for path, reading in half.items():
+        for measure in ("gradient_cosine", "diagonal_cosine", "scale_mean", "common_share"):
+            expected, value = (getattr(r, measure) for r in (full[path], reading))
+            assert (value is None) == (expected is None)
+            if value is not None:
+                close = pytest.approx(expected, rel=0.15, abs=0.15, nan_ok=True)
+                assert value == close, f"{measure} of {name}"
 
 
 @pytest.mark.parametrize("function", [torch._grouped_mm, functional.grouped_mm])

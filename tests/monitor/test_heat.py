@@ -56,7 +56,7 @@ def assert_readable(picture: Picture) -> None:
         assert not box.overlaps(other), (words, others)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("layers", [1, 3, 15, 16, 60, 61, 300])
 @pytest.mark.parametrize("steps", [1, 2, 100])

@@ -184,6 +184,7 @@ def test_clipped_gradients(make: Make) -> None:
     assert 0 < reports[0].layers["net.0"].gradient_factor < 0.9
 
 
+@pytest.mark.slow
 def test_bfloat16(make: Make) -> None:
     (first, *_) = train(make, bf16=True)
     (expected, *_) = plain()
@@ -211,6 +212,7 @@ def losses_of(reports: list[StepReport]) -> dict[int, float]:
     return {step: loss for report in reports for step, loss in report.losses.items()}
 
 
+@pytest.mark.slow(one_in=2, first=1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_losses_are_those_that_the_model_collected(make: Make, accumulate: int) -> None:
     model = Collecting({})
@@ -244,6 +246,7 @@ class Summed(Net):
         return {"loss": loss / (num_items_in_batch or len(x)), "logits": out}
 
 
+@pytest.mark.slow(one_in=2, first=1)
 @pytest.mark.parametrize("model", [Net, Summed])
 def test_losses_are_those_that_the_trainer_logs(make: Make, model: type[nn.Module]) -> None:
     memory = MemorySink()
@@ -260,6 +263,7 @@ def test_losses_are_those_that_the_trainer_logs(make: Make, model: type[nn.Modul
     assert losses_of(memory.reports) == pytest.approx(logged, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_evaluations_between_steps_are_no_steps(make: Make) -> None:
     assert_same(train(make, eval_strategy="steps", eval_steps=1), plain())
 
@@ -333,6 +337,7 @@ def test_an_alarm_may_stop_the_training(make: Make, caplog: pytest.LogCaptureFix
     assert hooks(trainer) == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_show_that_it_is_to_stop(make: Make) -> None:
     callback = DivergenceTrainerCallback(2, alarms=["scale_mean > 0"], on_alarm="stop")
     trainer = make(callback, eval_strategy="steps", eval_steps=1)
@@ -340,6 +345,7 @@ def test_an_evaluation_may_show_that_it_is_to_stop(make: Make) -> None:
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("alarms", ["default", ["default", "scale_mean < 0"]])
 def test_the_preset_goes_into_the_checkpoint(make: Make, alarms: Any) -> None:
     callback = DivergenceTrainerCallback(2, alarms=alarms, on_alarm="stop")
@@ -374,6 +380,7 @@ def test_what_a_step_really_did(make: Make) -> None:
     )
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_transformer(make: Make, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
@@ -414,12 +421,14 @@ def test_the_history_holds_every_reports_summary(make: Make) -> None:
     assert "train_runtime" in trainer.state.log_history[-1]
 
 
+@pytest.mark.slow
 def test_the_interval_follows_the_trainer(make: Make) -> None:
     trainer = make(DivergenceTrainerCallback(on_error="raise"), logging_steps=3)
     trainer.train()
     assert list(logged(trainer)) == [1, 4, 7]
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
     trainer = make(DivergenceTrainerCallback(), logging_strategy=strategy)
@@ -437,6 +446,7 @@ class Told(TrainerCallback):
         self.logs.append(dict(kwargs["logs"]))
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("bar", [True, False])
 def test_callbacks_get_the_summary_and_the_console_is_not_flooded(
     make: Make, bar: bool, capsys: pytest.CaptureFixture[str]
@@ -467,6 +477,7 @@ def test_tensorboard_gets_layers_and_histograms(make: Make, tmp_path: Path) -> N
     assert [event.step for event in found.Scalars("adiv.scale_mean/net.0")] == [0, 7]
 
 
+@pytest.mark.slow
 def test_other_products_get_the_layers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     class Product(Told):
         """A stand-in for a product's callback that accepts no pictures."""
@@ -524,6 +535,7 @@ def test_only_the_first_process_writes(make: Make, monkeypatch: pytest.MonkeyPat
     assert not train(make)
 
 
+@pytest.mark.slow
 def test_sinks_of_the_users_stay_open(make: Make) -> None:
     closed = []
 
@@ -582,6 +594,7 @@ class Look(TrainerCallback):
         self.seen.append(kwargs["metrics"][f"eval_{FOLLOWED}"])
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("name", [FOLLOWED, f"eval_{FOLLOWED}"])
 def test_the_best_checkpoint_is_that_of_the_metric(make: Make, name: str) -> None:
     trainer = make(
@@ -594,6 +607,7 @@ def test_the_best_checkpoint_is_that_of_the_metric(make: Make, name: str) -> Non
     assert trainer.state.best_metric == values[best]
 
 
+@pytest.mark.slow
 def test_names_may_have_another_separator(make: Make) -> None:
     name = FOLLOWED.replace("/", "_")
     callback = DivergenceTrainerCallback(1, on_error="raise", separator="_")
@@ -611,6 +625,7 @@ def test_names_may_have_another_separator(make: Make) -> None:
         slash.train()
 
 
+@pytest.mark.slow
 def test_early_stopping_follows_the_metric(make: Make) -> None:
     """Early stopping requires more improvement than is possible, so the first value is the best."""
     stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
@@ -619,6 +634,7 @@ def test_early_stopping_follows_the_metric(make: Make) -> None:
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.slow
 def test_early_stopping_before_the_callback_is_refused(make: Make) -> None:
     trainer = make(EarlyStoppingCallback(), DivergenceTrainerCallback(1), **followed())
     with pytest.raises(ValueError, match=r"EarlyStoppingCallback before.*the other order"):
@@ -632,6 +648,7 @@ def test_early_stopping_before_the_callback_is_refused(make: Make) -> None:
     assert "eval_loss" in other.evaluate(), "with another metric the order is nobody's business"
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(
     "measure", ["update_cosin", "bias_share", "attainable_cosine", "attention_cosine"]
 )
@@ -642,6 +659,7 @@ def test_a_metric_that_will_not_be_there_is_refused(make: Make, measure: str) ->
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_metric_without_direction_is_nan_and_no_error(make: Make) -> None:
     """The first step of a warm-up from learning rate 0 has no direction."""
     look = Look()
@@ -652,6 +670,7 @@ def test_a_metric_without_direction_is_nan_and_no_error(make: Make) -> None:
     assert -1 <= look.seen[1] <= 1
 
 
+@pytest.mark.slow
 def test_the_metric_is_only_there_where_it_is_followed(make: Make) -> None:
     trainer = make(DivergenceTrainerCallback(1))
     trainer.train()
@@ -709,6 +728,7 @@ def test_a_resumed_training_counts_on(make: Make, tmp_path: Path) -> None:
     assert callback.monitor.step == STEPS
 
 
+@pytest.mark.slow
 def test_the_choice_of_rows_goes_on_too(make: Make, tmp_path: Path) -> None:
     def callback() -> tuple[DivergenceTrainerCallback, MemorySink]:
         memory = MemorySink()
@@ -723,6 +743,7 @@ def test_the_choice_of_rows_goes_on_too(make: Make, tmp_path: Path) -> None:
     assert_same(found.reports, [replace(first, losses=known), *others])
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_checkpoint_tells_the_step_taken(make: Make, tmp_path: Path, counted: bool) -> None:
     """The Trainer's step count includes steps skipped by a scaler; the monitor's does not."""
@@ -745,6 +766,7 @@ def test_a_checkpoint_tells_the_step_taken(make: Make, tmp_path: Path, counted: 
     assert attributes["_counted"]["step"] == (6 if counted else 8)
 
 
+@pytest.mark.slow
 def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) -> None:
     first = DivergenceTrainerCallback(3, layers=["net.3"], measures=["scale_cv"], on_error="raise")
     make(first, save_strategy="steps", save_steps=4, max_steps=4).train()
@@ -756,6 +778,7 @@ def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) 
     assert set(records[7]) == expected
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     "lost", [{"sinks": [MemorySink()]}, {"layers": lambda path, module: path == "net.3"}]
 )
@@ -770,6 +793,7 @@ def test_what_a_checkpoint_cannot_hold_is_said(
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
 
 
+@pytest.mark.slow
 def test_two_callbacks_share_a_trainer(make: Make, tmp_path: Path) -> None:
     def callbacks() -> list[DivergenceTrainerCallback]:
         return [DivergenceTrainerCallback(3, layers=[f"net.{i}"], on_error="raise") for i in (0, 3)]
@@ -831,6 +855,7 @@ class Failing(Trainer):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("where", ["data", "batch", "evaluation"])
 def test_nothing_stays_on_the_model_when_training_fails(make: Make, where: str) -> None:
     memory = MemorySink()
@@ -854,6 +879,7 @@ class Raise(TrainerCallback):
         raise RuntimeError("out of luck")
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("again", [True, False])
 def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, again: bool) -> None:
     callback = DivergenceTrainerCallback(1, on_error="raise")
@@ -873,6 +899,7 @@ def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, a
     assert callback.monitor.latest.step == (STEPS - 1 if again else 0)
 
 
+@pytest.mark.slow
 def test_a_method_that_somebody_set_on_the_trainer_stays(make: Make) -> None:
     trainer = make(DivergenceTrainerCallback(1, on_error="raise"))
     theirs = trainer.training_step
@@ -881,6 +908,7 @@ def test_a_method_that_somebody_set_on_the_trainer_stays(make: Make) -> None:
     assert trainer.training_step is theirs
 
 
+@pytest.mark.slow
 def test_weights_of_the_best_checkpoint_are_no_step(make: Make) -> None:
     """The last step's report is complete before the Trainer loads the best checkpoint."""
     memory = MemorySink()

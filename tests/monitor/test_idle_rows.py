@@ -129,6 +129,7 @@ def test_idle_rows_change_nothing(kind: str, optimizer: str) -> None:
         assert reading.idle_share > plain.layers[path].idle_share
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_sample_is_as_far_off_as_it_says(kind: str) -> None:
     """Invariant 9 holds with zero-gradient rows, over all draws, layers and sampled measures."""

@@ -36,6 +36,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
 ]
 
+# The second is the same Trainer under its other name.
+PACKAGES = [pl, pytest.param(lpl, marks=pytest.mark.slow)]
 CHANCE = torch.Generator().manual_seed(0)
 BATCHES = [
     (torch.randn(6, 4, generator=CHANCE), torch.randint(3, (6,), generator=CHANCE))
@@ -122,7 +124,7 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
             )
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_alarms_reach_those_who_look_at_the_trainers_metrics(package: ModuleType) -> None:
     memory = MemorySink()
     alarms = ["net.0: scale_mean > 0", "scale_mean < 0"]
@@ -133,7 +135,7 @@ def test_alarms_reach_those_who_look_at_the_trainers_metrics(package: ModuleType
     assert [len(report.alarms) for report in memory.reports] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_an_alarm_may_stop_the_fit(
     package: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,6 +196,7 @@ def test_clipped_gradients(algorithm: str, clip: Callable[..., object]) -> None:
 
 
 # Dynamo itself reads `.grad` of tensors that it traces.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module() -> None:
     """Lightning compiles the step; a measured step runs eagerly, so that hooks fire."""
@@ -250,7 +253,7 @@ def losses_of(reports: list[StepReport]) -> dict[int, float]:
     return {step: loss for report in reports for step, loss in report.losses.items()}
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_losses_are_those_that_the_module_collected(package: ModuleType, accumulate: int) -> None:
     """With eight batches by three, the last step has two; Lightning divides losses by three."""
@@ -337,7 +340,7 @@ def test_of_several_evaluations_of_a_batch_no_loss_is_known() -> None:
     assert losses_of(reports) == {}
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_the_fit_is_bit_identical(package: ModuleType) -> None:
     with_callback, without = module(package), module(package)
     fit(package, with_callback)
@@ -568,7 +571,7 @@ def test_sinks_of_the_users_stay_open(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [0, 4, 0, 4]
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_early_stopping_finds_the_summary(package: ModuleType) -> None:
     stop = package.callbacks.EarlyStopping(
         "adiv.summary/scale_cv_max", divergence_threshold=0.0, check_on_train_epoch_end=True
@@ -589,7 +592,7 @@ def watchers(package: ModuleType, folder: Path, **options: Any) -> tuple[Any, An
     return checkpoint, package.callbacks.EarlyStopping(WATCHED, mode="max", patience=100)
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("validate", [True, False])
 def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
     package: ModuleType, validate: bool, tmp_path: Path
@@ -622,7 +625,7 @@ def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
     assert checkpoint.best_model_score in [pytest.approx(value) for value in reported]
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(
     ("separator", "filename", "inserts_names", "found"),
     [
@@ -659,7 +662,7 @@ def test_a_checkpoint_may_be_named_by_the_summary(
     assert re.fullmatch(found, made.name)
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_separator_stands_in_all_names_but_tensorboards(
     package: ModuleType, tmp_path: Path
 ) -> None:
@@ -692,7 +695,7 @@ def test_a_separator_that_is_none_is_refused(separator: Any) -> None:
         DivergenceCallback(separator=separator)
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_before_the_first_report_nothing_is_saved_and_nothing_stops(
     package: ModuleType, tmp_path: Path
 ) -> None:
@@ -711,7 +714,7 @@ def test_before_the_first_report_nothing_is_saved_and_nothing_stops(
     assert steps == list(range(2, 9)), "the report of a step comes with the next batch"
 
 
-@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_measure_without_direction_is_no_value(package: ModuleType, tmp_path: Path) -> None:
     """The first report of a warm-up from learning rate 0 contains no direction."""
     model = module(package)

@@ -151,6 +151,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("way", COMPILED)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's
 def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: str) -> None:

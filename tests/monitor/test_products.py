@@ -275,7 +275,7 @@ WAYS: dict[str, tuple[str, Callable[[Path], tuple[MemorySink, Written]]]] = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_product_has_figures_findings_and_pictures(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -198,6 +198,7 @@ def check(report: StepReport, expected: dict[str, dict[str, float]]) -> None:
         assert set(REALISED_MEASURES) <= reading.measures().keys()
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_measures_are_those_of_a_run_by_hand(name: str, optimizer: str) -> None:
@@ -522,6 +523,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("around", AROUND)
 def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:

@@ -208,6 +208,7 @@ def trained(
     return monitor.latest
 
 
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -300,6 +301,7 @@ def loops(kind: str, *, bias: bool = True) -> tuple[Loop, Loop]:
     return Loop(kind, cell), Loop(kind, nn.ModuleDict(maps))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", CELLS)
@@ -442,6 +444,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("max_rows", [None, 5])
 @pytest.mark.parametrize("course", LOOPS)
 @pytest.mark.parametrize("kind", ["lstm", "gru", "lstm-cell"])
@@ -548,6 +551,7 @@ def test_a_language_model_with_a_tied_read_out() -> None:
     assert all("embedding" in note for note in report.notes)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_is_bit_identical(kind: str, dtype: torch.dtype) -> None:
@@ -693,6 +697,7 @@ def test_autocast() -> None:
             assert getattr(reading, name) == pytest.approx(value, rel=0.05)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("ran_back", [False, True])
 @pytest.mark.parametrize("kind", ["lstm", "gru", "lstm-cell"])
 def test_nothing_is_kept_alive(kind: str, ran_back: bool) -> None:

@@ -29,7 +29,7 @@ from adiv_monitor.diagnosis.titles import finding_title
 from adiv_monitor.diagnosis.verdict import NOTHING, running_headline
 from adiv_monitor.report import StepReport
 
-pytestmark = pytest.mark.slow(one_in=5)
+pytestmark = pytest.mark.slow(one_in=11)
 WITHOUT_LOSS = "plain, without the loss"
 FALLS = "Whether the loss falls"
 WIRING = "Wiring: parameters that are not held, not reached or frozen"

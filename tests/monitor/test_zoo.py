@@ -9,17 +9,19 @@ import random
 from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from zoo import ZOO, Specimen, Trained, Training, seed
+from zoo.libraries import PEFT, TIMM
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import REALISED_MEASURES
 
-pytestmark = pytest.mark.slow(one_in=7)
+pytestmark = pytest.mark.slow(one_in=11)
 STEPS = 3
 
 
@@ -90,6 +92,9 @@ def one_thread() -> Iterator[None]:
 
 def filtered(name: str) -> object:
     marks = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ZOO[name].warnings]
+    for package, models in (("timm", TIMM), ("peft", PEFT)):
+        if name in models and find_spec(package) is None:
+            marks.append(pytest.mark.skip(reason=f"needs {package}"))
     return pytest.param(name, marks=marks)
 
 

@@ -83,6 +83,7 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "after step"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes(change: Change, when: str) -> None:
@@ -159,13 +160,26 @@ optimizer.step()
 """
 
 
-def test_what_is_pickled_while_armed_loads_where_there_is_no_monitor(tmp_path: Path) -> None:
+def saved_while_armed(file: Path) -> None:
     model, optimizer = MLP.make()
     with Monitor(model, optimizer, realised=True):
         dense_loss(model).backward()
         optimizer.step()
         dense_loss(model).backward()
-        torch.save((model, optimizer), tmp_path / "model.pt")
+        torch.save((model, optimizer), file)
+
+
+def test_what_is_pickled_while_armed_names_no_monitor(tmp_path: Path) -> None:
+    """Pickles name the modules that they need; torch does not compress them."""
+    saved_while_armed(tmp_path / "model.pt")
+    pickled = (tmp_path / "model.pt").read_bytes()
+    assert b"adiv_monitor" not in pickled
+    assert b"torch.nn.modules" in pickled
+
+
+@pytest.mark.slow
+def test_what_is_pickled_while_armed_loads_where_there_is_no_monitor(tmp_path: Path) -> None:
+    saved_while_armed(tmp_path / "model.pt")
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BLOCKED, str(tmp_path / "model.pt")],
         capture_output=True,

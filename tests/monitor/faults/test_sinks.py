@@ -56,6 +56,7 @@ def raises(error: BaseException) -> Callable[..., None]:
     return body
 
 
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("method", ["write", "close"])
 @pytest.mark.parametrize("kind", [Fault, OSError, MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("name", EVERY)
@@ -175,6 +176,7 @@ print(len(monitor.reports), *(note for r in monitor.reports for note in r.notes)
 """
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_any_more() -> None:
     """In `python train.py | head` the table is lost, and training continues."""
     read, write = os.pipe()

@@ -61,6 +61,7 @@ def _times(output: object, value: float) -> object:
     return output * value
 
 
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("where", ["loss", "gradients", "weights", "activations"])
 @pytest.mark.parametrize("name", NUMBERS)
