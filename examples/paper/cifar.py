@@ -130,6 +130,17 @@ def synthetic(train: int = 2000, test: int = 500) -> Data:
     return Data(rows[:train], classes[:train], rows[train:], classes[train:], source)
 
 
+def held_out(data: Data, count: int) -> Data:
+    """The training images alone, some of which, always the same, are there to test on."""
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1))
+    rest, chosen = order[count:], order[:count]
+    return Data(
+        *(data.train[rest], data.train_labels[rest]),
+        *(data.train[chosen], data.train_labels[chosen]),
+        f"{data.source}; tested on {count} training images held out",
+    )
+
+
 def _from_npz(path: Path) -> Data:
     with np.load(path) as kept:
         names = ("train", "train_labels", "test", "test_labels")

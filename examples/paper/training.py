@@ -27,7 +27,8 @@ CHECKPOINT_EVERY = 5  # epochs
 TRAIN_SUBSET = 5000  # training images, always the same, that training accuracy is taken on
 BY_BATCH = "test_accuracy_by_batch_statistics"
 EVALUATED = 256  # rows at once, about
-SHARED = ("batch_size", "width", "depth", "pixels")  # by the networks of an ensemble
+SHARED = ("batch_size", "width", "depth", "pixels", "optimizer")  # by networks of an ensemble
+BEFORE = {"optimizer": "adam"}  # the only choice when older runs were made
 
 
 class Setting(NamedTuple):
@@ -38,13 +39,14 @@ class Setting(NamedTuple):
     depth: int
     pixels: str
     networks: tuple[Network, ...]
+    optimizer: str = "adam"
 
     @property
     def name(self) -> str:
         """Name of the ensemble's folder, which other networks do not share."""
         networks = hashlib.sha256(json.dumps(sorted(self.networks)).encode()).hexdigest()[:8]
         shared = f"batch{self.batch_size}-width{self.width}-depth{self.depth}-{self.pixels}"
-        return f"{shared}-{networks}"
+        return f"{shared}-{networks}" if self.optimizer == "adam" else f"{shared}-sgd-{networks}"
 
     def without(self, runs: Iterable[Run], epochs: int) -> "Setting":
         """The ensemble of those networks that have no run of so many epochs yet."""
@@ -113,7 +115,7 @@ def runs(folder: Path) -> list[Run]:
     """
     found = []
     for file in sorted(folder.glob("*/setting.json")):
-        setting = json.loads(file.read_text())
+        setting = BEFORE | json.loads(file.read_text())
         lines = [json.loads(line) for line in _lines(file.with_name("results.jsonl"))]
         if not lines:  # it has only begun
             continue
@@ -171,7 +173,8 @@ class Course:
             squares += self.pixels(rows).square().sum(dtype=torch.float64).item()
         typical = math.sqrt(squares / len(data.train))
         sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
-        self.ensemble = Ensemble(setting.networks, sizes, typical, dtype, device)
+        optimizer = setting.optimizer
+        self.ensemble = Ensemble(setting.networks, sizes, typical, dtype, device, optimizer)
 
     def epoch(self, number: int) -> dict[str, list[float]]:
         """Train one epoch; accuracies in percent after it, per network."""
@@ -218,7 +221,7 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
 
 def _identity(run: Run) -> tuple[Any, ...]:
     """What tells a run from those of other networks."""
-    return tuple(run[name] for name in (*Network._fields, *SHARED))
+    return tuple((BEFORE | run)[name] for name in (*Network._fields, *SHARED))
 
 
 def _place(run: Run) -> tuple[float, ...]:
@@ -238,7 +241,7 @@ def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> N
     known = {**mine, "source": data.source, "training_images": len(data.train)}
     if not file.exists():
         replace(file, json.dumps(known, indent=1).encode())
-    theirs = json.loads(file.read_text())
+    theirs = BEFORE | json.loads(file.read_text())
     for name, value in mine.items():
         if theirs[name] != value:
             raise ValueError(f"{file.parent} holds runs with other {name}: choose another folder.")
