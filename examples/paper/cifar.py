@@ -100,7 +100,7 @@ def load(place: str, *, download: bool = False) -> Data:
         return synthetic()
     path = Path(place)
     if download:
-        from torchvision.datasets import CIFAR10
+        from torchvision.datasets import CIFAR10  # type: ignore[import-untyped]
 
         CIFAR10(str(path), train=True, download=True)
     if path.suffix == ".npz":

@@ -105,9 +105,9 @@ class Experiment:
             self.write()  # what there is by now
         return self.write()  # although nothing was left to train
 
-    def write(self) -> list[Run]:
-        """Write and show all that is known."""
-        found = self.known()
+    def write(self, more: Iterable[Run] = ()) -> list[Run]:
+        """Write and show all that is known, and more runs."""
+        found = longest([*self.known(), *more])
         lines = ",\n".join(json.dumps(run) for run in found)
         replace(self.file, f"[\n{lines}\n]\n".encode())
         self.show(found)

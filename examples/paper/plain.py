@@ -105,7 +105,7 @@ def compare(data: cifar.Data, batch_size: int, steps: int) -> tuple[float, float
             for chosen in rows:
                 adam.zero_grad()
                 x, y = course.pixels(images[chosen]), labels[chosen]
-                nn.functional.cross_entropy(each(x), y).backward()
+                torch.autograd.backward(nn.functional.cross_entropy(each(x), y))
                 adam.step()
 
     def stacked() -> None:

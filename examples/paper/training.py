@@ -171,18 +171,15 @@ class Course:
         squares = 0.0
         for rows in torch.split(self.train[0], 1000):
             squares += self.pixels(rows).square().sum(dtype=torch.float64).item()
-        typical = math.sqrt(squares / len(data.train))
+        self.typical = math.sqrt(squares / len(data.train))
         sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
         optimizer = setting.optimizer
-        self.ensemble = Ensemble(setting.networks, sizes, typical, dtype, device, optimizer)
+        self.ensemble = Ensemble(setting.networks, sizes, self.typical, dtype, device, optimizer)
 
     def epoch(self, number: int) -> dict[str, list[float]]:
         """Train one epoch; accuracies in percent after it, per network."""
         images, labels = self.train
-        orders = {
-            seed: torch.randperm(len(images), generator=_generator(seed, number)).to(images.device)
-            for seed in self.ensemble.seeds
-        }
+        orders = {seed: self.order(seed, number) for seed in self.ensemble.seeds}
         for start in range(0, len(images), self.batch_size):
             rows = {s: order[start : start + self.batch_size] for s, order in orders.items()}
             self.ensemble.step(
@@ -198,6 +195,11 @@ class Course:
             by_batch = self.accuracy(*self.test, group=self.batch_size)
             found[BY_BATCH] = by_batch
         return found
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """The training images of an epoch, in the order in which networks of a seed see them."""
+        images = self.train[0]
+        return torch.randperm(len(images), generator=_generator(seed, epoch)).to(images.device)
 
     def accuracy(self, images: Tensor, labels: Tensor, group: int | None = None) -> list[float]:
         """Percent of images that every network classifies rightly."""
