@@ -13,15 +13,13 @@ import time
 from collections.abc import Iterable
 
 import cifar
-import torch
 from ensemble import NONLINEAR, OPTIMIZERS, Network
 from experiment import Experiment, arguments, load, networks
 from methods import METHODS
 from plain import model, optimizer
 from readings_report import MEASURES, plot, text
 from table1 import ARMS
-from torch import Tensor, nn
-from training import EVALUATED, Course, Run, Setting, images
+from training import Course, Run, Setting, fit, images
 
 from adiv_monitor import Monitor, StepReport
 
@@ -40,46 +38,25 @@ def train(network: Network, setting: Setting, course: Course, epochs: int) -> Ru
     Returns:
         Accuracies by epoch in percent, and what was read by step.
     """
-    data, labels = course.train
+    data, _ = course.train
     alone = model(network, course.ensemble.sizes, course.typical).to(data.device)
     stepper = optimizer(network, alone, setting.optimizer)
     updates = -(-len(data) // setting.batch_size)
-    accuracies: dict[str, list[float]] = {"train_accuracy": [], "test_accuracy": []}
     every = max(epochs * updates // REPORTS, 1)
     with Monitor(
         alone, stepper, every_n_steps=every, keep=2 * REPORTS, on_error="raise"
     ) as monitor:
-        for epoch in range(1, epochs + 1):
-            for rows in torch.split(course.order(network.seed, epoch), setting.batch_size):
-                stepper.zero_grad()
-                logits = alone(course.pixels(data[rows]))
-                torch.autograd.backward(nn.functional.cross_entropy(logits, labels[rows]))
-                stepper.step()
-            monitor.complete_report()
-            accuracies["train_accuracy"].append(accuracy(alone, course, *course.subset))
-            accuracies["test_accuracy"].append(accuracy(alone, course, *course.test))
+        found = fit(alone, stepper, course, network.seed, epochs, monitor.complete_report)
         reports = list(monitor.reports)
     return {
         **network._asdict(),
         **{name: value for name, value in setting._asdict().items() if name != "networks"},
         "updates_per_epoch": updates,
         "epoch": list(range(1, epochs + 1)),
-        **accuracies,
+        **found,
         "step": [report.step for report in reports],
         **{measure: by_layer(reports, measure) for measure in MEASURES},
     }
-
-
-def accuracy(alone: nn.Module, course: Course, images: Tensor, labels: Tensor) -> float:
-    """Percent of images that a model classifies rightly; it is in training mode afterwards."""
-    alone.eval()
-    right = 0
-    with torch.no_grad():
-        parts = zip(torch.split(images, EVALUATED), torch.split(labels, EVALUATED), strict=True)
-        for some, theirs in parts:
-            right += int((alone(course.pixels(some)).argmax(-1) == theirs).sum())
-    alone.train()
-    return round(100 * right / len(images), 4)
 
 
 def by_layer(reports: Iterable[StepReport], measure: str) -> list[list[float | None]]:

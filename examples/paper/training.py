@@ -19,7 +19,7 @@ import torch
 from cifar import Data, Pixels, pixels
 from ensemble import ACTIVATIONS, Ensemble, Network
 from methods import METHODS
-from torch import Tensor
+from torch import Tensor, nn
 
 Run = dict[str, Any]
 CLASSES = 10
@@ -209,6 +209,53 @@ class Course:
             said = self.ensemble.logits(self.pixels(some), group).argmax(-1)
             right += (said == theirs).sum(-1)
         return [round(100 * n / len(images), 4) for n in right.tolist()]
+
+
+def fit(
+    model: nn.Module,
+    stepper: torch.optim.Optimizer,
+    course: Course,
+    seed: int,
+    epochs: int,
+    after: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Train one model of its own as anyone would.
+
+    Args:
+        model: takes rows of inputs.
+        stepper: its optimizer.
+        course: the images, and how many are a batch.
+        seed: of the order of the images.
+        epochs: how long.
+        after: called after the steps of every epoch.
+
+    Returns:
+        Accuracies in percent by epoch.
+    """
+    images, labels = course.train
+    found: dict[str, list[float]] = {"train_accuracy": [], "test_accuracy": []}
+    for epoch in range(1, epochs + 1):
+        for rows in torch.split(course.order(seed, epoch), course.batch_size):
+            stepper.zero_grad()
+            logits = model(course.pixels(images[rows]))
+            torch.autograd.backward(nn.functional.cross_entropy(logits, labels[rows]))
+            stepper.step()
+        after()
+        found["train_accuracy"].append(accuracy(model, course, *course.subset))
+        found["test_accuracy"].append(accuracy(model, course, *course.test))
+    return found
+
+
+def accuracy(model: nn.Module, course: Course, images: Tensor, labels: Tensor) -> float:
+    """Percent of images that a model classifies rightly; it is in training mode afterwards."""
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        parts = zip(torch.split(images, EVALUATED), torch.split(labels, EVALUATED), strict=True)
+        for some, theirs in parts:
+            right += int((model(course.pixels(some)).argmax(-1) == theirs).sum())
+    model.train()
+    return round(100 * right / len(images), 4)
 
 
 def _some(count: int, images: Tensor, labels: Tensor, device: str) -> tuple[Tensor, Tensor]:
