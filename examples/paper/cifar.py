@@ -100,7 +100,7 @@ def load(place: str, *, download: bool = False) -> Data:
         return synthetic()
     path = Path(place)
     if download:
-        from torchvision.datasets import CIFAR10
+        from torchvision.datasets import CIFAR10  # type: ignore[import-untyped]
 
         CIFAR10(str(path), train=True, download=True)
     if path.suffix == ".npz":
@@ -128,6 +128,17 @@ def synthetic(train: int = 2000, test: int = 500) -> Data:
     classes = torch.from_numpy(labels)
     source = "SYNTHETIC images, not CIFAR-10: only to try the code"
     return Data(rows[:train], classes[:train], rows[train:], classes[train:], source)
+
+
+def held_out(data: Data, count: int) -> Data:
+    """The training images alone, some of which, always the same, are there to test on."""
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1))
+    rest, chosen = order[count:], order[:count]
+    return Data(
+        *(data.train[rest], data.train_labels[rest]),
+        *(data.train[chosen], data.train_labels[chosen]),
+        f"{data.source}; tested on {count} training images held out",
+    )
 
 
 def _from_npz(path: Path) -> Data:

@@ -3,11 +3,11 @@
 A network is affine maps with an activation between them; its method says what is done to the
 input of every affine map. Networks of a seed share initial weights and the order of the images, so
 their differences are paired. The mathematics is that of separate runs with `nn.Linear`, torch's
-normalisers and `adiv_layers`, each with an Adam of its own.
+normalisers and `adiv_layers`, each with an optimizer of its own: Adam, or plain SGD.
 
 Nearly all of the cost is in the first map, 3072 inputs wide. Its weights lie in banks of networks
-that see the same input; a bank's gradient is one matrix product, which Adam consumes while it is
-still in the cache. The rest is small: all networks as one stack, differentiated by autograd.
+that see the same input; a bank's gradient is one matrix product, which the optimizer consumes while
+it is still in the cache. The rest is small: all networks as one stack, differentiated by autograd.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from methods import METHODS, Columns, Method, Rows
 from torch import Tensor, nn
 
-ACTIVATIONS = ("tanh", "leaky")
-SLOPE = 0.01  # of the leaky ReLU for negative inputs: torch's default
+ACTIVATIONS = ("tanh", "leaky", "none")
+NONLINEAR = ACTIVATIONS[:2]
+SLOPES = {"leaky": 0.01, "none": 1.0}  # for negative inputs; torch's default, and the identity
+OPTIMIZERS = ("adam", "sgd")
 T = TypeVar("T")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam: torch's defaults
 
@@ -48,7 +50,7 @@ class View(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Parameters with one learning rate, and Adam's running means of gradients and squares."""
+    """Parameters with one learning rate; for Adam, running means of gradients and squares too."""
 
     rate: float
     values: list[Tensor]
@@ -74,6 +76,10 @@ class Ensemble:
         typical: root mean square length of the inputs, for networks with a constant scale.
         dtype: of parameters and inputs.
         device: where they are.
+        optimizer: "adam", or "sgd" without momentum.
+
+    Raises:
+        ValueError: unknown optimizer.
     """
 
     def __init__(
@@ -83,7 +89,11 @@ class Ensemble:
         typical: float,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        optimizer: str = "adam",
     ) -> None:
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer={optimizer!r}; must be one of {OPTIMIZERS}.")
+        self.optimizer = optimizer
         self.networks = sorted(networks, key=_order)
         self.seeds = sorted({network.seed for network in networks})
         self.sizes = list(sizes)
@@ -106,6 +116,8 @@ class Ensemble:
         self._columns = [_column_ranges(methods, width, like) for width in sizes[1:-1]]
         tanh = [network.activation == "tanh" for network in self.networks]
         self._tanh = torch.tensor(tanh, device=device).view(-1, 1, 1)
+        slopes = [SLOPES.get(network.activation, 1.0) for network in self.networks]
+        self._slope = torch.tensor(slopes, dtype=dtype, device=device).view(-1, 1, 1)
         of_seed = [self.seeds.index(network.seed) for network in self.networks]
         self._of_seed = torch.tensor(of_seed, device=device)
         of_view = [bank.view for bank in self.banks for _ in range(bank.start, bank.stop)]
@@ -135,9 +147,17 @@ class Ensemble:
         by_z, *by_small = torch.autograd.grad(loss / target.shape[1], [z, *self.small])
         for bank in self.banks:
             columns = slice(bank.start * self.sizes[1], bank.stop * self.sizes[1])
-            self._adam(bank.moments, [by_z[:, columns].t() @ seen[bank.view]])
+            by_rows, rows = by_z[:, columns].t(), seen[bank.view]
+            if self.optimizer == "sgd":
+                bank.moments.values[0].addmm_(by_rows, rows, alpha=-bank.moments.rate)
+            else:
+                self._adam(bank.moments, [by_rows @ rows])
         for (start, stop), moments in self._small_moments:
-            self._adam(moments, [gradient[start:stop] for gradient in by_small])
+            gradients = [gradient[start:stop] for gradient in by_small]
+            if self.optimizer == "sgd":
+                torch._foreach_add_(moments.values, gradients, alpha=-moments.rate)
+            else:
+                self._adam(moments, gradients)
 
     @torch.no_grad()
     def logits(self, images: Tensor, group: int | None = None) -> Tensor:
@@ -184,7 +204,7 @@ class Ensemble:
         width = self.sizes[1]
         first = bank.moments.values[0][(network - bank.start) * width :][:width]
         rest = [each.detach()[network] for each in self.small]
-        return [first, *(each[0] if each.shape[0] == 1 else each.t() for each in rest)]
+        return [first, *(each.t() if i % 2 else each[0] for i, each in enumerate(rest))]
 
     def _first(self, seen: Sequence[Tensor]) -> Tensor:
         """Products of the first weights with what they see: (rows, networks · width)."""
@@ -205,7 +225,7 @@ class Ensemble:
         z = z * factor + of_bias * self.small[0]
         rest = zip(self.small[1::2], self.small[2::2], self._columns, self._rows, strict=True)
         for weight, bias, columns, rows in rest:
-            h = torch.where(self._tanh, z.tanh(), F.leaky_relu(z, SLOPE))
+            h = torch.where(self._tanh, z.tanh(), torch.where(z > 0, z, self._slope * z))
             x, of_bias = rows(self._treated(h, columns, group))
             z = torch.baddbmm(of_bias * bias, x, weight)
         return z
@@ -248,13 +268,19 @@ class Ensemble:
                 columns = Columns(kind, 1, self.sizes[0], weight) if kind else None
                 self.views.append(View(seed, less_mean, columns))
             values = weight[start:stop].flatten(0, 1).clone()
-            yield Bank(views[key], start, stop, _moments(rate, [values]))
+            yield Bank(views[key], start, stop, self._moments(rate, [values]))
 
     def _stacks(self) -> Iterator[tuple[tuple[int, int], Moments]]:
         """Ranges of networks with one learning rate, and views of their small parameters."""
         for rate, start, stop in _ranges(_rate(n) for n in self.networks):
             values = [each.detach()[start:stop] for each in self.small]
-            yield (start, stop), _moments(rate, values)
+            yield (start, stop), self._moments(rate, values)
+
+    def _moments(self, rate: float, values: list[Tensor]) -> Moments:
+        if self.optimizer == "sgd":
+            return Moments(rate, values, [], [])
+        zeros = [[torch.zeros_like(value) for value in values] for _ in range(2)]
+        return Moments(rate, values, *zeros)
 
     def _tensors(self) -> Iterator[Tensor]:
         for bank in self.banks:
@@ -302,11 +328,6 @@ def _ranges(keys: Iterable[T]) -> Iterator[tuple[T, int, int]]:
         stop = start + len(list(run))
         yield key, start, stop
         start = stop
-
-
-def _moments(rate: float, values: list[Tensor]) -> Moments:
-    zeros = [[torch.zeros_like(value) for value in values] for _ in range(2)]
-    return Moments(rate, values, *zeros)
 
 
 def _column_ranges(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import cifar
 import torch
 from adiv_layers import AffineLikeLinear, NormLikeLinear
-from ensemble import ACTIVATIONS, Network
+from ensemble import NONLINEAR, SLOPES, Network
 from methods import METHODS, Columns
 from table1 import ARMS
 from torch import Tensor, nn
@@ -60,14 +60,17 @@ def model(network: Network, sizes: Sequence[int], typical: float) -> nn.Sequenti
         if network.method == "constant-scale" and not layers:
             layers.append(Over(typical))
         layers += [*_normaliser(network.method, n), _linear(network.method)(n, m)]
-        layers.append(nn.Tanh() if network.activation == "tanh" else nn.LeakyReLU())
+        tanh = network.activation == "tanh"
+        layers.append(nn.Tanh() if tanh else nn.LeakyReLU(SLOPES[network.activation]))
     return nn.Sequential(*layers[:-1])
 
 
-def optimizer(network: Network, parameters: nn.Module) -> torch.optim.Adam:
-    """The network's own Adam."""
+def optimizer(network: Network, model: nn.Module, name: str = "adam") -> torch.optim.Optimizer:
+    """The network's own Adam or SGD."""
     rate = network.learning_rate * METHODS[network.method].rate
-    return torch.optim.Adam(parameters.parameters(), lr=rate)
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=rate)
+    return torch.optim.Adam(model.parameters(), lr=rate)
 
 
 def _normaliser(method: str, width: int) -> list[nn.Module]:
@@ -89,7 +92,7 @@ def _linear(method: str) -> type[nn.Linear]:
 def compare(data: cifar.Data, batch_size: int, steps: int) -> tuple[float, float]:
     """Networks × steps per second of a plain loop and of the ensemble, medians of five rounds."""
     networks = tuple(
-        itertools.starmap(Network, itertools.product(ARMS, ACTIVATIONS, range(3), [1e-3]))
+        itertools.starmap(Network, itertools.product(ARMS, NONLINEAR, range(3), [1e-3]))
     )
     course = Course(Setting(batch_size, 32, 2, "unit", networks), data)
     models = [model(network, course.ensemble.sizes, 29.6) for network in networks[::3]]
@@ -102,7 +105,7 @@ def compare(data: cifar.Data, batch_size: int, steps: int) -> tuple[float, float
             for chosen in rows:
                 adam.zero_grad()
                 x, y = course.pixels(images[chosen]), labels[chosen]
-                nn.functional.cross_entropy(each(x), y).backward()
+                torch.autograd.backward(nn.functional.cross_entropy(each(x), y))
                 adam.step()
 
     def stacked() -> None:

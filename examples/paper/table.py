@@ -97,7 +97,7 @@ def _table(found: Sequence[Arm]) -> str:
         row += _line_cells(line)[1:]
         row += [""] if paper is None else [plus(100 * paper[2], 100 * paper[3], sign=True)]
         rows.append([*row, _verdict(arm.method, line)])
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _accuracies(found: Sequence[Arm]) -> str:
@@ -105,7 +105,7 @@ def _accuracies(found: Sequence[Arm]) -> str:
     sizes = _sizes(found)
     several = len({arm.learning_rate for arm in found}) > 1
     rows = [_cells(arm, sizes, several) + _line_cells(arm.line()) for arm in found]
-    return _markdown([*_head(sizes), "intercept", "slope, 10⁻²"], rows)
+    return markdown([*_head(sizes), "intercept", "slope, 10⁻²"], rows)
 
 
 def _differences(found: Sequence[Arm]) -> str:
@@ -123,7 +123,7 @@ def _differences(found: Sequence[Arm]) -> str:
             for b, seeds in arm.accuracies.items()
         }
         rows.append(_cells(arm._replace(accuracies=less), sizes, several, sign=True))
-    return _markdown(_head(sizes), rows) if rows else "(it is not among the runs)"
+    return markdown(_head(sizes), rows) if rows else "(it is not among the runs)"
 
 
 def _signs(found: Sequence[Arm]) -> str | None:
@@ -172,7 +172,9 @@ def plus(value: float, error: float, *, sign: bool = False) -> str:
     return shown.replace("-", "−") + ("" if math.isnan(error) else f" ± {error:.2f}")
 
 
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+
     def lines() -> Iterator[Sequence[str]]:
         yield head
         yield ["---"] * len(head)

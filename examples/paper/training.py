@@ -19,7 +19,7 @@ import torch
 from cifar import Data, Pixels, pixels
 from ensemble import ACTIVATIONS, Ensemble, Network
 from methods import METHODS
-from torch import Tensor
+from torch import Tensor, nn
 
 Run = dict[str, Any]
 CLASSES = 10
@@ -27,7 +27,8 @@ CHECKPOINT_EVERY = 5  # epochs
 TRAIN_SUBSET = 5000  # training images, always the same, that training accuracy is taken on
 BY_BATCH = "test_accuracy_by_batch_statistics"
 EVALUATED = 256  # rows at once, about
-SHARED = ("batch_size", "width", "depth", "pixels")  # by the networks of an ensemble
+SHARED = ("batch_size", "width", "depth", "pixels", "optimizer")  # by networks of an ensemble
+BEFORE = {"optimizer": "adam"}  # the only choice when older runs were made
 
 
 class Setting(NamedTuple):
@@ -38,13 +39,14 @@ class Setting(NamedTuple):
     depth: int
     pixels: str
     networks: tuple[Network, ...]
+    optimizer: str = "adam"
 
     @property
     def name(self) -> str:
         """Name of the ensemble's folder, which other networks do not share."""
         networks = hashlib.sha256(json.dumps(sorted(self.networks)).encode()).hexdigest()[:8]
         shared = f"batch{self.batch_size}-width{self.width}-depth{self.depth}-{self.pixels}"
-        return f"{shared}-{networks}"
+        return f"{shared}-{networks}" if self.optimizer == "adam" else f"{shared}-sgd-{networks}"
 
     def without(self, runs: Iterable[Run], epochs: int) -> "Setting":
         """The ensemble of those networks that have no run of so many epochs yet."""
@@ -113,7 +115,7 @@ def runs(folder: Path) -> list[Run]:
     """
     found = []
     for file in sorted(folder.glob("*/setting.json")):
-        setting = json.loads(file.read_text())
+        setting = BEFORE | json.loads(file.read_text())
         lines = [json.loads(line) for line in _lines(file.with_name("results.jsonl"))]
         if not lines:  # it has only begun
             continue
@@ -169,17 +171,15 @@ class Course:
         squares = 0.0
         for rows in torch.split(self.train[0], 1000):
             squares += self.pixels(rows).square().sum(dtype=torch.float64).item()
-        typical = math.sqrt(squares / len(data.train))
+        self.typical = math.sqrt(squares / len(data.train))
         sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
-        self.ensemble = Ensemble(setting.networks, sizes, typical, dtype, device)
+        optimizer = setting.optimizer
+        self.ensemble = Ensemble(setting.networks, sizes, self.typical, dtype, device, optimizer)
 
     def epoch(self, number: int) -> dict[str, list[float]]:
         """Train one epoch; accuracies in percent after it, per network."""
         images, labels = self.train
-        orders = {
-            seed: torch.randperm(len(images), generator=_generator(seed, number)).to(images.device)
-            for seed in self.ensemble.seeds
-        }
+        orders = {seed: self.order(seed, number) for seed in self.ensemble.seeds}
         for start in range(0, len(images), self.batch_size):
             rows = {s: order[start : start + self.batch_size] for s, order in orders.items()}
             self.ensemble.step(
@@ -196,6 +196,11 @@ class Course:
             found[BY_BATCH] = by_batch
         return found
 
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """The training images of an epoch, in the order in which networks of a seed see them."""
+        images = self.train[0]
+        return torch.randperm(len(images), generator=_generator(seed, epoch)).to(images.device)
+
     def accuracy(self, images: Tensor, labels: Tensor, group: int | None = None) -> list[float]:
         """Percent of images that every network classifies rightly."""
         rows = EVALUATED if group is None else max(EVALUATED // group, 1) * group
@@ -204,6 +209,53 @@ class Course:
             said = self.ensemble.logits(self.pixels(some), group).argmax(-1)
             right += (said == theirs).sum(-1)
         return [round(100 * n / len(images), 4) for n in right.tolist()]
+
+
+def fit(
+    model: nn.Module,
+    stepper: torch.optim.Optimizer,
+    course: Course,
+    seed: int,
+    epochs: int,
+    after: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Train one model of its own as anyone would.
+
+    Args:
+        model: takes rows of inputs.
+        stepper: its optimizer.
+        course: the images, and how many are a batch.
+        seed: of the order of the images.
+        epochs: how long.
+        after: called after the steps of every epoch.
+
+    Returns:
+        Accuracies in percent by epoch.
+    """
+    images, labels = course.train
+    found: dict[str, list[float]] = {"train_accuracy": [], "test_accuracy": []}
+    for epoch in range(1, epochs + 1):
+        for rows in torch.split(course.order(seed, epoch), course.batch_size):
+            stepper.zero_grad()
+            logits = model(course.pixels(images[rows]))
+            torch.autograd.backward(nn.functional.cross_entropy(logits, labels[rows]))
+            stepper.step()
+        after()
+        found["train_accuracy"].append(accuracy(model, course, *course.subset))
+        found["test_accuracy"].append(accuracy(model, course, *course.test))
+    return found
+
+
+def accuracy(model: nn.Module, course: Course, images: Tensor, labels: Tensor) -> float:
+    """Percent of images that a model classifies rightly; it is in training mode afterwards."""
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        parts = zip(torch.split(images, EVALUATED), torch.split(labels, EVALUATED), strict=True)
+        for some, theirs in parts:
+            right += int((model(course.pixels(some)).argmax(-1) == theirs).sum())
+    model.train()
+    return round(100 * right / len(images), 4)
 
 
 def _some(count: int, images: Tensor, labels: Tensor, device: str) -> tuple[Tensor, Tensor]:
@@ -218,7 +270,7 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
 
 def _identity(run: Run) -> tuple[Any, ...]:
     """What tells a run from those of other networks."""
-    return tuple(run[name] for name in (*Network._fields, *SHARED))
+    return tuple((BEFORE | run)[name] for name in (*Network._fields, *SHARED))
 
 
 def _place(run: Run) -> tuple[float, ...]:
@@ -238,7 +290,7 @@ def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> N
     known = {**mine, "source": data.source, "training_images": len(data.train)}
     if not file.exists():
         replace(file, json.dumps(known, indent=1).encode())
-    theirs = json.loads(file.read_text())
+    theirs = BEFORE | json.loads(file.read_text())
     for name, value in mine.items():
         if theirs[name] != value:
             raise ValueError(f"{file.parent} holds runs with other {name}: choose another folder.")

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
+import experiment
 import table
 import table1
 import training
@@ -109,7 +110,7 @@ class Command:
             self.trained.append((setting.batch_size, seeds))
             training.train(setting, *arguments)
 
-        monkeypatch.setattr(table1, "train", train)
+        monkeypatch.setattr(experiment, "train", train)
 
     def __call__(self, *more: str) -> list[dict[str, Any]]:
         """The runs in table1.json."""

@@ -1,0 +1,214 @@
+"""What the fair test found, as text and picture, from its runs alone."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from figures import COLOURS
+from matplotlib.figure import Figure
+from scipy import stats
+from slopes import Run, at_the_end, mean_and_error
+from table import markdown, plus
+
+
+class Arm(NamedTuple):
+    """What has a learning rate of its own."""
+
+    method: str
+    activation: str
+    batch_size: int
+
+
+class Claim(NamedTuple):
+    """What was stated before the run: that the test accuracy of a map is higher than another's."""
+
+    method: str
+    than: str
+    source: str
+
+
+ORDER = (
+    *("standard", "layernorm", "constant-scale", "norm-like", "affine-like"),
+    *("centred", "centred-affine-like"),
+)
+STATED = (
+    Claim("affine-like", "standard", "theory; prototype +1.6 ± 0.3 with tanh, +0.3 with leaky"),
+    Claim("norm-like", "standard", "theory"),
+    Claim("affine-like", "layernorm", "theory"),
+    Claim("affine-like", "constant-scale", "theory: correcting single rows is what helps"),
+    Claim("centred", "standard", "prototype: +0.6 ± 0.2 with tanh, −0.1 ± 0.3 with leaky"),
+    Claim("centred-affine-like", "affine-like", "centring adds to it; prototype: it does not"),
+)
+Accuracies = dict[Arm, dict[int, float]]  # by seed
+
+
+def of(run: Run) -> Arm:
+    """The arm of a run."""
+    return Arm(run["method"], run["activation"], run["batch_size"])
+
+
+def curves(tuning: Iterable[Run]) -> dict[Arm, dict[float, float]]:
+    """Accuracy on the images held out by learning rate, mean over seeds."""
+    found: dict[Arm, dict[float, list[float]]] = {}
+    for run in tuning:
+        of_arm = found.setdefault(of(run), {})
+        of_arm.setdefault(run["learning_rate"], []).append(at_the_end(run))
+    return {
+        arm: {rate: mean_and_error(values)[0] for rate, values in sorted(rates.items())}
+        for arm, rates in found.items()
+    }
+
+
+def best(tuning: Iterable[Run]) -> dict[Arm, float]:
+    """The learning rate of every arm with the highest accuracy on the images held out."""
+    return {arm: max(curve, key=lambda each: curve[each]) for arm, curve in curves(tuning).items()}
+
+
+def accuracies(
+    tuning: Sequence[Run], final: Iterable[Run], which: str = "test_accuracy"
+) -> Accuracies:
+    """Accuracies by seed of the runs with the best learning rates."""
+    chosen = best(tuning)
+    found: Accuracies = {}
+    for run in final:
+        if chosen.get(of(run)) == run["learning_rate"]:
+            found.setdefault(of(run), {})[run["seed"]] = at_the_end(run, which)
+    return found
+
+
+def difference(found: Accuracies, arm: Arm, than: str) -> list[float]:
+    """Accuracies less those of another map, seed by seed."""
+    theirs = found.get(arm._replace(method=than), {})
+    return [a - theirs[seed] for seed, a in found.get(arm, {}).items() if seed in theirs]
+
+
+def text(tuning: Sequence[Run], final: Sequence[Run]) -> str:
+    """The whole page, in Markdown."""
+    found = accuracies(tuning, final)
+    sizes = sorted({arm.batch_size for arm in found})
+    epochs = " or ".join(map(str, sorted({run["epoch"][-1] for run in final})))
+    seeds = len({run["seed"] for run in final})
+    by_seeds = len({run["seed"] for run in tuning})
+    parts = [
+        f"Data: {final[0]['data']}; pixels: {final[0]['pixels']}; optimizer: plain SGD; two hidden "
+        f"layers, {final[0]['width']} wide; epochs: {epochs}; seeds: {seeds}. Accuracy in percent, "
+        "mean of the last tenth of the epochs; differences are paired by seed; ± standard error "
+        "over seeds.",
+        f"Learning rates are tuned in half decades, on training images held out, with {by_seeds} "
+        f"{'seed' if by_seeds == 1 else 'seeds'}.",
+    ]
+    for activation in dict.fromkeys(arm.activation for arm in found):
+        methods = [m for m in ORDER if any(a[:2] == (m, activation) for a in found)]
+        rows = [Arm(method, activation, 0) for method in methods]
+        parts += [f"## {activation}: test accuracy", _accuracies(found, rows, sizes)]
+        parts += [f"### {activation}: less standard", _differences(found, rows[1:], sizes)]
+        trained = accuracies(tuning, final, "train_accuracy")
+        parts += [f"### {activation}: training accuracy", _accuracies(trained, rows, sizes)]
+        parts += [f"### {activation}: learning rates", _rates(tuning, rows, sizes)]
+        parts += [f"### {activation}: stated before the run", _claims(found, activation, sizes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _accuracies(found: Accuracies, rows: Sequence[Arm], sizes: Sequence[int]) -> str:
+    def cell(arm: Arm) -> str:
+        return plus(*mean_and_error(list(found[arm].values()))) if arm in found else ""
+
+    return _by_size(rows, sizes, cell)
+
+
+def _differences(found: Accuracies, rows: Sequence[Arm], sizes: Sequence[int]) -> str:
+    def cell(arm: Arm) -> str:
+        values = difference(found, arm, "standard")
+        return plus(*mean_and_error(values), sign=True) if values else ""
+
+    return _by_size(rows, sizes, cell)
+
+
+def _rates(tuning: Sequence[Run], rows: Sequence[Arm], sizes: Sequence[int]) -> str:
+    """The best of which, each with its accuracy on the images held out."""
+    known, chosen = curves(tuning), best(tuning)
+
+    def cell(arm: Arm) -> str:
+        tried = known.get(arm, {})
+        marks = {rate: "**" if rate == chosen[arm] else "" for rate in tried}
+        return ", ".join(f"{marks[r]}{r:g}: {a:.1f}{marks[r]}" for r, a in tried.items())
+
+    return _by_size(rows, sizes, cell)
+
+
+def _by_size(rows: Sequence[Arm], sizes: Sequence[int], cell: Callable[[Arm], str]) -> str:
+    lines = ([row.method, *(cell(row._replace(batch_size=b)) for b in sizes)] for row in rows)
+    return markdown(["map", *(f"B = {b}" for b in sizes)], lines)
+
+
+def _claims(found: Accuracies, activation: str, sizes: Sequence[int]) -> str:
+    def lines() -> Iterator[Sequence[str]]:
+        for claim in STATED:
+            for size in sizes:
+                values = difference(found, Arm(claim.method, activation, size), claim.than)
+                if values:
+                    shown = plus(*mean_and_error(values), sign=True)
+                    stated = f"{claim.method} > {claim.than}"
+                    yield [stated, claim.source, str(size), shown, _chance(values)]
+
+    head = ["stated", "by", "B", "difference", "p if there were none"]
+    return markdown(head, lines())
+
+
+def _chance(values: Sequence[float]) -> str:
+    """Probability of a difference as far above zero or farther: Student's t, one-sided."""
+    mean, error = mean_and_error(values)
+    if math.isnan(error) or error == 0:
+        return ""
+    return f"{stats.t.sf(mean / error, len(values) - 1):.1g}"
+
+
+def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
+    """Above, differences from the standard map; below, accuracy against learning rate.
+
+    Args:
+        tuning: runs on the training images that are not held out.
+        final: runs on all training images.
+        file: where to write the picture.
+    """
+    found, known, chosen = accuracies(tuning, final), curves(tuning), best(tuning)
+    activations = list(dict.fromkeys(arm.activation for arm in found))
+    sizes = sorted({arm.batch_size for arm in found})
+    shape = (1 + len(sizes), len(activations))
+    figure = Figure(figsize=(4.6 * shape[1] + 2.4, 3.6 * shape[0]), layout="constrained")
+    grid = figure.subplots(*shape, squeeze=False)
+    for activation, axes in zip(activations, grid[0], strict=True):
+        for place, method in enumerate(ORDER[1:]):
+            shift = 0.09 * (place - len(ORDER) / 2 + 1)
+            points = [
+                (x + shift, *mean_and_error(values), values)
+                for x, size in enumerate(sizes)
+                if (values := difference(found, Arm(method, activation, size), "standard"))
+            ]
+            for x, mean, error, values in points:
+                axes.plot([x] * len(values), values, ".", color=COLOURS[method], ms=3, alpha=0.6)
+                style = {"fmt": "o", "ms": 5, "capsize": 3}
+                axes.errorbar([x], [mean], [error], color=COLOURS[method], **style)
+        axes.axhline(0, color=COLOURS["standard"], lw=1)
+        axes.set(xticks=range(len(sizes)), xticklabels=sizes, xlabel="batch size")
+        axes.set(title=f"{activation}", ylabel="test accuracy less standard's, points")
+    for size, row in zip(sizes, grid[1:], strict=True):
+        for activation, axes in zip(activations, row, strict=True):
+            for method in ORDER:
+                arm = Arm(method, activation, size)
+                curve = known.get(arm, {})
+                axes.plot(*_xy(curve), ".-", color=COLOURS[method], lw=1, label=method)
+                if arm in chosen:
+                    peak = chosen[arm], curve[chosen[arm]]
+                    axes.plot(*peak, "o", mfc="none", ms=9, color=COLOURS[method])
+            axes.set(xscale="log", xlabel="learning rate", title=f"{activation}, batch size {size}")
+            axes.set(ylabel="accuracy on images held out")
+    handles, labels = grid[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", title="map")
+    figure.suptitle(final[0]["data"], fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def _xy(curve: dict[float, float]) -> tuple[list[float], list[float]]:
+    return list(curve), list(curve.values())

@@ -1,0 +1,127 @@
+"""The fair test: tuning on images held out, paired differences, and the command."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+import fair
+from cifar import held_out, synthetic
+from experiment import Experiment
+from fair_report import Arm, accuracies, best, curves, difference, text
+from training import Run, Setting
+
+TANH = Arm("standard", "tanh", 128)
+
+
+def run(arm: Arm, rate: float, accuracy: float, seed: int = 0) -> Run:
+    return {
+        **arm._asdict(),
+        "learning_rate": rate,
+        "seed": seed,
+        "epoch": [1],
+        "test_accuracy": [accuracy],
+        "train_accuracy": [accuracy + 1],
+        "pixels": "centred",
+        "width": 32,
+        "data": "x",
+    }
+
+
+def test_the_grid_is_of_half_decades() -> None:
+    assert [fair.rate(k) for k in range(-4, 3)] == [0.01, 0.03, 0.1, 0.3, 1, 3, 10]
+
+
+def test_images_held_out_are_not_trained_on() -> None:
+    data = synthetic(train=60, test=10)
+    apart = held_out(data, 20)
+    assert apart.train.shape[0] == 40 and apart.test.shape[0] == 20
+    assert "held out" in apart.source and "held out" not in data.source
+    rows = torch.cat([apart.train, apart.test]).tolist()
+    labels = torch.cat([apart.train_labels, apart.test_labels]).tolist()
+    expected = zip(data.train.tolist(), data.train_labels.tolist(), strict=True)
+    assert sorted(zip(rows, labels, strict=True)) == sorted(expected)
+
+
+class Tuned(Experiment):
+    """An experiment whose accuracies have a peak at a stated place of the grid."""
+
+    def __init__(self, peak: float) -> None:
+        self.peak = peak
+        self.tried: list[float] = []
+
+    def train(self, settings: Any) -> list[Run]:
+        (setting,) = settings
+        assert isinstance(setting, Setting)
+        assert (setting.optimizer, setting.pixels) == ("sgd", "centred")
+        self.tried = [network.learning_rate for network in setting.networks]
+        return [
+            run(TANH, rate, -abs(2 * math.log10(rate) - self.peak) + seed, seed)
+            for rate in self.tried
+            for seed in (0, 1)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("peak", "lowest", "highest"),
+    [(-3, -5, -2), (-5, -6, -2), (-7, -8, -2), (-20, -9, -2), (0, -5, 1), (9, -5, 2)],
+)
+def test_the_grid_is_widened_until_the_best_is_inside(peak: int, lowest: int, highest: int) -> None:
+    experiment = Tuned(peak)
+    chosen = fair.tune(experiment, [TANH], 1)
+    assert experiment.tried == [fair.rate(k) for k in range(lowest, highest + 1)]
+    assert chosen == {TANH: fair.rate(min(max(peak, lowest), highest))}
+
+
+def test_an_arm_counts_at_its_best_rate_alone_and_seed_by_seed() -> None:
+    other = TANH._replace(method="affine-like")
+    tuning = [run(TANH, 0.1, 40), run(TANH, 0.3, 42, 0), run(TANH, 0.3, 44, 1), run(other, 1, 41)]
+    assert curves(tuning) == {TANH: {0.1: 40, 0.3: 43}, other: {1: 41}}
+    assert best(tuning) == {TANH: 0.3, other: 1}
+    final = [run(TANH, 0.3, 50, 0), run(TANH, 0.3, 54, 1), run(TANH, 0.1, 90, 2)]
+    final += [run(other, 1, 53, 0), run(other, 1, 59, 1), run(other, 1, 70, 2)]
+    found = accuracies(tuning, final)
+    assert found == {TANH: {0: 50, 1: 54}, other: {0: 53, 1: 59, 2: 70}}
+    assert difference(found, other, "standard") == [3, 5]
+    page = text(tuning, final)
+    assert "| affine-like | +4.00 ± 1.00 |" in page
+    assert "**0.3: 43.0**" in page and "0.1: 40.0, " in page
+    # Student's t of 4 / 1 with one degree of freedom is Cauchy's.
+    p = 0.5 - math.atan(4) / math.pi
+    theory = "theory; prototype +1.6 ± 0.3 with tanh, +0.3 with leaky"
+    assert f"| affine-like > standard | {theory} | 128 | +4.00 ± 1.00 | {p:.1g} |" in page
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
+        monkeypatch.setattr(torch, name, lambda setting: None)
+    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=640, test=100))
+    monkeypatch.setattr(fair, "WIDENED", 1)
+    few = ["--methods", "affine-like", "standard", "--activations", "tanh"]
+    where = ["--data", "synthetic", "--out", str(tmp_path)]
+
+    def command(*more: str) -> dict[str, list[Run]]:
+        monkeypatch.setattr(sys, "argv", ["fair.py", "--quick", *few, *where, *more])
+        fair.main()
+        names = ("fair-tuning", "fair")
+        return {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
+
+    found = command()
+    assert len(found["fair"]) == 2 * 2  # methods, seeds
+    assert {run["seed"] for run in found["fair-tuning"]} == {0}
+    fields = {"method", "activation", "batch_size", "width", "seed", "learning_rate", "pixels"}
+    for each in found["fair"]:
+        assert fields | {"optimizer", "epoch", "train_accuracy", "test_accuracy"} <= set(each)
+        assert (each["optimizer"], each["pixels"]) == ("sgd", "centred")
+    assert "SYNTHETIC" in (tmp_path / "fair.md").read_text()
+    assert (tmp_path / "fair.png").stat().st_size > 10_000
+    assert command("--resume") == found
+    with pytest.raises(SystemExit):
+        command()
