@@ -235,6 +235,54 @@ def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:
     assert not told.facts and "pairs" in told.untold
 
 
+class OneByOne(nn.Module):
+    """Takes a list of sequences, one for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return self.head(torch.stack([self.gru(x[None])[0][0, -1] for x in sequences]))
+
+
+class Bags(OneByOne):
+    """The order within a sample makes no difference."""
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return self.head(torch.stack([self.gru(x[:, None])[0].sum((0, 1)) for x in sequences]))
+
+
+def test_samples_that_come_in_a_list_can_not_be_told_to_mix() -> None:
+    """Where each is as long as there are samples, its first axis is not theirs."""
+    drawn = torch.Generator().manual_seed(0)
+    lists = [torch.randn(8, 6, generator=drawn) for _ in range(8)]
+    of = setup(model=OneByOne(), batches=((lists, torch.arange(8) % 3),))
+    told = asked(of, of.fork())
+    assert "list of tensors" in told["samples-mixed"].untold
+    assert not any(told[name].facts for name in ("samples-mixed", "input-partly-ignored"))
+    of = setup(model=Bags(), batches=((lists, torch.arange(8) % 3),))
+    assert math.isnan(input_matters(of.fork(), list(of.batches))), "not a sample's own order"
+
+
+class InAList(nn.Module):
+    """Normalises in a module that torch does not know of."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.rest, self.head = nn.Linear(12, 16), {"norm": [layer]}, nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rest["norm"][0](self.first(x)))
+
+
+def test_normalisations_that_the_model_does_not_know_of_mix_no_samples() -> None:
+    of = setup(model=InAList(nn.BatchNorm1d(16)))
+    told = asked(of, of.fork())
+    assert told["hidden-parameters"].facts and not told["samples-mixed"].facts
+    assert asked_one("samples-mixed", setup(model=InAList(nn.Softmax(0)))).facts
+
+
 # Inputs
 
 
