@@ -190,6 +190,8 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "left-in-eval": "Normalisations left in evaluation mode",
         "batch-norm-starved": "Batch normalisation of too few values",
         "dropout-too-high": "Dropout that drops most",
+        "behind-reference": "Less is learnt than a small network learns",
+        "labels-unrelated": "Labels that nothing predicts",
     }
 )
 

@@ -60,7 +60,8 @@ def test_of_a_fixed_twin_no_probe_says_anything(twin: Healthy) -> None:
 
 def test_every_probe_has_a_planted_bug_on_each_side() -> None:
     for half in (SET_BY, HELD_OUT):
-        assert {case.expected[0] for case in half} >= PROBES.keys() - {"left-in-eval"}
+        found = {case.expected[0] for case in half}
+        assert found >= PROBES.keys() - {"left-in-eval", "behind-reference"}
     assert {case.twin.name for case in REPORTED.values()} == TWINS.keys()
 
 
@@ -445,6 +446,112 @@ def test_a_loss_with_a_term_of_the_wrong_sign_has_no_lowest_value() -> None:
     first, *others = report.findings
     assert (first.name, first.strength) == ("unbounded-loss", "act")
     assert not {"target-scale", "rate-too-low"} & {f.name for f in others}
+
+
+def negated(model: nn.Module, batch: Any) -> Tensor:
+    return -loss(model, batch)
+
+
+def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    """Of a normal distribution whose variance is learnt: it goes below zero, and has a bound."""
+    x, y = batch
+    mean, log_variance = model(x)[:, 0] / 10, model(x)[:, 1]
+    wanted = 0.01 * (y - 1)
+    return (log_variance + (wanted - mean).square() / log_variance.exp()).mean()
+
+
+def cosine(model: nn.Module, batch: Any) -> Tensor:
+    return -torch.cosine_similarity(model(batch[0]), functional.one_hot(batch[1], 3)).mean()
+
+
+def test_a_loss_that_falls_slowly_without_a_bound_is_told_from_one_with_a_bound() -> None:
+    quick = {"steps": 40, "what_if": False, "try_fixes": False}
+    report = audit(mlp(), batches(20), loss=negated, **quick)  # type: ignore[arg-type]
+    first = report.findings[0]
+    assert (first.name, first.strength) == ("unbounded-loss", "act")
+    assert "The loss has no lowest value" in first.summary
+    assert report.record.losses[-1] > -100, "slowly"
+    for bounded in (likelihood, cosine, loss):
+        report = audit(mlp(), batches(20), loss=bounded, optimizer=adam, **quick)  # type: ignore[arg-type]
+        assert "unbounded-loss" not in {finding.name for finding in report.findings}
+        assert bounded is loss or report.record.losses[-1] < 0, "it is below zero"
+
+
+def test_where_a_hook_bounds_the_weights_the_line_through_them_tells_nothing() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    optimizer.register_step_post_hook(lambda *_: None)
+    of = setup(model=model, optimizer=optimizer, loss=negated)
+    trained = of.fork()
+    train(trained)
+    assert "within bounds" in PROBES["unbounded-loss"](of, trained).untold
+
+
+# The data
+
+
+def trained_on(of: Setup) -> Probed:
+    fork = of.fork()
+    train(fork)
+    return PROBES["behind-reference"](of, fork)
+
+
+class Faint(nn.Module):
+    """Outputs that hardly depend on the inputs, and hardly learn to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(1e-4 * x)
+
+
+def names(of: Setup) -> dict[str, str]:
+    found = diagnose(observe(of, every_n_steps=6))
+    return {finding.name: finding.strength for finding in found}
+
+
+def apart(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Labels of other samples."""
+    drawn = torch.Generator().manual_seed(3)
+    y = torch.cat([labels for _, labels in given])
+    y = y[torch.randperm(len(y), generator=drawn)].split(len(given[0][1]))
+    return tuple((x, labels) for (x, _), labels in zip(given, y, strict=True))
+
+
+def test_a_small_network_tells_a_fault_of_the_model_from_one_of_the_data() -> None:
+    healthy = setup(batches=batches(24))
+    numbers = trained_on(healthy).facts[0].numbers
+    assert min(numbers["reference"], numbers["model"]) > 0.8
+    assert not {"behind-reference", "labels-unrelated"} & names(healthy).keys()
+    faint = replace(healthy, model=Faint())
+    assert names(faint)["behind-reference"] == "watch"
+    shuffled = replace(healthy, batches=apart(healthy.batches))
+    assert names(shuffled)["labels-unrelated"] == "watch"
+    assert "behind-reference" not in names(shuffled)
+
+
+def test_values_are_explained_by_their_correlation() -> None:
+    def squares(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0])[:, 0], batch[1])
+
+    of = setup(loss=squares, batches=tuple((x, x[:, 0] - x[:, 1]) for x, _ in batches(24)))
+    numbers = trained_on(of).facts[0].numbers
+    assert numbers["reference"] > 0.95 and numbers["model"] > 0.8
+    assert numbers["per class"] == math.inf
+
+
+def test_where_no_small_network_can_be_held_beside_it_says_why() -> None:
+    def by_hand(model: nn.Module, batch: Any) -> Tensor:
+        return -model(batch[0]).log_softmax(1)[torch.arange(len(batch[1])), batch[1]].mean()
+
+    of = setup(batches=batches(24))
+    assert "too few" in trained_on(setup(batches=batches(7))).untold
+    assert "no known loss" in trained_on(replace(of, loss=by_hand)).untold
+    assert "fewer than 100" in trained_on(setup(batches=batches(24, samples=4))).untold
+    alike = tuple((x, torch.zeros_like(y)) for x, y in of.batches)
+    assert "all alike" in trained_on(replace(of, batches=alike)).untold
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
