@@ -1,12 +1,14 @@
 """Every sentence of a finding is printed where its number says so, and not on the other side."""
 
 import ast
+import inspect
 import math
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from made_records import (
@@ -24,8 +26,9 @@ from made_records import (
 )
 
 from adiv_monitor.audit.trials.fixes import FIXES
-from adiv_monitor.diagnosis import diagnose, rules
-from adiv_monitor.diagnosis.finding import RATES, Finding, Trial, unrefuted
+from adiv_monitor.diagnosis import diagnose, diagnosis, own_run, rules
+from adiv_monitor.diagnosis.diagnosis import Diagnosis
+from adiv_monitor.diagnosis.finding import RATES, Advice, Finding, Trial, unrefuted
 from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
     Fact,
@@ -279,9 +282,9 @@ ROWS: list[Row] = [
         explained(0.01, 0.3)),
     Row("labels-unrelated", "Neither a small network", explained(0.01, 0.02),
         explained(0.01, 0.02, per_class=5.0)),
-    Row("unbounded-loss", "The loss has no lowest value: 1 at first, -2.9 at the end, and -90 where "
-        "the weights of a copy go 64 times as far in the direction in which they went. How far it "
-        "falls says nothing", GOES_ON, replace(GOES_ON, losses=WELL)),
+    Row("unbounded-loss", "The loss has no lowest value: 1 at first, -2.9 at the end, and -90 "
+        "where the weights of a copy go 64 times as far in the direction in which they went. How "
+        "far it falls says nothing", GOES_ON, replace(GOES_ON, losses=WELL)),
     Row("unbounded-loss", "The loss has no lowest value", GOES_ON,
         replace(GOES_ON, descent_share=0.5)),
     # stands-still, outside-healthy, rate-decayed
@@ -694,6 +697,12 @@ ROWS: list[Row] = [
     Row("uneven-rates", "In one step the activations of layer 'a' hardly move: by a factor of "
         "20000 off the median layer's", record({"a": reading(update_ratio=1e-6)}),
         record({"a": reading(update_ratio=9.0)})),
+    Row("uneven-rates", "In one step the activations of layer 'a' hardly move: by a factor of "
+        "20000 off the median layer's.", record({"a": reading(update_ratio=1e-6)}), record()),
+    Row("uneven-rates", "AdamW of learning rate 0.001, which scales each parameter's step",
+        record({"a": reading(update_ratio=1e-6)}), record()),
+    Row("uneven-rates", "give these layers learning rates of their own",
+        record({"a": reading(update_ratio=1e-6)}), record()),
     Row("uneven-rates", "move unlike the others", record({"a": reading(update_ratio=9.0)}),
         record({"a": reading(update_ratio=1e-6)})),
     Row("uneven-rates", "One other learning rate for all cannot be right for both kinds",
@@ -750,6 +759,8 @@ ROWS: list[Row] = [
     Row("decay-fights", "The parameters' norm ends at 0.2 times what it was, with a weight decay "
         "of 0.01.", record(facts=decayed(0.01), parameter_norms=SHRUNK),
         record(facts=decayed(0.5))),
+    Row("decay-fights", "he parameters' norm ends at 1 times what it was",
+        record(facts=decayed(0.5)), record()),
     Row("decay-fights", "without weight decay: a penalty in the loss may pull at them",
         record(parameter_norms=SHRUNK), record(facts=decayed(0.01), parameter_norms=SHRUNK)),
     Row("decay-fights", "no weight decay", record(facts=decayed(0.5)),
@@ -797,7 +808,10 @@ def test_a_sentence_is_printed_only_where_its_number_says_so(row: Row) -> None:
 
 def sentences(path: Path) -> set[str]:
     """What a rule file can print: its texts, without the numbers; not docstrings nor evidence."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return phrases(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def phrases(tree: ast.AST) -> set[str]:
     silent = set()
     for node in ast.walk(tree):
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -825,6 +839,74 @@ def test_every_sentence_of_the_rules_has_a_run_that_says_it_and_one_that_does_no
                        for by, other in said)
         }  # fmt: skip
         assert lacking == set(), path.name
+
+
+# The verdict
+
+
+class Said(NamedTuple):
+    """A sentence of the verdict; a diagnosis that says it, and one that does not."""
+
+    sentence: str
+    by: Diagnosis
+    but_not_by: Diagnosis
+
+
+def told(*findings: Finding, of: Record | None = None) -> Diagnosis:
+    return Diagnosis(findings, record(rates=HIGH) if of is None else of)
+
+
+def fault(*trials_of: Trial | None, name: str = "rate-too-high", strength: Any = "act") -> Finding:
+    advice = tuple(Advice("Do", "clip", trial) for trial in trials_of)
+    return Finding(name, (), strength, (), advice, "It is so.")
+
+
+PAYS = Trial("clip", 50, 0.5, 1.0, None, 0.01)
+LOSES = Trial("clip", 50, 1.5, 1.0, None, 0.01)
+NOT_PAID = fault(LOSES)
+OWN = record(rates=HIGH, own_losses=dict.fromkeys(range(STEPS), 9.0))
+VERDICTS = [
+    Said("Nothing was found that costs this run its training.", told(), told(NOT_PAID)),
+    Said("Other learning rates were not tried.", told(of=record()), told()),
+    Said("2 lesser findings below.", told(fault(strength="note"), fault(strength="note")), told()),
+    Said("It is so. What was looked for does not say why.",
+         told(fault(name="loss-stuck", strength="watch")),
+         told(fault(name="loss-stuck", strength="note"))),
+    Said("It is so. Nothing else was found that costs this run its training.",
+         told(fault(name="loss-stuck", strength="note")),
+         told(fault(name="loss-stuck", strength="watch"))),
+    Said("The time for trials (try_seconds) was over before all of them had run: this depends on "
+         "the clock.", told(of=record(rates=HIGH, hurried=True)), told()),
+    Said("And 1 more finding to act on.", told(NOT_PAID, NOT_PAID), told(NOT_PAID)),
+    Said("To fix it: Do: loss after 50 steps 0.5", told(fault(PAYS)), told(NOT_PAID)),
+    Said("What to do: Do.", told(fault(LOSES, name="not-held")), told(NOT_PAID)),
+    Said("To try first: Do (not tried)", told(fault(None)), told(NOT_PAID)),
+    Said("No fix of it that was tried helps; what does: Do: loss after 50 steps 0.5",
+         told(NOT_PAID, fault(PAYS)), told(NOT_PAID)),
+    Said("No fix of it that was tried helps.", told(NOT_PAID), told(fault(PAYS))),
+    Said("No fix of it that was tried helps; to try next: Do (not tried)",
+         told(fault(None, LOSES)), told(NOT_PAID)),
+    Said("The copy does not train as your run did: over the steps 0 to 19 its loss is",
+         told(of=OWN), told(of=replace(OWN, own_losses=dict(enumerate(OWN.losses))))),
+    Said("where yours was 9. What makes them differ is not in the copy, and may be what is wrong. "
+         "Of the copy: ", told(of=OWN), told()),
+    Said("Not as in your run: no scheduler runs.",
+         told(of=record(rates=HIGH, lost=("no scheduler runs",))), told()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", VERDICTS, ids=lambda row: row.sentence[:50])
+def test_a_sentence_of_the_verdict_is_printed_only_where_it_is_so(row: Said) -> None:
+    assert row.sentence in row.by.verdict and row.sentence not in row.but_not_by.verdict
+
+
+def test_every_sentence_of_the_verdict_has_a_diagnosis_that_says_it() -> None:
+    parts: set[str] = set()
+    for of in (Diagnosis._of_the_copy, Diagnosis._nothing, diagnosis._fixed, own_run.said):
+        parts |= phrases(ast.parse(textwrap.dedent(inspect.getsource(of))))
+    for part in (*parts, *phrases(ast.parse(inspect.getsource(own_run.lacks)))):
+        assert any(part.strip() in row.by.verdict and part.strip() not in row.but_not_by.verdict
+                   for row in VERDICTS), part  # fmt: skip
 
 
 # What is tried, and what overrules
