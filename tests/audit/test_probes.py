@@ -323,6 +323,30 @@ def test_order_that_is_ignored_is_told_from_places_by_themselves_and_from_masks(
     assert not alike.facts and alike.untold == "all places are alike"
 
 
+class FromZero(Attends):
+    """Its positions are learnt, and begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(7, 8))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.places
+        for _ in range(2):
+            x = self.second(x + nn.functional.scaled_dot_product_attention(x, x, x))
+        return self.head(x)
+
+
+def test_positions_that_begin_at_zero_are_not_missing() -> None:
+    lines = torch.randint(9, (16, 7), generator=torch.Generator().manual_seed(0))
+    for model, missing in ((FromZero(), False), (Attends(), True)):
+        of = of_lines(model, lines)
+        trained = of.fork()
+        assert PROBES["order-ignored"](of, trained).facts, "neither is trained yet"
+        train(trained)
+        assert bool(PROBES["order-ignored"](of, trained).facts) is missing
+
+
 class Reads(nn.Module):
     """A linear map of some of the features."""
 

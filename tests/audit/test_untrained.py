@@ -23,7 +23,7 @@ VISION = (
 )
 CAUSAL = ("gpt2", "llama", "gpt_neox", "opt", "bloom", "mamba", "mixtral", "gptj", "codegen")
 MASKED = ("bert", "roberta", "electra", "distilbert", "albert", "deberta-v2", "longformer")
-IMAGES = ("vit", "deit", "beit", "swin", "poolformer")
+IMAGES = ("vit", "swin", "poolformer")
 # Small, under all the names that configurations have for it.
 SMALL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size"), 32),

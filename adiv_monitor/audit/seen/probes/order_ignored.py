@@ -22,9 +22,19 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
     Or are in that order themselves, and change with other places. Places are the second axis of
     tokens and of sequences, and the patches that the first layer cuts images into. Dropout is off.
+    Positions that begin at zero are learnt, so it must be so of the trained copy, too.
     """
+    untrained = _asked(setup, setup.fork())
+    if not untrained.facts:
+        return untrained
+    later = setup.fork()
+    later.model.load_state_dict(trained.model.state_dict())
+    return _asked(setup, later)
+
+
+def _asked(setup: Setup, fork: Fork) -> Probed:
     batch = first(setup.batches[0], SAMPLES)
-    fork = still(setup.fork())
+    fork = still(fork)
     patch = patch_size(fork, batch)
     run = ChangedInputs(fork, batch)
     if not run.inputs:
