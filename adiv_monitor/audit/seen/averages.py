@@ -50,7 +50,7 @@ def _referred(loss: Any, depth: int = 2) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a loss refers to: in its closure, as globals, as attributes."""
     values: dict[str, Any] = {}
     if isinstance(loss, functools.partial):
-        values = {"": loss.func, **dict(enumerate(loss.args)), **loss.keywords}  # type: ignore[dict-item]
+        values = {"": loss.func, **{str(i): x for i, x in enumerate(loss.args)}, **loss.keywords}
     elif isinstance(loss, FunctionType):
         cells = zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True)
         values = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}

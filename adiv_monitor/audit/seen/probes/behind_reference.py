@@ -120,13 +120,13 @@ def _reference(setup: Setup) -> _Reference | str:
         return f"fewer than {SAMPLES} samples to hold out"
     trained_on = torch.cat([x[i] for i in kept])[:MOST_SAMPLES]
     labels = torch.cat([y[i] for i in kept])[:MOST_SAMPLES]
-    if not bool(trained_on.isfinite().all()) or len(labels.unique()) < 2:
+    if not bool(trained_on.isfinite().all()) or len(labels.unique()) < 2:  # type: ignore[no-untyped-call]
         return "inputs that are not finite, or labels that are all alike"
     predict = _fitted(trained_on, labels, setup.seed)
     told = skill(predict(torch.cat(x[unseen])), torch.cat(y[unseen]))
     if told is None:
         return "labels that are all alike"
-    per_class = math.inf if places.values else len(labels) / len(labels.unique())
+    per_class = math.inf if places.values else len(labels) / len(labels.unique())  # type: ignore[no-untyped-call]
     return _Reference(told, tuple(given[unseen]), sum(map(len, y[unseen])), per_class)
 
 
@@ -224,7 +224,7 @@ def _fitted(x: Tensor, labels: Tensor, seed: int) -> Any:
         x = (x - mean) / std
         return torch.cat([torch.ones(len(x), 1), x, torch.tanh(x @ weight + bias)], 1).double()
 
-    classes = None if labels.is_floating_point() else labels.unique()
+    classes = None if labels.is_floating_point() else labels.unique()  # type: ignore[no-untyped-call]
     wanted = (
         (labels - labels.mean())[:, None] if classes is None
         else (labels[:, None] == classes).double()
@@ -253,12 +253,12 @@ def _explained(found: Tensor, labels: Tensor, classes: Tensor | None) -> float:
 
 def _solved(x: Tensor, wanted: Tensor, penalty: float) -> Tensor:
     square = x.T @ x + penalty * len(x) * torch.eye(x.shape[1], dtype=x.dtype)
-    return torch.linalg.solve(square, x.T @ wanted)
+    return torch.linalg.solve(square, x.T @ wanted)  # type: ignore[no-any-return]
 
 
 def skill(predicted: Tensor, labels: Tensor) -> Skill | None:
     """How much of the labels is explained; None: they are all alike, or there are none."""
-    if len(labels) < 2 or len(labels.unique()) < 2:
+    if len(labels) < 2 or len(labels.unique()) < 2:  # type: ignore[no-untyped-call]
         return None
     if labels.is_floating_point():
         both = torch.stack([predicted.double(), labels])
@@ -266,7 +266,7 @@ def skill(predicted: Tensor, labels: Tensor) -> Skill | None:
             return Skill(0.0, 4 / len(labels))
         correlation = float(torch.corrcoef(both)[0, 1])
         return Skill(0.0 if math.isnan(correlation) else correlation**2, 4 / len(labels))
-    most = float(labels.unique(return_counts=True)[1].max()) / len(labels)
+    most = float(labels.unique(return_counts=True)[1].max()) / len(labels)  # type: ignore[no-untyped-call]
     right = float((predicted == labels).double().mean())
     error = 2 * math.sqrt(most * (1 - most) / len(labels))
     return Skill((right - most) / (1 - most), error / (1 - most))

@@ -85,7 +85,7 @@ def _train_mode(fork: Fork, layers: Layers, record: Record | None) -> None:
     for module in fork.model.modules():  # a train() of the model's own may leave parts as they are
         module.training = True
     for module in still:  # a forward pass may call eval()
-        module.train = partial(_stays, module)  # type: ignore[method-assign]
+        module.train = partial(_stays, module)  # type: ignore[assignment, method-assign]
 
 
 def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
