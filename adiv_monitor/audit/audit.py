@@ -16,6 +16,7 @@ from adiv_monitor.audit.arguments import check_numbers, check_training
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.batches import called, taken
+from adiv_monitor.audit.training.order import as_drawn, in_words, is_drawn_anew
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.what_if import what_if as alternatives
@@ -98,7 +99,8 @@ def audit(
     )
     every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
     with seeded(seed):
-        kept = taken(batches, steps, next(model.parameters()).device)
+        with as_drawn(batches):
+            kept = taken(batches, steps, next(model.parameters()).device)
         setup = Setup(
             model, optimizer or adamw, loss or loss_of_output, kept, steps, clip_norm, seed
         )
@@ -111,13 +113,21 @@ def audit(
             alignment=alignment,
             progress=progress,
         )
-        record = _beside(record, own_losses)
+        record = _beside(replace(record, facts=replace(record.facts, data=in_words(batches))),
+                         own_losses, drawn_anew=is_drawn_anew(batches))  # fmt: skip
         cap = trials.Cap(try_seconds) if try_fixes and record.repeats else None
         return _Diagnosis(setup, record, progress).report(cap, what_if)
 
 
-def _beside(record: Record, losses: Mapping[int, float] | Sequence[float] | None) -> Record:
-    """Return the record with the losses of the user's own run, and a note on the comparison."""
+def _beside(
+    record: Record, losses: Mapping[int, float] | Sequence[float] | None, *, drawn_anew: bool
+) -> Record:
+    """Return the record with the losses of the user's own run, and notes on the comparison."""
+    if drawn_anew:
+        order = "the loader draws another order of batches from torch's generator"
+        record = replace(record, notes=(*record.notes, f"{order.capitalize()}."))
+        if losses is not None:
+            record = replace(record, lost=(*record.lost, order))
     if losses is None:
         return record
     by_step = losses if isinstance(losses, Mapping) else dict(enumerate(losses))

@@ -30,7 +30,18 @@ def is_opposed(record: Record) -> bool:
 
 
 def is_unbounded(record: Record) -> bool:
-    """Return whether the loss falls ever faster, far below zero, so that it has no lower bound.
+    """Return whether the loss has no lower bound, towards which the run goes.
+
+    It ends below zero, and a copy's loss falls on without slowing down where the weights go further
+    in the same direction. Or it falls ever faster, far below zero.
+    """
+    return falls_ever_faster(record) or (
+        bool(record.found_by("unbounded-loss")) and end(record) < 0 and not is_opposed(record)
+    )
+
+
+def falls_ever_faster(record: Record) -> bool:
+    """Return whether the loss falls ever faster, far below zero.
 
     Its mean over the last quarter of the steps is a hundred times further below zero than the first
     loss is from zero, and fell more since the third quarter than from the second to the third.

@@ -78,7 +78,10 @@ RULES: tuple[Rule, ...] = (
     optimizer.clipping_always,
     rates.rate_too_low,
     numbers.became_non_finite,
+    numbers.skipped_steps,
     loss.cannot_overfit,
+    loss.behind_reference,
+    loss.labels_unrelated,
     loss.loss_stuck,
     interference.interference,
 )
@@ -101,9 +104,10 @@ CAUSES = frozenset(
 FOLLOWS = frozenset(
     {
         *("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit"),
-        "loss-stuck",
+        *("loss-stuck", "behind-reference"),
     }
 )
+LAST = frozenset({"cannot-overfit", "behind-reference"})
 ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "samples-mixed": frozenset({"input-partly-ignored"}),
@@ -134,13 +138,13 @@ def _behind(finding: Finding) -> Finding:
 def explained(findings: Sequence[Finding]) -> list[Finding]:
     """Add to the first cause the findings that it explains, and remove other advice from these.
 
-    "cannot-overfit" defers to every other finding to act on.
+    "cannot-overfit" and "behind-reference" defer to every other finding to act on.
     """
     act = [finding for finding in findings if finding.strength == "act"]
     cause = next((finding for finding in act if finding.name in CAUSES), None)
     if cause is None:
         is_last = any(finding.name != "cannot-overfit" for finding in act)
-        return [_behind(f) if f.name == "cannot-overfit" and is_last else f for f in findings]
+        return [_behind(f) if f.name in LAST and is_last else f for f in findings]
     follows = FOLLOWS | ALSO.get(cause.name, frozenset())
     explains = dict.fromkeys(finding.name for finding in findings if finding.name in follows)
     said = f" This would explain: {', '.join(explains)}." if explains else ""

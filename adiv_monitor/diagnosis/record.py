@@ -32,6 +32,8 @@ class Facts:
         resumed: the optimizer had taken steps before, and remembered them.
         step_cost: what one step costs, counted in operators and sizes: the seconds that it takes on
             a usual machine. Trials have as many steps as follow from it. NaN: not counted.
+        data: the data in words: the command's `--data`, or the class of the loader and of its data
+            set; "": not known.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Facts:
     clip_norm: float | None = None
     resumed: bool = False
     step_cost: float = float("nan")
+    data: str = ""
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,8 @@ class Record:
         non_finite_since: the step at which `first_non_finite` was seen; None: not known.
         probed: name of a probe → what it found; empty: not asked.
         lost: what the copy could not be given of the run, or does otherwise, in a few words each.
+        skipped: the first step whose loss was not finite although a later one was, and how many
+            there were; None: none. `first_non_finite` leaves them out.
         own_losses: step → the loss of the user's own run at that step; empty: not given.
     """
 
@@ -268,6 +273,7 @@ class Record:
     probed: Mapping[str, Probed] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     own_losses: Mapping[int, float] = field(default_factory=dict)
+    skipped: tuple[int, int] | None = None
 
     def found_by(self, probe: str) -> tuple[Fact, ...]:
         """Return the facts that a probe found; empty if it found none, or did not run."""

@@ -54,6 +54,8 @@ class Running:
         self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
         self._losses = Losses()
         self._broken: tuple[int, str] | None = None  # step and place of the first non-finite value
+        self._skipped: tuple[int, int] | None = None  # first step, and number, of passing ones
+        self._passing = 0  # losses that are not finite since `_broken`
 
     def add(self, report: StepReport) -> None:
         """Add the report of one more step."""
@@ -82,9 +84,15 @@ class Running:
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of further steps, with or without reports."""
         self._losses.add(losses)
-        if self._broken is None:
-            broken = next((step for step, loss in losses.items() if not isfinite(loss)), None)
-            self._broken = None if broken is None else (broken, "the loss")
+        for step, loss in losses.items():
+            if self._broken is None and not isfinite(loss):
+                self._broken, self._passing = (step, "the loss"), 0
+            if self._broken is not None and self._broken[1] == "the loss":
+                if not isfinite(loss):
+                    self._passing += 1
+                else:  # weights were not reached: the step was skipped
+                    first, count = self._skipped or (self._broken[0], 0)
+                    self._skipped, self._broken = (first, count + self._passing), None
 
     def _stays(self, number: int) -> bool:
         return number < 2 or number % self._stride == 0
@@ -130,6 +138,7 @@ class Running:
             realised={step: change for step, change in changes.items() if change is not None},
             first_non_finite=place,
             non_finite_since=step,
+            skipped=self._skipped,
         )
 
     def findings(self) -> tuple[Finding, ...]:

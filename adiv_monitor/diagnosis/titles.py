@@ -198,6 +198,8 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "left-in-eval": "Normalisations left in evaluation mode",
         "batch-norm-starved": "Batch normalisation of too few values",
         "dropout-too-high": "Dropout rate too high",
+        "behind-reference": "The model learns less than a small network",
+        "labels-unrelated": "Labels that no model predicts",
     }
 )
 

@@ -79,14 +79,20 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     (
         "Wiring",
         "Are all parameters reached and held, do inputs matter, can one batch be overfitted?",
-        ("not-held", "unreached", "frozen", "input-ignored", "cannot-overfit"),
+        (
+            *("not-held", "unreached", "frozen", "input-ignored", "cannot-overfit"),
+            "behind-reference",
+        ),
         _of_wiring,
     ),
     ("Finite values", "Are losses, activations and gradients finite?", ("non-finite",), _always),
     (
         "Inputs",
         "Are they of a suitable scale, centred and shuffled? Are rows of similar length?",
-        ("input-scale", "input-mean", "row-spread", "same-batch", "unshuffled"),
+        (
+            *("input-scale", "input-mean", "row-spread", "same-batch", "unshuffled"),
+            "labels-unrelated",
+        ),
         _of_inputs,
     ),
     (

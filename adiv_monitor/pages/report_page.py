@@ -103,6 +103,7 @@ def settings(record: Record) -> dict[str, str]:
         "Parameters": f"{facts.parameters:,}, of which {facts.trainable:,} are trained",
         "Optimizer": f"{facts.optimizer} ({optimizer})" if optimizer else facts.optimizer,
         "Gradients": clip,
+        **({"Data": f"{facts.data}, batches of {facts.batch_size:,}"} if facts.data else {}),
         "Batches": f"{facts.batches:,} of {facts.batch_size:,} samples{again}",
         "Steps": f"{len(record.losses):,} of {facts.steps:,}, "
         + ("all" if facts.every_n_steps == 1 else f"one of every {facts.every_n_steps}")

@@ -112,7 +112,7 @@ def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspect
     """Return a layer with the reason, if any, why its measures must use its rows alone."""
     seen, dots = layer.evidence, layer.dots
     reason = seen.reason or speaks_against(*(seen, entries, dots.gamma_gamma, facts.gradient_scale))
-    if reason == "unknown" and not math.isnan(factor_of(layer)):
+    if reason == "unknown" and factor_of(layer) > 0:  # 0: ‖gradient after backward‖ overflowed
         layer = in_units(layer, 1 / factor_of(layer))
         seen = replaced(seen, factor=None)
     if reason:

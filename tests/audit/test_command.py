@@ -300,6 +300,27 @@ def test_compare_makes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert everything(Path("pages")) == {"both.html"}
 
 
+def test_compare_overwrites_its_own_pages_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(NET) == 0
+    given = ["compare", "out", "out", "--out"]
+    assert main([*given, "page.html"]) == main([*given, "page.html"]) == 0
+    Path("mine.html").write_text("mine")
+    for own in ("mine.html", "out/report.html", "out/report.json"):
+        before = Path(own).read_text()
+        assert main([*given, own]) == 2
+        assert "is no page that compare wrote" in capsys.readouterr().err
+        assert Path(own).read_text() == before
+    assert main([*given, "mine.html", "--force"]) == 0
+    assert "<html" in Path("mine.html").read_text()
+
+
+def test_the_report_names_its_data() -> None:
+    assert run(NET) == 0
+    assert report().record.facts.data == "random"
+    assert "random, batches of" in Path("out/report.md").read_text()
+    assert "random" in Path("out/report.html").read_text()
+
+
 def test_trainings_are_compared_by_their_pages(capsys: pytest.CaptureFixture[str]) -> None:
     from example_reports import report as step_report
 

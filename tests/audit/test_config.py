@@ -84,7 +84,7 @@ def test_text_of_the_command_line_becomes_values() -> None:
         ("clip_norm", "0", "above 0"),
         ("clip_norm", "nan", "above 0"),
         ("clip_norm", "inf", "finite"),
-        ("try_seconds", "0", "above 0"),
+        ("try_seconds", "-1", "at least 0"),
         ("input_shape", "a", "such as 3,64,64"),
         ("input_shape", [3, 0], "such as 3,64,64"),
         ("model_args", "{'a': 1}", "JSON"),

@@ -1,6 +1,7 @@
 """Each fix does to a fork what it says."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from trial_setups import batches, cnn, images, loss, mlp, record, setup, sgd
 
 from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.inputs import feature_axis
 from adiv_monitor.diagnosis.record import Record
@@ -515,3 +517,38 @@ def test_momentum_that_is_far_too_long_becomes_the_usual_one() -> None:
     FIXES["less-momentum"].apply(fork)
     group = fork.optimizer.param_groups[0]
     assert group["momentum"] == 0.9 and group["lr"] == pytest.approx(10 * rate)
+
+
+class StaysStill(nn.Module):
+    """Keeps its normalisation in evaluation mode, whatever mode it is put in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self.layers.eval()
+
+    def train(self, mode: bool = True) -> "StaysStill":
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class StillsItself(StaysStill):
+    """Puts its normalisation into evaluation mode in each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[1].eval()
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("model", [StaysStill, StillsItself])
+def test_training_mode_reaches_modules_that_the_model_keeps_in_evaluation_mode(
+    model: Callable[[], nn.Module],
+) -> None:
+    fork = setup(model=model()).fork()
+    norm = fork.model.get_submodule("layers.1")
+    assert not norm.training
+    FIXES["train-mode"].apply(fork)
+    train(fork)
+    assert norm.training and norm.num_batches_tracked == len(fork.batches)

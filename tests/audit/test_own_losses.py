@@ -1,19 +1,24 @@
 """Losses of the user's own run: read, and held against those of the copy."""
 
+import copy
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from audited import cross_entropy
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
 from trial_setups import batches, mlp
 
 from adiv_monitor import audit
 from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.seen.averages import averages
 from adiv_monitor.audit.sources.own_losses import own_losses
 from adiv_monitor.diagnosis import own_run
 from adiv_monitor.diagnosis.finding import Finding
@@ -53,6 +58,66 @@ def test_a_copy_that_trains_as_the_run_did_says_so_in_a_note() -> None:
         f"The copy's losses agree with those of your run over {STEPS} steps." in report.record.notes
     )
     assert type(report).from_json(report.to_json()) == report
+
+
+def loader(**given: Any) -> DataLoader[Any]:
+    x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    return DataLoader(TensorDataset(x, y), 32, shuffle=True, **given)
+
+
+def test_the_order_that_a_loaders_generator_draws_is_the_runs_own() -> None:
+    batches_of = loader(generator=torch.Generator().manual_seed(5))
+    quick = {"steps": 8, "optimizer": sgd, "try_fixes": False, "what_if": False}
+    report = audit(mlp(), batches_of, loss=cross_entropy, **quick)  # type: ignore[arg-type]
+    model, own = mlp(), []
+    optimizer = sgd(model)
+    for batch in batches_of:
+        loss = cross_entropy(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        own.append(float(loss.detach()))
+    assert report.record.losses == tuple(own)
+    assert report.record.facts.data == "DataLoader of TensorDataset"
+    assert not any("order of their own" in note for note in report.record.notes)
+
+
+def test_an_order_that_is_drawn_anew_is_noted_and_said_beside_own_losses() -> None:
+    quick = {"steps": 8, "try_fixes": False, "what_if": False}
+    report = audit(mlp(), loader(), loss=cross_entropy, **quick)  # type: ignore[arg-type]
+    assert any("order of their own" in note for note in report.record.notes)
+    assert "order of their own" not in report.verdict
+    losses_of = [1.0] * 8
+    said = audit(mlp(), loader(), loss=cross_entropy, own_losses=losses_of, **quick)  # type: ignore[arg-type]
+    assert "batches come in an order of their own" in said.verdict
+
+
+class Taught(nn.Module):
+    """A student, and a teacher that begins as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = mlp()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+
+def test_networks_that_a_loop_averages_into_are_said_to_stay() -> None:
+    model = mlp()
+    average = AveragedModel(model).module
+
+    def consistent(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) - average(batch[0])).square().mean()
+
+    assert averages(model, consistent) == averages(model, partial(consistent)) == ["average"]
+    assert averages(Taught(), cross_entropy) == ["teacher"]
+    frozen = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+    assert averages(frozen, cross_entropy) == averages(model, cross_entropy) == []
+    quick = {"steps": 8, "try_fixes": False, "what_if": False, "optimizer": sgd}
+    report = audit(Taught(), batches(), loss=cross_entropy, **quick)  # type: ignore[arg-type]
+    assert "what your loop averages into teacher is not averaged" in report.verdict
 
 
 def test_a_copy_that_trains_otherwise_says_so_first_in_the_verdict() -> None:

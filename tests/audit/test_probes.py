@@ -31,7 +31,8 @@ from adiv_monitor.diagnosis.record import Probed, Record
 
 STEPS = 16
 SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
-BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in PROBES]
+TOLD = {*PROBES, "labels-unrelated"}
+BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 
 
 def looked_at(bed: Case | Healthy) -> Record:
@@ -53,14 +54,15 @@ def test_a_planted_bug_is_named(case: Case) -> None:
 @pytest.mark.parametrize("twin", TWINS.values(), ids=lambda twin: twin.name)
 def test_of_a_fixed_twin_no_probe_says_anything(twin: Healthy) -> None:
     record = looked_at(twin)
-    said = found(twin).keys() & PROBES.keys()
+    said = found(twin).keys() & TOLD
     assert said == ({"order-ignored"} if twin.name in SETS else set())
     assert set(record.probed) == set(PROBES)
 
 
 def test_every_probe_has_a_planted_bug_on_each_side() -> None:
     for half in (SET_BY, HELD_OUT):
-        assert {case.expected[0] for case in half} >= PROBES.keys() - {"left-in-eval"}
+        found = {case.expected[0] for case in half}
+        assert found >= PROBES.keys() - {"left-in-eval", "behind-reference"}
     assert {case.twin.name for case in REPORTED.values()} == TWINS.keys()
 
 
@@ -235,6 +237,54 @@ def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:
     assert not told.facts and "pairs" in told.untold
 
 
+class OneByOne(nn.Module):
+    """Takes a list of sequences, one for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return self.head(torch.stack([self.gru(x[None])[0][0, -1] for x in sequences]))
+
+
+class Bags(OneByOne):
+    """The order within a sample makes no difference."""
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return self.head(torch.stack([self.gru(x[:, None])[0].sum((0, 1)) for x in sequences]))
+
+
+def test_samples_that_come_in_a_list_can_not_be_told_to_mix() -> None:
+    """Where each is as long as there are samples, its first axis is not theirs."""
+    drawn = torch.Generator().manual_seed(0)
+    lists = [torch.randn(8, 6, generator=drawn) for _ in range(8)]
+    of = setup(model=OneByOne(), batches=((lists, torch.arange(8) % 3),))
+    told = asked(of, of.fork())
+    assert "list of tensors" in told["samples-mixed"].untold
+    assert not any(told[name].facts for name in ("samples-mixed", "input-partly-ignored"))
+    of = setup(model=Bags(), batches=((lists, torch.arange(8) % 3),))
+    assert math.isnan(input_matters(of.fork(), list(of.batches))), "not a sample's own order"
+
+
+class InAList(nn.Module):
+    """Normalises in a module that torch does not know of."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.rest, self.head = nn.Linear(12, 16), {"norm": [layer]}, nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rest["norm"][0](self.first(x)))
+
+
+def test_normalisations_that_the_model_does_not_know_of_mix_no_samples() -> None:
+    of = setup(model=InAList(nn.BatchNorm1d(16)))
+    told = asked(of, of.fork())
+    assert told["hidden-parameters"].facts and not told["samples-mixed"].facts
+    assert asked_one("samples-mixed", setup(model=InAList(nn.Softmax(0)))).facts
+
+
 # Inputs
 
 
@@ -271,6 +321,30 @@ def test_order_that_is_ignored_is_told_from_places_by_themselves_and_from_masks(
         assert not asked_one("order-ignored", of_lines(model, lines)).facts
     alike = asked_one("order-ignored", of_lines(Attends(), torch.ones_like(lines)))
     assert not alike.facts and alike.untold == "all positions are equal"
+
+
+class FromZero(Attends):
+    """Its positions are learnt, and begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(7, 8))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.places
+        for _ in range(2):
+            x = self.second(x + nn.functional.scaled_dot_product_attention(x, x, x))
+        return self.head(x)
+
+
+def test_positions_that_begin_at_zero_are_not_missing() -> None:
+    lines = torch.randint(9, (16, 7), generator=torch.Generator().manual_seed(0))
+    for model, missing in ((FromZero(), False), (Attends(), True)):
+        of = of_lines(model, lines)
+        trained = of.fork()
+        assert PROBES["order-ignored"](of, trained).facts, "neither is trained yet"
+        train(trained)
+        assert bool(PROBES["order-ignored"](of, trained).facts) is missing
 
 
 class Reads(nn.Module):
@@ -397,6 +471,112 @@ def test_a_loss_with_a_term_of_the_wrong_sign_has_no_lowest_value() -> None:
     first, *others = report.findings
     assert (first.name, first.strength) == ("unbounded-loss", "act")
     assert not {"target-scale", "rate-too-low"} & {f.name for f in others}
+
+
+def negated(model: nn.Module, batch: Any) -> Tensor:
+    return -loss(model, batch)
+
+
+def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    """Of a normal distribution whose variance is learnt: it goes below zero, and has a bound."""
+    x, y = batch
+    mean, log_variance = model(x)[:, 0] / 10, model(x)[:, 1]
+    wanted = 0.01 * (y - 1)
+    return (log_variance + (wanted - mean).square() / log_variance.exp()).mean()
+
+
+def cosine(model: nn.Module, batch: Any) -> Tensor:
+    return -torch.cosine_similarity(model(batch[0]), functional.one_hot(batch[1], 3)).mean()
+
+
+def test_a_loss_that_falls_slowly_without_a_bound_is_told_from_one_with_a_bound() -> None:
+    quick = {"steps": 40, "what_if": False, "try_fixes": False}
+    report = audit(mlp(), batches(20), loss=negated, **quick)  # type: ignore[arg-type]
+    first = report.findings[0]
+    assert (first.name, first.strength) == ("unbounded-loss", "act")
+    assert "The loss has no lowest value" in first.summary
+    assert report.record.losses[-1] > -100, "slowly"
+    for bounded in (likelihood, cosine, loss):
+        report = audit(mlp(), batches(20), loss=bounded, optimizer=adam, **quick)  # type: ignore[arg-type]
+        assert "unbounded-loss" not in {finding.name for finding in report.findings}
+        assert bounded is loss or report.record.losses[-1] < 0, "it is below zero"
+
+
+def test_where_a_hook_bounds_the_weights_the_line_through_them_tells_nothing() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    optimizer.register_step_post_hook(lambda *_: None)
+    of = setup(model=model, optimizer=optimizer, loss=negated)
+    trained = of.fork()
+    train(trained)
+    assert "within bounds" in PROBES["unbounded-loss"](of, trained).untold
+
+
+# The data
+
+
+def trained_on(of: Setup) -> Probed:
+    fork = of.fork()
+    train(fork)
+    return PROBES["behind-reference"](of, fork)
+
+
+class Faint(nn.Module):
+    """Outputs that hardly depend on the inputs, and hardly learn to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(1e-4 * x)
+
+
+def names(of: Setup) -> dict[str, str]:
+    found = diagnose(observe(of, every_n_steps=6))
+    return {finding.name: finding.strength for finding in found}
+
+
+def apart(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Labels of other samples."""
+    drawn = torch.Generator().manual_seed(3)
+    y = torch.cat([labels for _, labels in given])
+    y = y[torch.randperm(len(y), generator=drawn)].split(len(given[0][1]))
+    return tuple((x, labels) for (x, _), labels in zip(given, y, strict=True))
+
+
+def test_a_small_network_tells_a_fault_of_the_model_from_one_of_the_data() -> None:
+    healthy = setup(batches=batches(24))
+    numbers = trained_on(healthy).facts[0].numbers
+    assert min(numbers["reference"], numbers["model"]) > 0.8
+    assert not {"behind-reference", "labels-unrelated"} & names(healthy).keys()
+    faint = replace(healthy, model=Faint())
+    assert names(faint)["behind-reference"] == "watch"
+    shuffled = replace(healthy, batches=apart(healthy.batches))
+    assert names(shuffled)["labels-unrelated"] == "watch"
+    assert "behind-reference" not in names(shuffled)
+
+
+def test_values_are_explained_by_their_correlation() -> None:
+    def squares(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0])[:, 0], batch[1])
+
+    of = setup(loss=squares, batches=tuple((x, x[:, 0] - x[:, 1]) for x, _ in batches(24)))
+    numbers = trained_on(of).facts[0].numbers
+    assert numbers["reference"] > 0.95 and numbers["model"] > 0.8
+    assert numbers["per class"] == math.inf
+
+
+def test_where_no_small_network_can_be_held_beside_it_says_why() -> None:
+    def by_hand(model: nn.Module, batch: Any) -> Tensor:
+        return -model(batch[0]).log_softmax(1)[torch.arange(len(batch[1])), batch[1]].mean()
+
+    of = setup(batches=batches(24))
+    assert "too few" in trained_on(setup(batches=batches(7))).untold
+    assert "no known loss" in trained_on(replace(of, loss=by_hand)).untold
+    assert "fewer than 100" in trained_on(setup(batches=batches(24, samples=4))).untold
+    alike = tuple((x, torch.zeros_like(y)) for x, y in of.batches)
+    assert "all alike" in trained_on(replace(of, batches=alike)).untold
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

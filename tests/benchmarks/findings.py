@@ -64,6 +64,25 @@ class Cut(nn.Module):
         return self.back(self.front(x).detach())
 
 
+class Times(nn.Module):
+    """Multiplies by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def labels_apart(batches: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The labels of other samples."""
+    labels = torch.cat([y for _, y in batches])
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    others = labels[order].split([len(y) for _, y in batches])
+    return tuple((x, y) for (x, _), y in zip(batches, others, strict=True))
+
+
 class Clipped(nn.Module):
     """A net whose weights are put back into a small box before each forward pass."""
 
@@ -768,6 +787,22 @@ PICTURES: dict[str, Picture] = {
         {"loss of 16 samples, after overfitting them": lambda r: (
             math.nan if r.overfit is None else r.overfit.loss)},
         (loss_rules, ("NOT_BY_HEART", "LEAST_STEPS")),
+    ),
+    "behind-reference": Picture(
+        "the model multiplies its inputs by 0.0001",
+        with_model(lambda model: nn.Sequential(Times(1e-4), model)),
+        {"share of the labels that a small network explains": of_fact(
+            "behind-reference", "reference"),
+         "share that the model explains": of_fact("behind-reference", "model")},
+        (loss_rules, ("EXPLAINS", "BEHIND")),
+    ),
+    "labels-unrelated": Picture(
+        "inputs and labels are shuffled each by itself",
+        lambda: replace(HEALTHY.setup(), batches=labels_apart(HEALTHY.setup().batches)),
+        {"share of the labels that a small network explains": of_fact(
+            "behind-reference", "reference"),
+         "share that the model explains": of_fact("behind-reference", "model")},
+        (loss_rules, ("LEARNT", "PER_CLASS")),
     ),
     "loss-stuck": Picture(
         "the loss compares with other samples' targets",

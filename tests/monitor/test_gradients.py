@@ -80,6 +80,20 @@ def test_a_fused_step_unscales_large_gradients_too() -> None:
         assert not a.notes
 
 
+def test_a_scaled_gradient_that_is_too_large_to_square_is_said_to_be() -> None:
+    model, x = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(16, 12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**124)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(UserWarning, match="too large to square"),
+        Monitor(model, optimizer, on_error="raise") as monitor,
+    ):
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+    assert monitor.latest is not None and monitor.latest.layers
+    assert all(math.isnan(r.update_cosine or 0) for r in monitor.latest.layers.values())
+
+
 def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
     model, batch = mlp()
     twin = copy.deepcopy(model)

@@ -185,7 +185,8 @@ def _report(prepared: Prepared) -> AuditReport:
             progress=terminal.ProgressBars(bars),
         )
     notes = (*prepared.notes, *report.record.notes)
-    return replace(report, record=replace(report.record, notes=notes))
+    facts = replace(report.record.facts, data=config.data)
+    return replace(report, record=replace(report.record, notes=notes, facts=facts))
 
 
 def _failed(config: Config, report: AuditReport) -> bool:
@@ -208,12 +209,15 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument("a", metavar="A", help=about)
     parser.add_argument("b", metavar="B", help="the other one, in any of these forms")
     parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite --out, whatever file that is"
+    )
     given = parser.parse_args(argv)
     a, b = _read(given.a), _read(given.b)
     needed("jinja2", "adiv-audit compare")
     from adiv_monitor.pages import compare
 
-    write_page(given.out, compare(a, b, (given.a, given.b)))
+    write_page(given.out, compare(a, b, (given.a, given.b)), force=given.force)
     print(printable(f"page: {given.out}"))
     return 0
 

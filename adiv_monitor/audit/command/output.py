@@ -24,6 +24,7 @@ _MARKS = {
     "report.json": re.compile(rb'\A\{"schema":\d+,"verdict":'),
     "report.md": re.compile(rb"\A" + re.escape(MARK.encode())),
 }
+_COMPARED = re.compile(b'<meta name="generator" content="adiv-audit compare">')
 _HEAD = 2000  # length of the beginning that is searched for marks
 _BOARD = "tensorboard"
 _BOARD_MARK = ".adiv-audit"  # suffix of file names
@@ -112,6 +113,17 @@ def _is_ours(path: Path) -> bool:
         return _MARKS[path.name].search(file.read(_HEAD)) is not None
 
 
+def _is_comparison(path: Path) -> bool:
+    """Return whether `adiv-audit compare` wrote this file."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return _COMPARED.search(file.read(_HEAD)) is not None
+    except OSError:
+        return False
+
+
 def _move(stage: Path, folder: Path) -> None:
     """Move each file into its place and remove the files of an earlier audit for TensorBoard."""
     board = folder / _BOARD
@@ -138,12 +150,23 @@ def write(report: AuditReport, config: Config, folder: Path) -> None:
         sink.close()
 
 
-def write_page(file: str, text: str) -> None:
-    """Write a page.
+def write_page(file: str, text: str, *, force: bool = False) -> None:
+    """Write a page of a comparison.
+
+    Args:
+        file: The page's name.
+        text: Its content.
+        force: Whether a file that is no such page may be overwritten.
 
     Raises:
-        UsageError: The page can't be written.
+        UsageError: The page can't be written, or would overwrite another file.
     """
+    path = Path(file)
+    if os.path.lexists(path) and not force and not _is_comparison(path):
+        raise UsageError(
+            f"--out {file}: is no page that compare wrote; give another name, or --force to "
+            "overwrite it"
+        )
     try:
         write_whole({Path(file): text})
     except OSError as error:

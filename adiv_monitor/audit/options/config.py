@@ -58,10 +58,10 @@ def _number(value: Any) -> float:
         raise ValueError("a number") from None
 
 
-def _positive(value: Any) -> float:
+def _seconds(value: Any) -> float:
     number = _number(value)
-    if not number > 0:
-        raise ValueError("a number above 0")
+    if not number >= 0:
+        raise ValueError("a number of at least 0")
     return number
 
 
@@ -205,7 +205,7 @@ class Config:
     )
     try_seconds: float = _option(
         math.inf,
-        _positive,
+        _seconds,
         "begin no trial that would end later than this many seconds after the first; the report "
         "says if that left a trial out. Otherwise the number of trials follows from steps and "
         "model, not from a clock",

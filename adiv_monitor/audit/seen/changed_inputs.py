@@ -1,11 +1,11 @@
 """A model's outputs for a batch with changed inputs; labels, targets and masks stay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork
@@ -15,7 +15,7 @@ Change = Callable[[Tensor], Tensor]
 
 def still(fork: Fork) -> Fork:
     """Switch off a fork's batch norms and dropout, which mix samples or draw random numbers."""
-    for module in fork.model.modules():
+    for module in dict.fromkeys(_modules(fork.model)):
         if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
             module.eval()
         if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
@@ -23,11 +23,24 @@ def still(fork: Fork) -> Fork:
     return fork
 
 
+def _modules(value: Any) -> Iterator[nn.Module]:
+    """Yield a model's modules, also those that torch does not know of: in lists or dictionaries."""
+    if isinstance(value, nn.Module):
+        for module in value.modules():
+            yield module
+            yield from _modules([x for name, x in vars(module).items() if name != "_modules"])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _modules(item)
+    elif isinstance(value, Mapping):
+        yield from _modules([*value.values()])
+
+
 class ChangedInputs:
     """Runs a fork's model on a batch with its own and with changed inputs.
 
     Attributes:
-        inputs: The tensors of the batch's length that the model was called with.
+        inputs: The tensors of the batch's length that the model was called with; none of a list.
         own: The outputs for the unchanged inputs.
     """
 
@@ -52,7 +65,8 @@ class ChangedInputs:
 
             names = names_by_place(module, len(args))
             given = {**dict(zip(names, args, strict=True)), **kwargs}
-            new = {n: mapped(x, instead) if is_input(n) else x for n, x in given.items()}
+            may_change = {n: is_input(n) and not is_list(x) for n, x in given.items()}
+            new = {n: mapped(x, instead) if may_change[n] else x for n, x in given.items()}
             return tuple(new[n] for n in names), {n: new[n] for n in kwargs}
 
         def after(module: nn.Module, args: Any, output: Any) -> None:

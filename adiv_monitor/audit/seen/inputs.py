@@ -26,6 +26,12 @@ def is_input(name: str) -> bool:
     return not any(word in name.lower() for word in _NO_INPUTS)
 
 
+def is_list(value: Any) -> bool:
+    """Return whether an argument is a list of tensors, which may be the samples themselves."""
+    several = isinstance(value, (list, tuple)) and len(value) > 1
+    return several and all(isinstance(item, Tensor) for item in value)
+
+
 class Inputs:
     """Accumulates statistics of the inputs of a model's forward pass.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.audit.seen.averages import averages
 from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
 from adiv_monitor.audit.seen.digits import told
 from adiv_monitor.audit.seen.outputs import activated_output, descent_share
@@ -24,6 +25,7 @@ from adiv_monitor.audit.training.batches import copied, size_of
 from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train
+from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
@@ -218,6 +220,8 @@ def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
         found.append("the model was given in evaluation mode and is trained in training mode")
     if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
         found.append("no scheduler runs")
+    if names := averages(setup.model, setup.loss):
+        found.append(f"what your loop averages into {listed(names)} is not averaged")
     return tuple(found)
 
 

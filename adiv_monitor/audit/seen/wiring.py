@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
@@ -129,8 +129,8 @@ def input_matters(fork: Fork, batches: list[Any]) -> float:
 
     Returns:
         The ratio; 0: the model ignores its inputs. NaN if it is unknown: the model's forward pass
-        does not run, all samples are alike, something is not finite, or no output has a part for
-        each sample, as where the forward pass returns the loss itself.
+        does not run, all samples are alike, or come in a list, something is not finite, or no
+        output has a part for each sample, as where the forward pass returns the loss itself.
     """
     exchange = _Exchange(fork.model)
     try:
@@ -198,7 +198,8 @@ class _Exchange:
 
         if not self._exchanging:
             return None
-        changed = {n: mapped(x, moved_on) if is_input(n) else x for n, x in given.items()}
+        may_change = {n: is_input(n) and not is_list(x) for n, x in given.items()}
+        changed = {n: mapped(x, moved_on) if may_change[n] else x for n, x in given.items()}
         return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -7,6 +7,7 @@ from adiv_monitor.diagnosis.course import (
     FAR_BELOW,
     STILL,
     end,
+    falls_ever_faster,
     fell,
     is_long_enough,
     is_unbounded,
@@ -32,6 +33,10 @@ _LACK = {
     "hardtanh": "lie between two bounds, and receive no gradient at the bounds",
     "softsign": "lie between −1 and 1",
 }
+# A small network explains more than this share of unseen labels, and the model less than this share
+# of what that explains; labels that a model of theirs explains so little of, with so many samples
+# of each class, may not belong to their inputs.
+EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 
 
@@ -75,22 +80,31 @@ def activated_logits(record: Record) -> Iterator[Finding]:
 
 
 def unbounded(record: Record) -> Iterator[Finding]:
-    """Find a loss that falls ever faster, far below zero, and so has no minimum."""
+    """Find a loss without a minimum: it falls ever faster, or would fall on without a limit."""
     if not is_unbounded(record):
         return
     lowest = min(loss for loss in record.losses if math.isfinite(loss))
+    course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
+    summary = f"The loss falls without bound, ever faster: {course}."
+    evidence = Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0])))
+    if not falls_ever_faster(record):
+        fact = record.found_by("unbounded-loss")[0].numbers
+        summary = (
+            f"The loss has no lowest value: {course}, and {fact['loss']:.3g} where the weights of "
+            f"a copy go {fact['times']:.0f} times as far in the direction in which they went."
+        )
+        evidence = Evidence("loss of weights that went on", fact["loss"], 0.0)
     yield Finding(
         "unbounded-loss",
         (),
         "act",
-        (Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0]))),),
+        (evidence,),
         (
             Advice("look for a term with the wrong sign (an error or a penalty that is subtracted "
                    "instead of added), and for a learnt variance or temperature without a lower "
                    "limit"),
         ),
-        f"The loss falls without bound, and ever faster: from {record.losses[0]:.3g} to "
-        f"{lowest:.3g}. Its fall does not show that the model learns.",
+        f"{summary} Its fall does not show that the model learns.",
         "Another learning rate only changes how fast the loss falls.",
         against=RATES,
     )  # fmt: skip
@@ -120,6 +134,48 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
                else ": the model does not overfit it."),
             "More data do not help a model that can't learn a few samples." * (not trial.falls),
         )  # fmt: skip
+
+
+def behind_reference(record: Record) -> Iterator[Finding]:
+    """Find a model that explains far less than a small network does: a symptom of any fault."""
+    for fact in record.found_by("behind-reference"):
+        reference, own = fact.numbers["reference"], fact.numbers["model"]
+        if reference > EXPLAINS and own < BEHIND * reference and not tells_nothing(record):
+            yield Finding(
+                "behind-reference",
+                (),
+                "watch",
+                (Evidence("share of the labels that the model explains", own, BEHIND * reference),),
+                (Advice("begin with a model, a loss and an optimizer that are known to work on "
+                        "these data, and exchange one of them at a time"),),
+                f"A small network explains {reference:.0%} of the labels of samples that it has "
+                f"not seen, this model {own:.0%} of them, though it has trained on these: the "
+                "fault is in the model, the loss or the optimizer, not in the data. Which of "
+                "them can't be told.",
+                "More data: these are enough for a small network.",
+                against=(),
+            )  # fmt: skip
+
+
+def labels_unrelated(record: Record) -> Iterator[Finding]:
+    """Find labels that neither a small network nor the model predicts."""
+    for fact in record.found_by("behind-reference"):
+        reference, own, error = (fact.numbers[name] for name in ("reference", "model", "error"))
+        enough = fact.numbers["per class"] >= PER_CLASS
+        if enough and reference <= error and own <= max(error, LEARNT):
+            yield Finding(
+                "labels-unrelated",
+                (),
+                "watch",
+                (Evidence("share of unseen labels that a small network explains", reference,
+                          error),),
+                (Advice("look at ten samples with their labels"),),
+                f"Neither a small network nor this model predicts the labels of "
+                f"{fact.numbers['held out']:.0f} samples better than a constant prediction does: "
+                "look whether labels belong to their inputs. If they do, the task takes more "
+                "than these samples can show.",
+                against=(),
+            )  # fmt: skip
 
 
 def loss_stuck(record: Record) -> Iterator[Finding]:

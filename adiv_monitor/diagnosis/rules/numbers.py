@@ -23,6 +23,23 @@ def became_non_finite(record: Record) -> Iterator[Finding]:
         yield _finding(record)
 
 
+def skipped_steps(record: Record) -> Iterator[Finding]:
+    """Find steps whose loss was not finite, though those after it were: no weight was reached."""
+    if record.skipped is not None and not _seen(record):
+        step, count = record.skipped
+        yield Finding(
+            "non-finite",
+            (),
+            "note",
+            (Evidence("losses that are not finite", float(count), 0.0, step=step),),
+            (Advice("if no gradient scaler skips such steps, look at their batches"),),
+            f"The loss was not finite in {count:,} step{'s' * (count > 1)}, first at step "
+            f"{step:,}, and was so again later: these steps were skipped, as gradient scalers "
+            "skip them in half precision.",
+            since=step,
+        )
+
+
 def _seen(record: Record) -> bool:
     return record.first_non_finite is not None or not all(map(math.isfinite, record.losses))
 

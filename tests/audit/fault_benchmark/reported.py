@@ -490,6 +490,20 @@ def sorted_by_label(run: Run) -> None:
     run.batches += run.batches[: count - len(run.batches)]
 
 
+def negated(run: Run) -> None:
+    """A minus that a maximum wants."""
+    loss = run.loss
+    run.loss = lambda model, batch: -loss(model, batch)
+
+
+def labels_apart(run: Run) -> None:
+    """Inputs and labels are shuffled each by itself."""
+    x, y = zip(*run.batches, strict=True)
+    labels = torch.cat(y)
+    mixed = labels[torch.randperm(len(labels))].split([len(part) for part in y])
+    run.batches = list(zip(x, mixed, strict=True))
+
+
 SET_BY = [
     _case(healthy.MLP_SGD, "layers in a list", listed, "hidden-parameters"),
     _case(healthy.MLP_ADAM, "a group of rate 0", still, "rate-zero"),
@@ -513,6 +527,8 @@ SET_BY = [
     _case(healthy.MLP_ADAM, "torch.rand", by_rand, "one-sided-weights"),
     _case(COSINES, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(ADAMW, "rate 1e-7", partial(slower, by=1e4), "rate-too-low"),
+    _case(healthy.MLP_SGD, "the loss with a minus", negated, "unbounded-loss"),
+    _case(healthy.MLP_ADAM, "labels shuffled apart", labels_apart, "labels-unrelated"),
     *reported_inputs.SET_BY,
 ]  # fmt: skip
 
@@ -542,6 +558,8 @@ HELD_OUT = [
     _case(healthy.BLOBS, "torch.rand in the head", by_rand_in_the_head, "one-sided-weights"),
     _case(COSINES_OF_WORDS, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(healthy.MLP_DROPOUT, "keep for drop", kept(0.95), "dropout-too-high"),
+    _case(healthy.CNN_ADAM, "the loss with a minus", negated, "unbounded-loss"),
+    _case(healthy.VIT, "labels shuffled apart", labels_apart, "labels-unrelated"),
     *reported_inputs.HELD_OUT,
 ]  # fmt: skip
 TWINS = {case.twin.name: case.twin for case in (*SET_BY, *HELD_OUT)}

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from adiv_monitor.audit.seen.probes import (
     batch_norm_starved,
     batches_drawn,
+    behind_reference,
     bounded_logits,
     broadcast_loss,
     dropout_too_high,
@@ -28,6 +29,7 @@ from adiv_monitor.audit.seen.probes import (
     sequences,
     softmax_axes,
     targets_out_of_range,
+    unbounded_loss,
 )
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Probed
@@ -59,6 +61,8 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "bounded-logits": bounded_logits.ask,
         "batch-norm-starved": batch_norm_starved.ask,
         "dropout-too-high": dropout_too_high.ask,
+        "unbounded-loss": unbounded_loss.ask,
+        "behind-reference": behind_reference.ask,
     }
 )
 

@@ -22,10 +22,20 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
     Outputs that are permuted in the same way, and depend on other positions too, count as
     unchanged. Positions are the second axis of tokens and of sequences, and the patches that the
-    first layer cuts images into. Dropout is off.
+    first layer cuts images into. Dropout is off. Position parameters that begin at zero are learnt,
+    so the same must hold for the trained copy.
     """
+    untrained = _asked(setup, setup.fork())
+    if not untrained.facts:
+        return untrained
+    later = setup.fork()
+    later.model.load_state_dict(trained.model.state_dict())
+    return _asked(setup, later)
+
+
+def _asked(setup: Setup, fork: Fork) -> Probed:
     batch = first(setup.batches[0], SAMPLES)
-    fork = still(setup.fork())
+    fork = still(fork)
     patch = patch_size(fork, batch)
     run = ChangedInputs(fork, batch)
     if not run.inputs:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.changed_inputs import still
-from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -56,6 +56,7 @@ class _Pass:
         self.outputs: list[Tensor] = []
         self.calls: list[tuple[str, str, Tensor]] = []
         self.exchanged = False
+        self.of_lists = False
 
 
 def _cut(setup: Setup) -> Any:
@@ -88,6 +89,7 @@ def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pas
             seen.exchanged |= not torch.equal(x, changed)
             return changed
 
+        seen.of_lists |= any(is_input(n) and is_list(x) for n, x in given.items())
         changed = {n: mapped(x, other) if is_input(n) else x for n, x in given.items()}
         return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
 
@@ -109,6 +111,8 @@ def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pas
 
 def _shares(own: _Pass, others: _Pass, size: int) -> tuple[float, str] | str:
     """Return the share of output entries that change, and the first place, or why it is unknown."""
+    if others.of_lists:
+        return "an input is a list of tensors: the audit does not know whether they are the samples"
     if not others.exchanged:
         return "the samples are alike"
     fitting = [(x, y) for x, y in zip(own.outputs, others.outputs, strict=False)

@@ -1,6 +1,7 @@
 """Fixes of faults in a run's code, applied to a copy."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -81,7 +82,15 @@ def _train_mode(fork: Fork, layers: Layers, record: Record | None) -> None:
     still = [m for m in fork.model.modules() if isinstance(m, NORMS) and not m.training]
     if not still:
         raise DoesNotApply("no normalisation is in evaluation mode")
-    fork.model.train()
+    for module in fork.model.modules():  # a train() of the model's own may leave parts as they are
+        module.training = True
+    for module in still:  # a forward pass may call eval()
+        module.train = partial(_stays, module)  # type: ignore[assignment, method-assign]
+
+
+def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand in for `train`, and so for `eval`: the mode stays as it is."""
+    return module
 
 
 def _group_norm(fork: Fork, layers: Layers, record: Record | None) -> None:

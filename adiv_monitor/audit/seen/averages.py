@@ -1,0 +1,74 @@
+"""Networks beside the model whose weights only the user's loop moves: teachers, averages (EMA)."""
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from adiv_monitor.audit.training.setup import Loss
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def averages(model: nn.Module, loss: Loss) -> list[str]:
+    """Return the names of networks that are as the model is, or as a part of it, and not trained.
+
+    Those that the loss refers to, and parts of the model that begin with the weights of another.
+    What a loop averages into them is not in a copy. An average that neither the model nor the loss
+    refers to can't be seen, and changes no step.
+    """
+    found = [
+        name for name, module in _referred(loss)
+        if module is not model and _shapes(module) == _shapes(model)
+    ]  # fmt: skip
+    for path, module in model.named_modules():
+        children = {name: child for name, child in module.named_children() if _shapes(child)}
+        found += [
+            f"{path}.{name}".lstrip(".") for name, child in children.items()
+            if not any(p.requires_grad for p in child.parameters())
+            and any(_is_copy(child, other) for other in children.values() if other is not child)
+        ]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def _is_copy(some: nn.Module, other: nn.Module) -> bool:
+    """Whether a trained module begins with the same weights."""
+    pairs = zip(some.parameters(), other.parameters(), strict=False)
+    is_trained = any(p.requires_grad for p in other.parameters())
+    alike = _shapes(some) == _shapes(other)
+    return is_trained and alike and all(torch.equal(p, q) for p, q in pairs)
+
+
+def _shapes(module: nn.Module) -> Shapes:
+    return tuple(tuple(p.shape) for p in module.parameters())
+
+
+def _referred(loss: Any, depth: int = 2) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a loss refers to: in its closure, as globals, as attributes."""
+    values: dict[str, Any] = {}
+    if isinstance(loss, functools.partial):
+        values = {"": loss.func, **{str(i): x for i, x in enumerate(loss.args)}, **loss.keywords}
+    elif isinstance(loss, FunctionType):
+        cells = zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True)
+        values = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        values |= {n: loss.__globals__[n] for n in loss.__code__.co_names if n in loss.__globals__}
+    elif hasattr(loss, "__self__"):
+        values = {"": loss.__self__}
+    elif not isinstance(loss, nn.Module):
+        values = dict(getattr(loss, "__dict__", {}))
+    for name, value in values.items():
+        if isinstance(value, nn.Module):
+            yield str(name), value
+        elif depth and callable(value) and not isinstance(value, type):
+            yield from _referred(value, depth - 1)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
