@@ -126,7 +126,8 @@ class Alignment:
         if state["probe"] != self._probe.fingerprint:
             raise ValueError(
                 "Alignment.load_state_dict: the saved reference point is that of another probe, "
-                "expected the same batch: z − z₀ of different samples is no change"
+                "expected the same batch, seed and max_rows: z − z₀ of different samples is no "
+                "change"
             )
         device = next(trainable(self._model)).device
         kept = self._snapshots[0].weights if self._snapshots else {}

@@ -86,8 +86,8 @@ class Probe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the batch, to detect a different one."""
-        found = hashlib.sha256()
+        """Hash of the batch and the choice of its rows, to detect different ones."""
+        found = hashlib.sha256(f"rows {self.seed} {self.max_rows}".encode())
         for leaf in tree_leaves(self.batch):
             if isinstance(leaf, Tensor):
                 found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())

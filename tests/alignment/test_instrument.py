@@ -369,6 +369,8 @@ def test_a_resumed_run_is_compared_with_the_same_point() -> None:
     assert resumed.read() == alignment.read()
     with pytest.raises(ValueError, match="another probe"):
         Alignment(model, Probe(x + 1)).load_state_dict(state)
+    with pytest.raises(ValueError, match="another probe, expected the same batch, seed and max"):
+        Alignment(model, Probe(x, seed=1)).load_state_dict(state)
     with pytest.raises(ValueError, match="has the layers"):
         Alignment(model, Probe(x, layers=["0", "2"])).load_state_dict(state)
 
