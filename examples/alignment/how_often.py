@@ -16,7 +16,6 @@ taken at once, 10 is as good as 1.
 import argparse
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,11 @@ FOLLOWING: dict[str, dict[str, float]] = {
 
 
 def compare(setting: Setting, every: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
-    """Losses at the best rate, by arm; of the dynamic ones with factors and processor time."""
+    """Losses at the best rate, by arm; of the dynamic ones with factors."""
     found: dict[str, Any] = {"setting": setting._asdict(), "arms": []}
     arms = [("full", 0), *itertools.product(FOLLOWING, every)]
     for following, interval in arms:
         tried = {}
-        begun = time.process_time()
         for rate in rates:
             options = {"every_n_steps": interval, **FOLLOWING.get(following, {})}
             runs = [
@@ -51,7 +49,6 @@ def compare(setting: Setting, every: Sequence[int], rates: Sequence[float]) -> d
                 for seed in range(SEEDS)
             ]
             tried[rate] = runs
-        seconds = (time.process_time() - begun) / (len(rates) * SEEDS)
         best = min(tried, key=lambda rate: mean([loss for loss, _ in tried[rate]]))
         found["arms"].append(
             {
@@ -60,7 +57,6 @@ def compare(setting: Setting, every: Sequence[int], rates: Sequence[float]) -> d
                 "rate": typical(setting) + best,
                 "losses": [loss for loss, _ in tried[best]],
                 "gains": [gains for _, gains in tried[best]],
-                "seconds": seconds,
             }
         )
     return found
@@ -71,9 +67,10 @@ def chosen(result: dict[str, Any], following: str) -> list[dict[str, Any]]:
 
 
 def plot(results: list[dict[str, Any]], file: Path) -> None:
-    """Loss and factors over the interval, smoothed and at once; processor time."""
-    figure = Figure(figsize=(14, 4.4), layout="constrained")
-    panels = figure.subplots(1, 4, width_ratios=[1, 1, 1, 0.8])
+    """Loss and factors over the interval, smoothed and at once."""
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    panels[1].sharey(panels[0])
     for place, result in enumerate(results):
         colour = f"C{place}"
         label = f"{result['setting']['name']}, {result['setting']['optimizer']}"
@@ -90,8 +87,6 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
         panels[2].plot(
             [arm["every"] for arm in arms], [math.exp(x) for x in logs], "o-", color=colour
         )
-        seconds = [arm["seconds"] / full["seconds"] for arm in arms]
-        panels[3].plot([arm["every"] for arm in arms], seconds, "o-", color=colour)
     for axes, following in zip(panels, FOLLOWING, strict=False):
         axes.set_title(
             f"training loss over that of full alignment\nfactors {following}", fontsize=9
@@ -99,8 +94,6 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
         axes.axhline(1, color="grey", lw=0.8)
         axes.legend(fontsize=8)
     panels[2].set_title("factors at the end\n(geometric mean, smoothed)", fontsize=9)
-    panels[3].set_title("processor time\nover that without readings", fontsize=9)
-    panels[3].axhline(1, color="grey", lw=0.8)
     for axes in panels:
         axes.set(xscale="log", xlabel="steps between readings")
         axes.set_xticks(EVERY, [str(x) for x in EVERY])
@@ -125,7 +118,7 @@ def main() -> None:
             print(
                 f"{name} {optimizer:4} {arm['following']:8} {arm['every']:3}: "
                 f"{mean(arm['losses']):.4f} ({min(arm['losses']):.4f} to {max(arm['losses']):.4f})"
-                f" at 10^{arm['rate']:+.2f}, {arm['seconds']:.2f} s",
+                f" at 10^{arm['rate']:+.2f}",
                 flush=True,
             )
     plot(results, given.out / "how_often.png")
