@@ -233,6 +233,8 @@ def test_what_is_written_of_transfer_is_what_was_run() -> None:
     results = Path(transfer.__file__).parent / "results"
     runs, held_out = (transfer.read(results / "transfer.jsonl", m) for m in ("loss", "held_out"))
     lines = [*transfer.transfer_lines(runs, held_out), *transfer.kinds_lines(runs)]
+    fresh = (transfer.read(results / "transfer-fresh.jsonl", m) for m in ("loss", "held_out"))
+    lines += transfer.fresh_lines(*fresh)
     assert "\n".join(lines).rstrip() in (results / "transfer.md").read_text()
     for kind, name in (("mlp", "adam"), ("mlp", "sgd"), ("gpt", "adam"), ("gpt", "sgd")):
         curves = [runs[kind, name, "mup", width] for width in transfer.WIDTHS[kind]]

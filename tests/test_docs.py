@@ -206,7 +206,8 @@ def test_every_measure_is_explained() -> None:
         explained |= {name, *(f"{stem}{o}" if o.startswith("_") else o for o in others)}
     assert set(MEASURES) <= explained
     others = {*ATTENTION_MEASURES, *ALIGNMENT_MEASURES}
-    assert {n for n in others if f"`{n}`" not in text and not n.startswith("kappa_")} == set()
+    families = ("kappa_", "spectral_")
+    assert {n for n in others if f"`{n}`" not in text and not n.startswith(families)} == set()
 
 
 def test_every_measure_names_its_function() -> None:

@@ -89,7 +89,12 @@ class Alignment:
         self._check(seen)
         reference = self._regenerated() if self._probe.reference else self._snapshots[0]
         weights = _Whole(reference)
-        sums = torch.stack([_sums(x.path, seen[x.path], reference, weights) for x in self.layers])
+        sums = torch.stack(
+            [
+                _sums(x.path, seen[x.path], reference, weights, spectral=self._probe.spectral)
+                for x in self.layers
+            ]
+        )
         if self._probe.process_group is not None:
             dist.all_reduce(sums, group=self._probe.process_group)
         if self._probe.window is not None:
@@ -121,7 +126,8 @@ class Alignment:
         if state["probe"] != self._probe.fingerprint:
             raise ValueError(
                 "Alignment.load_state_dict: the saved reference point is that of another probe, "
-                "expected the same batch: z − z₀ of different samples is no change"
+                "expected the same batch, seed and max_rows: z − z₀ of different samples is no "
+                "change"
             )
         device = next(trainable(self._model)).device
         kept = self._snapshots[0].weights if self._snapshots else {}
@@ -183,15 +189,16 @@ class _Whole:
         return self._pair
 
 
-def _sums(path: str, seen: Seen, reference: Snapshot, weights: _Whole) -> Tensor:
+def _sums(path: str, seen: Seen, reference: Snapshot, weights: _Whole, *, spectral: bool) -> Tensor:
     before, now = weights.of(seen)
     with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
         W0, W = map(seen.matrices.matrices, (before, now))
         if seen.is_table:
             return table_sums(W0[0], W[0], seen.features)
         if seen.kind == ROUTED:
-            return layer_sums(W, W, seen.rows, seen.rows, seen.block)
-        return layer_sums(W0, W, reference.rows[path], seen.rows, seen.block)
+            return layer_sums(W, W, seen.rows, seen.rows, seen.block, spectral=spectral)
+        z0 = reference.rows[path]
+        return layer_sums(W0, W, z0, seen.rows, seen.block, spectral=spectral)
 
 
 def _devices(model: nn.Module) -> list[torch.device]:

@@ -35,9 +35,6 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Gets the path of the module that runs, a function that it has called, and what that gave.
 Called = Callable[[str, FunctionToCall, Any], None]
 _EMBEDDINGS = ("", "embedding", "embedding_bag")
-# The functions that the first version supported; "": a rule of the module's class.
-_FIRST = {"", "embedding", "linear", "conv1d", "conv2d", "conv3d"}
-_FIRST_PRODUCTS = {"mm", "matmul", "__matmul__", "addmm"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +47,6 @@ class Found:
         weight: the present weight.
         shape: shape of the result, without its channels.
         sources: the layers from whose outputs the input was computed.
-        is_late: whether the use is of a kind that the first version did not measure. The rows of
-            the other kinds are chosen independently of these, so that older reference points stay
-            valid.
     """
 
     path: str
@@ -60,7 +54,6 @@ class Found:
     weight: Weight
     shape: tuple[int, ...]
     sources: Sources
-    is_late: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,9 +314,7 @@ class _Seeing:
             is_table = is_added or (use.kind == "embedding" and of not in _EMBEDDINGS)
             use = replace(use, kind="table") if is_table else use
             path = self._name(use, weight)
-            assert use.weight is not None
-            is_late = of not in _FIRST and (of not in _FIRST_PRODUCTS or use.weight.dim() != 2)
-            self._hand_on(path, use, weight, made, NONE if is_added else sources, late=is_late)
+            self._hand_on(path, use, weight, made, NONE if is_added else sources)
             (tables if is_added else maps).add(path)
         whence = (frozenset(maps) or sources) | tables
         for parameter in vectors:
@@ -334,18 +325,9 @@ class _Seeing:
             self._lineage.is_made((made,), whence)
         return True
 
-    def _hand_on(
-        self,
-        path: str,
-        use: Use,
-        weight: Weight,
-        made: Tensor,
-        sources: Sources,
-        *,
-        late: bool = True,
-    ) -> None:
+    def _hand_on(self, path: str, use: Use, weight: Weight, made: Tensor, sources: Sources) -> None:
         shape = tuple(use.layout(made).shape[:-1])
-        self._found(Found(path, use, weight, shape, sources, late))
+        self._found(Found(path, use, weight, shape, sources))
         bias = self._weight(use.bias)
         for parameter in () if bias is None else bias.parameters:
             self._entrywise(Entrywise(parameter, frozenset((path,))))

@@ -30,6 +30,8 @@ class Probe:
         max_rows: number of sampled inputs per layer and call, chosen once; None: all.
         layers: glob patterns over paths of layers, or a predicate (path, module) → bool.
         roles: pattern over paths → role, in place of the inferred role.
+        spectral: also read `spectral_…`, for which the largest singular value of W₀, dW and W of
+            every layer is computed: in layers of 2,048 that takes longer than all else.
         process_group: the ranks whose probes are parts of one probe. All ranks of the group have to
             measure at the same steps. None: each rank on its own.
         seed: seed for the choice of rows.
@@ -45,6 +47,7 @@ class Probe:
     max_rows: int | None = DEFAULT_MAX_ROWS
     layers: LayerChoice = None
     roles: Mapping[str, Role] = field(default_factory=dict)
+    spectral: bool = False
     process_group: Any = None
     seed: int = 0
 
@@ -83,8 +86,8 @@ class Probe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the batch, to detect a different one."""
-        found = hashlib.sha256()
+        """Hash of the batch and the choice of its rows, to detect different ones."""
+        found = hashlib.sha256(f"rows {self.seed} {self.max_rows}".encode())
         for leaf in tree_leaves(self.batch):
             if isinstance(leaf, Tensor):
                 found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())

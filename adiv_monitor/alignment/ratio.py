@@ -4,6 +4,9 @@ A(W, z) = log_n [ RMS(W z) / (RMS(W) RMS(z)) ], n the fan-in (Everett et al. 202
 arXiv 2407.05872). 1: every row of W points along every z. ½: W and z are independent. It is never
 above 1.
 With W = U S Vᵀ, p the shares of S² and q those of z along V: A = 1 + ½ log_n Σ p q.
+
+Beside it the spectral alignment ‖W z‖ / (‖W‖₂ ‖z‖), ‖W‖₂ the largest singular value: the ratio that
+Yang, Simon & Bernstein 2023 (arXiv 2310.17813) show to be of order one for weights and updates.
 """
 
 import math
@@ -25,10 +28,8 @@ def log_ratio(numerator: float, denominator: float, fan_in: int, scale: float) -
         fan_in: n, above 1.
         scale: the denominator at the reference point.
     """
-    least = NEGLIGIBLE**2
-    if fan_in < 2 or denominator <= least * scale or numerator <= least * denominator:
-        return None
-    return math.log(numerator / denominator) / (2 * math.log(fan_in))
+    ratio = root_ratio(numerator, denominator, scale)
+    return None if fan_in < 2 or ratio is None else math.log(ratio) / math.log(fan_in)
 
 
 def log_alignment(
@@ -50,6 +51,46 @@ def log_alignment(
     )
     denominator = of_weight * of_input
     return log_ratio(numerator, denominator, fan_in or weight.shape[1], denominator)
+
+
+def spectral_alignment(weight: Float[Tensor, "out n"], z: Float[Tensor, "rows n"]) -> float | None:
+    """Return ‖W z‖ / (‖W‖₂ ‖z‖) of a matrix and a batch, 0 to 1; None where it is undefined.
+
+    It is 1 if every z is along the directions that W amplifies most, whatever the rank of W: it
+    equals κ times the root of the stable rank ‖W‖²_F / ‖W‖₂². Norms of z and W z are those of the
+    whole batch. Squares and singular values are computed in float64.
+
+    Args:
+        weight: W.
+        z: the inputs.
+    """
+    wide = weight.double(), z.double()
+    largest = float(largest_singular(wide[0]))
+    numerator, of_input = (float(x.square().sum()) for x in (wide[1] @ wide[0].t(), wide[1]))
+    denominator = largest**2 * of_input
+    return root_ratio(numerator, denominator, denominator)
+
+
+def largest_singular(matrices: Float[Tensor, "*batch out n"]) -> Float[Tensor, "*batch"]:
+    """Return the largest singular value of each matrix, by the eigenvalues of W Wᵀ or Wᵀ W."""
+    transposed = matrices.mT
+    small = matrices if matrices.shape[-2] <= matrices.shape[-1] else transposed
+    largest: Tensor = torch.linalg.eigvalsh(small @ small.mT)[..., -1]
+    return largest.clamp(min=0).sqrt()
+
+
+def root_ratio(numerator: float, denominator: float, scale: float) -> float | None:
+    """Return √(numerator / denominator) of squares; None if one of them is negligible.
+
+    Args:
+        numerator: of W z.
+        denominator: of the product of the norms of W and z.
+        scale: the denominator at the reference point.
+    """
+    least = NEGLIGIBLE**2
+    if denominator <= least * scale or numerator <= least * denominator:
+        return None
+    return math.sqrt(numerator / denominator)
 
 
 def kappa(ratio: float | None, fan_in: int) -> float | None:

@@ -1,7 +1,7 @@
 """The reference point of a model: its weights, and sampled rows of its layers' inputs."""
 
 import inspect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,7 +184,6 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             "expected layers of which each rank has all"
         )
     layers: dict[str, _Calls] = {}
-    count = Counter[bool]()
     passed: dict[str, set[str]] = {}
     acting: dict[str, dict[nn.Parameter, None]] = defaultdict(dict)
 
@@ -195,15 +194,13 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             passed.setdefault(path, set()).update(found.sources)
             return
         known = layers.get(path)
-        number = count[found.is_late] if known is None else known.number
         # The choice of rows depends only on the layer's number and the number of the call.
-        key = [number, 0 if known is None else len(known.shapes)]
+        key = [len(layers), 0] if known is None else [known.number, len(known.shapes)]
         rows = Rows(found.shape, choose(found.shape, probe, key), weight.value.device)
         features = use.features(rows)
         if known is None:
             matrices = Matrices.of(use, features, weight.value)
-            known = layers[path] = _Calls(number, weight, matrices, use.kind)
-            count[found.is_late] += 1
+            known = layers[path] = _Calls(len(layers), weight, matrices, use.kind)
         known.features.append(features)
         known.shapes.append(found.shape)
         known.sources |= found.sources

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Colour = tuple[float, float, float]
+_DASHES = ("-", "--", ":", "-.")  # neighbours in the legend differ in these too
 _MARKERS = {"alpha": "o", "omega": "s", "u": "^", "cumulative": "x"}
 
 
@@ -27,14 +28,14 @@ def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('Plots need matplotlib: pip install "adiv-monitor[audit]"') from error
-    height = max(4.2, 1.2 + 0.45 * len(layers))
-    figure = Figure(figsize=(14, height), layout="constrained")
+    height = max(4.2, 1.2 + 0.6 * len(layers))
+    figure = Figure(figsize=(18, height), layout="constrained")
     size, move, exponents = figure.subplots(1, 3, width_ratios=[1, 1, 1.25])
     colours = distinct(len(layers))
     for place, layer in enumerate(layers):
-        colour = colours[place]
-        _line(size, layer.path, layer.size, colour, "")
-        _line(move, layer.path, layer.move, colour, f" ({layer.verdict})")
+        look = colours[place], _DASHES[place % len(_DASHES)]
+        _line(size, layer.path, layer.size, look, "")
+        _line(move, layer.path, layer.move, look, f" ({layer.verdict})")
     step = layers[0].step
     size.set(title=f"size of outputs after step {step}", xlabel="width", ylabel="RMS(W z)")
     move.set(title=f"their move since the beginning, step {step}", xlabel="width")
@@ -52,20 +53,24 @@ def distinct(count: int) -> list[Colour]:
     return [hsv_to_rgb(place / count, *shades[place % 3]) for place in range(count)]
 
 
-def _line(axes: "Axes", path: str, slope: Slope | None, colour: Colour, verdict: str) -> None:
+def _line(
+    axes: "Axes", path: str, slope: Slope | None, look: tuple[Colour, str], verdict: str
+) -> None:
     if slope is None:
         return
+    colour, dashes = look
     by_width: dict[float, list[float]] = {}
     for width, value in slope.points:
         by_width.setdefault(width, []).append(value)
     means = [sum(values) / len(values) for values in by_width.values()]
     axes.plot(*zip(*slope.points, strict=True), ".", color=colour, alpha=0.4)
     label = f"{path}: {slope.value:+.2f}{verdict}"
-    axes.plot(list(by_width), means, color=colour, label=label)
+    axes.plot(list(by_width), means, color=colour, ls=dashes, label=label)
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(list(by_width), [f"{width:g}" for width in by_width])
     axes.set_xticks([], minor=True)
-    axes.legend(title="layer: slope", fontsize="small")
+    # Beside the lines, so that it hides none.
+    axes.legend(title="layer: slope", fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1))
 
 
 def _exponents(axes: "Axes", layers: Sequence[LayerWidths]) -> None:
@@ -85,7 +90,7 @@ def _exponents(axes: "Axes", layers: Sequence[LayerWidths]) -> None:
         )
     for i, layer in enumerate(layers):
         known = [f"{n} {layer.kappas[n]:.2f}" for n in RATIOS if n in layer.exponents]
-        axes.annotate("κ: " + ", ".join(known) if known else "", (0.02, i + 0.42), fontsize=7)
+        axes.annotate("κ: " + ", ".join(known) if known else "", (0.02, i + 0.48), fontsize=7)
     axes.axvline(0.5, color="grey", lw=0.8, ls=":")
     axes.axvline(1.0, color="grey", lw=0.8, ls=":")
     axes.set_yticks(range(len(layers)), [layer.path for layer in layers])

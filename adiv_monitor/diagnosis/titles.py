@@ -117,6 +117,10 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "kappa_omega": Title("κ of ω", "n^(ω − 1)"),
         "kappa_u": Title("κ of u", "n^(u − 1)"),
         "kappa_cumulative": Title("κ of the alignment of W and z", "n^(A − 1)"),
+        "spectral_alpha": Title("Spectral α", "‖dW z₀‖ / (‖dW‖₂ ‖z₀‖)"),
+        "spectral_omega": Title("Spectral ω", "‖W₀ dz‖ / (‖W₀‖₂ ‖dz‖)"),
+        "spectral_u": Title("Spectral u", "‖dW dz‖ / (‖dW‖₂ ‖dz‖)"),
+        "spectral_cumulative": Title("Spectral alignment of W and z", "‖W z‖ / (‖W‖₂ ‖z‖)"),
         "effective_rank": Title(
             "Effective rank",
             "the number of directions over which weights and inputs are spread alike",

@@ -30,6 +30,10 @@ class AlignmentReading:
         kappa_omega: n^(omega − 1).
         kappa_u: n^(u − 1).
         kappa_cumulative: n^(cumulative − 1).
+        spectral_alpha: ‖dW z₀‖ / (‖dW‖₂ ‖z₀‖), 0 to 1. Only with `Probe(spectral=True)`.
+        spectral_omega: ‖W₀ dz‖ / (‖W₀‖₂ ‖dz‖).
+        spectral_u: ‖dW dz‖ / (‖dW‖₂ ‖dz‖).
+        spectral_cumulative: ‖W z‖ / (‖W‖₂ ‖z‖).
         effective_rank: of A(W, z): number of directions that weights and inputs share.
         output_rms: RMS of W z, without bias.
         output_change_rms: RMS of W z − W₀ z₀.
@@ -50,6 +54,10 @@ class AlignmentReading:
     kappa_omega: float | None = None
     kappa_u: float | None = None
     kappa_cumulative: float | None = None
+    spectral_alpha: float | None = None
+    spectral_omega: float | None = None
+    spectral_u: float | None = None
+    spectral_cumulative: float | None = None
     effective_rank: float | None = None
     output_rms: float | None = None
     output_change_rms: float | None = None

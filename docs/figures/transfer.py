@@ -75,7 +75,8 @@ def transfer() -> Figure:
         least = min(means)
         line[0].set_ylim(0.93 * least, (8 if row[0] == "mlp" else 1.45) * least)
         line[0].set_ylabel(f"{title}\nloss")
-        line[0].legend(fontsize=7, loc="upper right")
+        place = (1, "lower left") if row[0] == "mlp" else (0, "upper right")  # over no line
+        line[place[0]].legend(fontsize=7, loc=place[1])
         if row[0] == "gpt":
             line[0].set_yticks(
                 [2.4, 2.6, 2.8, 3.0, 3.2, 3.4], ["2.4", "2.6", "2.8", "3", "3.2", "3.4"]

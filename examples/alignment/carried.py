@@ -17,14 +17,13 @@ rates are too large, and κ does better. Slowing one layer in favour of others c
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from grid import BATCH, OPTIMIZERS, PROBE, digits, mean
+from grid import BATCH, OPTIMIZERS, PROBE, digits, mean, save
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -162,8 +161,9 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
     )
     for axes in (converged, losses):
         axes.set_xticks(range(len(results)), labels, fontsize=8)
-    for axes in (converged, losses, trades):
-        axes.legend(fontsize=8)
+    converged.legend(fontsize=8)
+    losses.legend(fontsize=8)
+    trades.legend(fontsize=8, loc="center")
     figure.savefig(file, dpi=110)
 
 
@@ -184,7 +184,7 @@ def main() -> None:
         if given.quick:
             break
     plot(results, given.out / "carried.png")
-    (given.out / "carried.json").write_text(json.dumps(results, indent=1) + "\n")
+    save(results, given.out / "carried.json")
 
 
 if __name__ == "__main__":

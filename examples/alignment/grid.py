@@ -21,16 +21,18 @@ import argparse
 import itertools
 import json
 import math
+import platform
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from adiv_monitor.alignment import Probe
 from adiv_monitor.max_lr import (
@@ -96,8 +98,15 @@ def train(
     seed: int,
     steps: int,
     gains: Mapping[str, float] | None = None,
+    *,
+    rise: int = 0,
+    **options: Any,
 ) -> tuple[float, dict[str, float]]:
-    """Return the training loss of the last tenth (∞ if it diverges), and the final multipliers."""
+    """Return the training loss of the last tenth (∞ if it diverges), and the final multipliers.
+
+    Learning rates rise over the first `rise` steps, and fall as a cosine. `options` are those of the
+    scheduler that follows alignments.
+    """
     torch.manual_seed(seed)
     X, Y = DATA[setting.data]()
     widths = [X.shape[1], *[setting.width] * (setting.depth - 1), 10]
@@ -108,7 +117,10 @@ def train(
     layers = parametrize_model(model, probe, setting.name, scale=hidden)
     groups = optimizer_groups(model, layers, setting.name, setting.optimizer, lr=10**rate)
     optimizer = OPTIMIZERS[setting.optimizer](groups)
-    plain = CosineAnnealingLR(optimizer, steps)
+    plain: LRScheduler = CosineAnnealingLR(optimizer, steps - rise)
+    if rise:
+        rising = LinearLR(optimizer, 1 / rise, total_iters=rise)
+        plain = SequentialLR(optimizer, [rising, plain], [rise])
     scheduler = None
     if arm in ("dynamic", "sum"):
         scheduler = MaxLRScheduler(
@@ -116,8 +128,7 @@ def train(
             mode="dynamic",
             parametrization=setting.name,
             objective="sum" if arm == "sum" else "pareto",
-            every_n_steps=10,
-            warm_up=steps // 10,
+            **{"every_n_steps": 10, "warm_up": steps // 10, **options},
         )
     elif gains is not None:
         scheduler = MaxLRScheduler(optimizer, model, None, mode="static", gains=gains)
@@ -181,6 +192,20 @@ def compare(setting: Setting, size: Size) -> dict[str, object]:
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def save(results: object, file: Path) -> None:
+    """Write results, and how they were made."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    models = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    processor = next(models, platform.machine())
+    made = {
+        "command": f"python examples/alignment/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "processor": f"{processor}, {torch.get_num_threads()} thread(s)",
+    }
+    file.write_text(json.dumps({**made, "results": results}, indent=1) + "\n")
 
 
 def plot(results: list[dict[str, object]], file: Path) -> None:

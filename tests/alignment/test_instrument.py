@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from adiv_monitor.alignment import Alignment, Probe, log_alignment
+from adiv_monitor.alignment import Alignment, Probe, log_alignment, spectral_alignment
 from adiv_monitor.errors import AdivError
 
 
@@ -75,6 +75,40 @@ def test_linear_layers() -> None:
     assert readings["0"].u is None
     assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
     assert [r.fan_in for r in readings.values()] == [20, 32, 24]
+
+
+def test_spectral_alignments_are_read_on_request() -> None:
+    model, x = mlp(), torch.randn(16, 20, dtype=torch.float64)
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x, spectral=True))
+    plain = Alignment(model, Probe(x))
+    move(model, after)
+    for path, reading in alignment.read().items():
+        i = int(path)
+        z0, z = inputs(before, before[i], x), inputs(after, after[i], x)
+        W0, W = before[i].weight.detach(), after[i].weight.detach()
+        terms = {"alpha": (W - W0, z0), "omega": (W0, z - z0), "u": (W - W0, z - z0)}
+        terms["cumulative"] = W, z
+        check(reading, {f"spectral_{n}": spectral_alignment(*t) for n, t in terms.items()})
+        measured = plain.read()[path].measures()
+        assert not any(name.startswith("spectral") for name in measured)
+        assert measured.items() <= reading.measures().items()
+
+
+def test_spectral_alignments_of_groups_and_blocks() -> None:
+    """Each row has the largest singular value of the matrix that it meets."""
+    conv = nn.Conv2d(8, 6, 3, groups=2).double()
+    x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    found = Alignment(conv, Probe(x, max_rows=None, spectral=True)).read()[""].spectral_cumulative
+    patches = functional.unfold(x, 3).transpose(1, 2).flatten(0, 1).unflatten(1, (2, -1))
+    groups = conv.weight.detach().flatten(1).unflatten(0, (2, 3))
+    products, bounds = 0.0, 0.0
+    for g, matrix in enumerate(groups):
+        largest = torch.linalg.svdvals(matrix)[0]
+        for row in patches[:, g]:
+            products += float((matrix @ row).square().sum())
+            bounds += float(largest**2 * row.square().sum())
+    assert found == pytest.approx(math.sqrt(products / bounds), abs=1e-9)
 
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -335,6 +369,8 @@ def test_a_resumed_run_is_compared_with_the_same_point() -> None:
     assert resumed.read() == alignment.read()
     with pytest.raises(ValueError, match="another probe"):
         Alignment(model, Probe(x + 1)).load_state_dict(state)
+    with pytest.raises(ValueError, match="another probe, expected the same batch, seed and max"):
+        Alignment(model, Probe(x, seed=1)).load_state_dict(state)
     with pytest.raises(ValueError, match="has the layers"):
         Alignment(model, Probe(x, layers=["0", "2"])).load_state_dict(state)
 

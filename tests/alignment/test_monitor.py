@@ -21,7 +21,7 @@ def train(name: str, probe: bool, steps: int = 6) -> tuple[Monitor | None, dict[
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     monitor = None
     if probe:
-        given = Probe(case.batches(1, 5)[0][0])
+        given = Probe(case.batches(1, 5)[0][0], spectral=True)
         monitor = Monitor(model, optimizer, every_n_steps=2, alignment=given, on_error="raise")
         monitor.attach()
     torch.manual_seed(3)

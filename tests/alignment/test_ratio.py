@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from adiv_monitor.alignment import effective_rank, kappa, log_alignment
+from adiv_monitor.alignment import effective_rank, kappa, log_alignment, spectral_alignment
 
 N = 64
 
@@ -50,6 +50,39 @@ def test_it_is_never_above_one_and_says_an_effective_rank(seed: int) -> None:
     rank = effective_rank(found, n)
     assert rank == pytest.approx(1 / float((p * q).sum()), rel=1e-9)
     assert kappa(found, n) == pytest.approx(1 / math.sqrt(rank), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spectral_alignment_is_that_of_singular_values(seed: int) -> None:
+    """With W = U S Vᵀ: s² = Σ_i (S_i / S_1)² q_i, and s = κ · √(stable rank)."""
+    torch.manual_seed(seed)
+    n, out, rows = (int(torch.randint(2, 40, ())) for _ in range(3))
+    weight = torch.randn(out, n, dtype=torch.float64) * torch.rand(n) ** 4
+    z = torch.randn(rows, n, dtype=torch.float64) * torch.rand(n) ** 4
+    _, s, Vh = torch.linalg.svd(weight, full_matrices=False)
+    squares = [
+        sum((float(s[i] / s[0]) * float(Vh[i] @ row)) ** 2 for i in range(len(s))) for row in z
+    ]
+    found = spectral_alignment(weight, z)
+    assert found == pytest.approx(math.sqrt(sum(squares) / float(z.square().sum())), abs=1e-9)
+    stable_rank = float((s**2).sum() / s[0] ** 2)
+    share = kappa(log_alignment(weight, z), n)
+    assert share is not None
+    assert found == pytest.approx(share * math.sqrt(stable_rank), abs=1e-9)
+
+
+def test_spectral_alignment_at_its_bounds() -> None:
+    assert spectral_alignment(torch.ones(7, N), torch.ones(3, N)) == pytest.approx(1, abs=1e-9)
+    orthogonal = torch.linalg.qr(torch.randn(N, N, dtype=torch.float64))[0]
+    assert spectral_alignment(orthogonal, torch.randn(5, N).double()) == pytest.approx(1, abs=1e-9)
+    weight, z = torch.zeros(4, N), torch.zeros(2, N)
+    weight[:, 0], z[:, 1] = 1, 1
+    assert spectral_alignment(weight, z) is None
+    assert spectral_alignment(weight, torch.zeros(2, N)) is None
+    assert spectral_alignment(torch.zeros(4, N), z) is None
+    assert spectral_alignment(torch.full((4, N), 300.0), torch.full((3, N), 300.0)) == (
+        pytest.approx(1, abs=1e-6)
+    )
 
 
 def test_half_precision_is_summed_in_full() -> None:

@@ -361,21 +361,6 @@ def test_the_pass_records_no_gradients() -> None:
     assert list(alignment.read()) == ["first", "head"]
 
 
-def test_later_kinds_of_layers_leave_the_rows_of_the_first_ones() -> None:
-    """Rows of linear layers are drawn as before: the second is number 1, whatever lies between."""
-    model = built(
-        lambda m, x: torch.einsum("bn,nm->bm", x, m.w) + m.t[torch.arange(ROWS) % 5],
-        w=weight(WIDTH, WIDTH),
-        t=weight(5, WIDTH),
-    )
-    x = torch.randn(ROWS, 8, dtype=torch.float64)
-    state = Alignment(model, Probe(x, max_rows=4, seed=3)).state_dict()["snapshots"][0]
-    chosen = np.sort(np.random.default_rng([3, 1, 0]).choice(ROWS, 4, replace=False))
-    inputs = torch.tanh(model.function(model, model.before(x))).detach()
-    assert list(state["rows"]) == ["first", "w", "t", "head"]
-    torch.testing.assert_close(state["rows"]["head"], inputs[chosen][:, None])
-
-
 def test_saved_reference_points_name_weights_as_the_model_does() -> None:
     model = nn.Sequential(
         nn.Linear(8, WIDTH), nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 3))

@@ -28,9 +28,14 @@ vectors that learn at η itself (a factor of 10^1.8) are worse. The result was t
 ten times the rate and readouts three times. So muP with these factors, and the solver with them,
 are two more arms.
 
+The best of several rates on three seeds is partly luck, which the rate of another width does
+not have. `--fresh` therefore trains the MLP at its largest width once more with twelve other seeds:
+torch at its best rate there, all others at their best rate at 32.
+
     python tests/benchmarks/transfer.py train --runs runs.jsonl --minutes 20     repeat to continue
     python tests/benchmarks/transfer.py train --runs runs.jsonl --kinds
-    python tests/benchmarks/transfer.py report --runs runs.jsonl --write FILE.md
+    python tests/benchmarks/transfer.py train --runs runs.jsonl --fresh fresh.jsonl
+    python tests/benchmarks/transfer.py report --runs runs.jsonl --fresh fresh.jsonl --write FILE.md
 """
 
 import argparse
@@ -68,6 +73,7 @@ FACTORS = {
 RATES = {"adam": (-30, -15), "sgd": (-20, -5)}
 APART = {"mlp": 2.5, "gpt": 5}
 SMALLEST, LARGEST = -60, 20
+FRESH_SEEDS = range(3, 15)
 
 Curve = dict[float, dict[int, float]]  # tenfold exponent → seed → loss
 Runs = dict[Setting, Curve]
@@ -122,15 +128,40 @@ def train_all(file: Path, minutes: float, kinds: bool) -> None:
                 return
             begun = time.process_time()
             losses = train(setting, due)
-            with file.open("a") as lines:
-                for (tenfold, seed), loss, held_out in zip(due, *losses, strict=True):
-                    runs[setting][tenfold][seed] = loss
-                    run = {"setting": setting, "tenfold": tenfold, "seed": seed, "loss": loss}
-                    run["held_out"] = held_out
-                    lines.write(json.dumps(run) + "\n")
+            append(file, setting, due, losses)
+            for (tenfold, seed), loss in zip(due, losses[0], strict=True):
+                runs[setting][tenfold][seed] = loss
             seconds = time.process_time() - begun
             print(f"{setting}: {len(due)} runs, {seconds:.0f} s, best {best(runs[setting]) / 10}")
     print("done")
+
+
+def train_fresh(runs: Runs, file: Path) -> None:
+    """Run the MLP at its largest width with other seeds, at the rates that were found."""
+    done = read(file)
+    arms = [arm for arm in ARMS if arm != "package" or has_package()]
+    for name, arm in product(OPTIMIZERS, arms):
+        at = WIDTHS["mlp"][-1 if arm == "torch" else 0]
+        tenfold = best(runs[Setting("mlp", name, arm, at)])
+        setting = Setting("mlp", name, arm, WIDTHS["mlp"][-1])
+        if tenfold in done[setting]:
+            continue
+        due = [(tenfold, seed) for seed in FRESH_SEEDS]
+        append(file, setting, due, train(setting, due))
+
+
+def append(
+    file: Path,
+    setting: Setting,
+    due: Sequence[tuple[float, int]],
+    losses: tuple[list[float], list[float]],
+) -> None:
+    """Write a line for each run."""
+    with file.open("a") as lines:
+        for (tenfold, seed), loss, held_out in zip(due, *losses, strict=True):
+            run = {"setting": setting, "tenfold": tenfold, "seed": seed, "loss": loss}
+            run["held_out"] = held_out
+            lines.write(json.dumps(run) + "\n")
 
 
 def has_package() -> bool:
@@ -163,6 +194,33 @@ def factors_named(factors: str) -> str:
     return ", ".join(f"{kind} × {power(int(x))}" for kind, x in chosen) or "all × 1"
 
 
+def arm_named(arm: str) -> str:
+    """The arm with its factors, to be read."""
+    name, _, factors = arm.partition(":")
+    return f"{name}, {factors_named(factors)}" if factors else name
+
+
+def fresh_lines(fresh: Runs, held_out: Runs) -> list[str]:
+    """A table of the MLP at its largest width with other seeds, at rates that are given."""
+    width = WIDTHS["mlp"][-1]
+    lines = [f"## Other seeds: mlp, {width} wide, {len(FRESH_SEEDS)} seeds", ""]
+    lines += ["torch at its best rate at this width, all others at theirs at 32.", ""]
+    rows = []
+    for name in OPTIMIZERS:
+        tuned: tuple[float, float] | None = None
+        for arm in ARMS:
+            for tenfold, losses in fresh.get(Setting("mlp", name, arm, width), {}).items():
+                found = mean_and_error(losses)
+                tuned = tuned or found
+                above = found[0] - tuned[0]
+                errors = above / math.hypot(found[1], tuned[1])
+                of_held_out = mean_and_error(held_out[Setting("mlp", name, arm, width)][tenfold])
+                over = f"{above:+.4f} ({errors:+.1f})" if found != tuned else ""
+                cells = [power(tenfold), written(found), over, written(of_held_out)]
+                rows.append([name, arm_named(arm), *cells])
+    return [*lines, *table(["", "", "rate", "loss", "over torch", "held out"], rows)]
+
+
 def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
     """Return a table for each model and optimizer."""
     lines = []
@@ -179,15 +237,13 @@ def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
             if not all(curves):
                 continue
             rates = [best(curve) for curve in curves]
-            name_of, _, factors = arm.partition(":")
-            named = f"{name_of}, {factors_named(factors)}" if factors else name_of
             carried = mean_and_error(curves[-1][rates[0]])
             errors = math.hypot(carried[1], tuned[1])
             worse = (carried[0] - tuned[0]) / errors
             of_held_out = held_out[Setting(kind, name, arm, last)][rates[0]]
             rows.append(
                 [
-                    named,
+                    arm_named(arm),
                     *map(power, rates),
                     written(mean_and_error(curves[-1][rates[-1]])),
                     written(carried),
@@ -232,9 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, required=True, help="lines of JSON, one a run")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--kinds", action="store_true", help="train with factors by kind")
+    parser.add_argument("--fresh", type=Path, help="the same, of the MLP with other seeds")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if given.what == "train" and given.fresh:
+        train_fresh(read(given.runs), given.fresh)
+        return
     if given.what == "train":
         train_all(given.runs, given.minutes, given.kinds)
         return
@@ -242,12 +302,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = heading("Learning rates over widths", __file__, argparse.Namespace(threads=1))
     lines[2] = (
         "`python tests/benchmarks/transfer.py train --runs transfer.jsonl`, the same with "
-        "`--kinds`, and `report`: means over three seeds ± standard errors; in brackets, how many "
-        "standard errors the difference is."
+        "`--kinds` and with `--fresh`, and `report`: means over three seeds ± standard errors; "
+        "in brackets, how many standard errors the difference is."
     )
     if has_package():
         lines[4] += f" mup {version('mup')}."
     lines += [*transfer_lines(runs, read(given.runs, "held_out")), *kinds_lines(runs)]
+    if given.fresh:
+        lines += fresh_lines(read(given.fresh), read(given.fresh, "held_out"))
     print(write(lines, given.write))
 
 

@@ -109,9 +109,9 @@ def judged(model: str) -> tuple[Tensor, Tensor]:
     return (x[:-400], y[:-400]) if model == "mlp" else held_out(model)
 
 
-def batches(model: str) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(model: str, seeds: Sequence[int] = SEEDS) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets of each step by seed; they do not depend on the model."""
-    randoms = [torch.Generator().manual_seed(1000 + seed) for seed in SEEDS]
+    randoms = [torch.Generator().manual_seed(1000 + seed) for seed in seeds]
     for _ in range(STEPS[model]):
         if model == "mlp":
             x, y = digits()
@@ -168,7 +168,8 @@ class Together:
         self.model, groups = models[0]
         factors = {id(p): group["lr"] for group in groups for p in group["params"]}
         rates = torch.tensor([10 ** (tenfold / 10) for tenfold, _ in runs])
-        self.seeds = torch.tensor([seed for _, seed in runs])
+        self.seeds = sorted({seed for _, seed in runs})
+        self.places = torch.tensor([self.seeds.index(seed) for _, seed in runs])
         self.names = [name for name, _ in self.model.named_parameters()]
         self.rates = [
             factors[id(p)] * rates.view(-1, *[1] * p.dim()) for p in self.model.parameters()
@@ -185,7 +186,7 @@ class Together:
             named = dict(zip(self.names, weights, strict=True))
             return F.cross_entropy(functional_call(self.model, named, x), y)
 
-        return vmap(loss)(self.weights, x[self.seeds], y[self.seeds])
+        return vmap(loss)(self.weights, x[self.places], y[self.places])
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], share: float) -> None:
@@ -208,17 +209,21 @@ class Together:
         torch._foreach_add_(self.weights, moves, alpha=-share)
 
 
+def share_of_rate(step: int, steps: int) -> float:
+    """The rate rises over a tenth of the steps, and falls linearly to nothing."""
+    rise = steps // 10
+    return min((step + 1) / rise, (steps - step) / (steps - rise))
+
+
 def train(setting: Setting, runs: Sequence[tuple[float, int]]) -> tuple[list[float], list[float]]:
     """Return final losses on `judged` and on held-out data; ∞ if they are not finite."""
-    steps = STEPS[setting.model]
-    rise = steps // 10
     models = Together(setting, runs)
-    for t, (x, y) in enumerate(batches(setting.model)):
+    for t, (x, y) in enumerate(batches(setting.model, models.seeds)):
         gradients = torch.autograd.grad(models.losses(x, y).sum(), models.weights)
-        models.step(gradients, min((t + 1) / rise, (steps - t) / (steps - rise)))
+        models.step(gradients, share_of_rate(t, STEPS[setting.model]))
     found = []
     for data in (judged(setting.model), held_out(setting.model)):
         with torch.no_grad():
-            losses = models.losses(*(z.expand(len(SEEDS), *z.shape) for z in data))
+            losses = models.losses(*(z.expand(len(models.seeds), *z.shape) for z in data))
         found.append([loss if math.isfinite(loss) else math.inf for loss in losses.tolist()])
     return found[0], found[1]
