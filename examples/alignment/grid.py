@@ -104,8 +104,8 @@ def train(
 ) -> tuple[float, dict[str, float]]:
     """Return the training loss of the last tenth (∞ if it diverges), and the final multipliers.
 
-    Learning rates rise over the first `rise` steps, and fall as a cosine. `options` are those of the
-    scheduler that follows alignments.
+    Learning rates rise over the first `rise` steps, and fall as a cosine. `options` are those of
+    the scheduler that follows alignments.
     """
     torch.manual_seed(seed)
     X, Y = DATA[setting.data]()

@@ -102,8 +102,9 @@ def _normaliser(map_: str, channels: int) -> list[nn.Module]:
 def _convolution(map_: str) -> Any:
     if map_ not in PATCH_MAPS:
         return nn.Conv2d
-    form = "affine-like" if map_ == "patch-affine-like" else "norm-like"
-    return partial(PatchNormConv2d, form=form)
+    if map_ == "patch-affine-like":
+        return partial(PatchNormConv2d, form="affine-like")
+    return partial(PatchNormConv2d, form="norm-like")
 
 
 def _affine(map_: str) -> type[nn.Linear]:

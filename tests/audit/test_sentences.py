@@ -737,7 +737,8 @@ ROWS: list[Row] = [
         "times the median, here 0.0004 and 0.6", record({"a": reading(update_ratio=1e-6)}),
         record({"a": reading(update_ratio=9.0)})),
     Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "
-        "far, relative to their length, as those of the median layer.", record({"a": reading(update_ratio=1e-6)}), record()),
+        "far, relative to their length, as those of the median layer.",
+        record({"a": reading(update_ratio=1e-6)}), record()),
     Row("uneven-rates", "use AdamW with learning rate 0.001: it scales each parameter's step",
         record({"a": reading(update_ratio=1e-6)}), record()),
     Row("uneven-rates", "give these layers their own learning rates",
