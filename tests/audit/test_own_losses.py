@@ -79,17 +79,17 @@ def test_the_order_that_a_loaders_generator_draws_is_the_runs_own() -> None:
         own.append(float(loss.detach()))
     assert report.record.losses == tuple(own)
     assert report.record.facts.data == "DataLoader of TensorDataset"
-    assert not any("order of their own" in note for note in report.record.notes)
+    assert not any("another order of batches" in note for note in report.record.notes)
 
 
 def test_an_order_that_is_drawn_anew_is_noted_and_said_beside_own_losses() -> None:
     quick = {"steps": 8, "try_fixes": False, "what_if": False}
     report = audit(mlp(), loader(), loss=cross_entropy, **quick)  # type: ignore[arg-type]
-    assert any("order of their own" in note for note in report.record.notes)
-    assert "order of their own" not in report.verdict
+    assert any("another order of batches" in note for note in report.record.notes)
+    assert "another order of batches" not in report.verdict
     losses_of = [1.0] * 8
     said = audit(mlp(), loader(), loss=cross_entropy, own_losses=losses_of, **quick)  # type: ignore[arg-type]
-    assert "batches come in an order of their own" in said.verdict
+    assert "the loader draws another order of batches" in said.verdict
 
 
 class Taught(nn.Module):
