@@ -45,7 +45,7 @@ def compared(folder: Path) -> Path:
     one = folder / "made" / "report.json"
     if not one.exists():
         one.write_text(audit().to_json())
-    code = main(["compare", str(one), str(one), "--out", str(folder / "both.html")])
+    code = main(["compare", str(one), str(one), "--out", str(folder / "both.html"), "--force"])
     assert code == 0, "the command says why, and returns 2"
     return folder / "both.html"
 

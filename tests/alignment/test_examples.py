@@ -15,6 +15,9 @@ COMMANDS = {
     "landscape": ["--side", "3"],
     "data_noise": ["--steps", "20", "--seeds", "1"],
     "carried": ["--quick"],
+    "discovery": ["--quick"],
+    "how_often": ["--quick"],
+    "spectral": ["--quick"],
     "grid": ["--quick", "--names", "mup"],
 }
 

@@ -39,6 +39,7 @@ from write_up import hardware, heading, table, write
 
 from adiv_monitor.max_lr.multiplier import multiplier_of
 
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 ARMS = ("torch", "mup", "solver")
 WIDTHS = {"mlp": (32, 64, 128, 256, 512), "gpt": (32, 64, 128)}
 RATES = {"mlp": -7.5, "gpt": -5}  # tenfold exponents: the best at 32, of all arms
@@ -181,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=WIDTHS, default=["mlp"])
     parser.add_argument("--quick", action="store_true", help="two widths: does it still run?")
-    parser.add_argument("--write", type=Path, help="the folder of the results")
+    parser.add_argument("--write", type=Path, help="the folder of the results; draws as well")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -199,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = {"command": lines[2].strip("`"), "torch": torch.__version__, "on": hardware()}
         text = json.dumps({**made, "results": found}) + "\n"
         (given.write / "transfer-gradients.json").write_text(text)
-        plot(found, given.write / "transfer-gradients.png")
+        plot(found, IMAGES / "transfer-gradients.png")
 
 
 if __name__ == "__main__":

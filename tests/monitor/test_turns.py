@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, Specimen, Training, seed
+from zoo.libraries import PEFT, TIMM
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alignment import Probe
@@ -70,6 +71,9 @@ def training_of(specimen: Specimen) -> Training:
 @pytest.mark.parametrize("name", SPECIMENS)
 @pytest.mark.filterwarnings("ignore")  # warnings of libraries
 def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
+    for package, models in (("timm", TIMM), ("peft", PEFT)):
+        if name in models:
+            pytest.importorskip(package)
     specimen = ZOO[name]
     expected = first_steps(specimen.build, 0, None)
     held = [first_steps(specimen.build, 0, 1)[i].turn.of for i in range(len(expected))]
