@@ -34,8 +34,8 @@ def square_of(phi, place, patch, mask):
 def row_products_kernel(
     phi, gradient, factor, e, e_bias, z, d, d_bias, products, scales, lengths, sums, norms, largest,
     rows, width, groups, patch, phi_row, g_row, e_row, e_bias_row, z_row, d_row, d_bias_row,
-    feature, GROUPED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    feature, GROUPED: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the results of `row_products` for a program's rows."""
     of_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -61,7 +61,7 @@ def row_products_kernel(
     if factor is not None:
         f = tl.load(factor).to(tl.float32)
     found = ()
-    for _ in tl.static_range(K * (K + 1) // 2):
+    for _ in tl.static_range(PAIRS):
         found = found + (zero,)
     for start in range(0, width, BLOCK):
         column = start + first
@@ -80,25 +80,25 @@ def row_products_kernel(
         g = read(gradient, None, row, g_row, 0, column, mask) * f
         moved = read(e, e_bias, row, e_row, e_bias_row, column, mask)
         own = scale * g
-        vectors = (g, moved, read(z, None, row, z_row, 0, column, mask))
+        vectors = (moved, g)
         if GROUPED:
-            vectors = vectors + (own,)
-        vectors = vectors + (moved - own,)
+            vectors = (own,) + vectors
         if d is not None:
             vectors = vectors + (read(d, d_bias, row, d_row, d_bias_row, column, mask),)
         if d_bias is not None:
             vectors = vectors + (read(d_bias, None, row, d_bias_row, 0, column, mask),)
+        vectors = vectors + (read(z, None, row, z_row, 0, column, mask), moved - own)
         more = ()
         for i in tl.static_range(K):
-            for j in tl.static_range(i, K):
-                more = more + (found[len(more)] + vectors[i] * vectors[j],)
+            more = more + (found[i] + vectors[i] * vectors[i],)
+        for i in tl.static_range(K - 3):  # neighbours, up to z
+            more = more + (found[K + i] + vectors[i] * vectors[i + 1],)
+        if GROUPED:
+            more = more + (found[PAIRS - 1] + own * g,)
         found = more
-    place = products + of_row * K * K
-    for i in tl.static_range(K):
-        for j in tl.static_range(i, K):
-            product = tl.sum(found[i * K - i * (i - 1) // 2 + j - i], 1)
-            tl.store(place + i * K + j, product, mask=within)
-            tl.store(place + j * K + i, product, mask=within)
+    place = products + of_row * PAIRS
+    for i in tl.static_range(PAIRS):
+        tl.store(place + i, tl.sum(found[i], 1), mask=within)
     total = tl.sum(length, 1)
     tl.store(lengths + of_row, tl.sqrt(total), mask=within)
     if GROUPED:
@@ -121,12 +121,13 @@ def row_products(
     *,
     feature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """Return products of row vectors (rows, k, k), scales s (rows, groups), ‖φ_r‖, group sums.
+    """Return products of row vectors (rows, pairs), scales s (rows, groups), ‖φ_r‖, group sums.
 
-    The vectors are G, e, z, with several groups also the part of e by the row's own scale, then the
-    part of e by the other rows, d, and the bias's part of d; None arguments are skipped. With
-    several groups the last result is (3, rows): Σ (s − p) and √Σ (s − p)² over a row's scales, p
-    being the first scale of all, and the largest scale; else it is None.
+    The vectors are, with several groups, the part of e by the row's own scale, then e, G, d, the
+    bias's part of d, z, and the part of e by the other rows; None arguments are skipped. The
+    products are all squares in this order, then those of neighbours before z, then, with several
+    groups, own·G. With several groups the last result is (3, rows): Σ (s − p) and √Σ (s − p)² over
+    a row's scales, p being the first scale of all, and the largest scale; else it is None.
 
     Args:
         phi: features of the weight, (rows, groups, n_feat).
@@ -151,7 +152,8 @@ def row_products(
     phi = phi.contiguous()
     read = [t if t is None or t.stride(1) == 1 else t.contiguous() for t in vectors]
     k = 4 + (groups > 1) + (d is not None) + (d_bias is not None)
-    products, scales = G.new_empty(rows, k, k), G.new_empty(rows, groups)
+    pairs = k + (k - 3) + (groups > 1)
+    products, scales = G.new_empty(rows, pairs), G.new_empty(rows, groups)
     lengths, of_groups = G.new_empty(rows), G.new_empty(3, rows) if groups > 1 else None
     block = max(32, min(_TILE, power_of_two(width)))
     tile = min(_TILE // block, power_of_two(divide_up(rows, workers(G, rows, 1))))
@@ -169,6 +171,7 @@ def row_products(
         feature,
         GROUPED=groups > 1,
         K=k,
+        PAIRS=pairs,
         ROWS=tile,
         BLOCK=block,
         num_warps=max(1, tile * block // 64),

@@ -4,7 +4,7 @@ Sequential float32 sums of many similar entries drift, as in norms and `torch.do
 percent over thirty million entries). The sums here are therefore taken in two stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.kernels.choice import counts_launches
+from adiv_monitor.maths.sums import Pairs, Vector
 
 
-def of_rows(vectors: Sequence[Float[Tensor, "rows n"]]) -> Float[Tensor, "rows k k"]:
-    """Return a_r·b_r of every row, for every pair of the k matrices."""
-    stacked = torch.stack(list(vectors), dim=1)
-    return stacked @ stacked.mT
+def of_rows(
+    vectors: Mapping[Vector, Float[Tensor, "rows n"]], pairs: Pairs
+) -> Float[Tensor, "rows pairs"]:
+    """Return a_r·b_r of every row, for these pairs of vectors."""
+    return torch.stack([torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in pairs], dim=1)
 
 
 def norms(tensor: Tensor) -> Float[Tensor, " parts"]:

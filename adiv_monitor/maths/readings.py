@@ -33,13 +33,22 @@ from adiv_monitor.maths.estimates import (
     variance_share,
 )
 from adiv_monitor.maths.records import R, joined, present
-from adiv_monitor.maths.sums import Array, Dots, LayerSums, Moved, Vector, factor_of
+from adiv_monitor.maths.sums import (
+    REALISED,
+    Array,
+    Dots,
+    LayerSums,
+    Vector,
+    column_of,
+    factor_of,
+    pairs_of,
+)
 from adiv_monitor.report import QUANTILE_LEVELS
 
 # The quantile levels: those of histograms, and p05, p50, p95.
 _PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
-G, E, Z, OWN, REST, D, BIAS = Vector
+OWN, E, G, D, BIAS, Z, REST, MOVED, BEYOND = Vector
 # Vectors that a weight makes of a row: their norms grow with the row's.
 _GROWING = (D, E, REST, Z)
 # Layers with at most this many rows are padded to one length; others to less than twice theirs.
@@ -158,7 +167,7 @@ class _StackedLayers:
         factor = np.array([factor_of(x) for x in layers])
         self.unit = np.where(np.isnan(factor), 1.0, factor)
         self.known_unit = ~np.isnan(factor)
-        self._place = {vector: i for i, vector in enumerate(first.vectors)}
+        self._vectors = first.vectors
         total = np.array([float(x.rows.total) for x in layers])
         seen = np.array([float(x.rows.seen) for x in layers])
         is_filled = seen.min() < self.products.shape[1]
@@ -193,9 +202,9 @@ class _StackedLayers:
     def is_finite(self) -> Flags:
         """Whether all sums of squares of a layer are finite; False if their sum overflows.
 
-        The products contain those with the scales of the rows.
+        The products contain the square of the rest of e, of which the scales are a part.
         """
-        total = self.products.sum((1, 2, 3)) + self.dots.gamma_gamma
+        total = self.products.sum((1, 2)) + self.dots.gamma_gamma
         for step in (self.dots.w_w, self.dots.a_a):
             total = total if step is None else total + step
         if self.totals is not None:
@@ -206,11 +215,11 @@ class _StackedLayers:
         return found
 
     def has(self, *vectors: Vector) -> bool:
-        return all(vector in self._place for vector in vectors)
+        return all(vector in self._vectors for vector in vectors)
 
     def rows(self, a: Vector, b: Vector) -> PerRow:
         """Return a_r·b_r of the sampled rows; 0 for zero-gradient rows."""
-        found: PerRow = self.products[:, :, self._place[a], self._place[b]]
+        found: PerRow = self.products[:, :, column_of(pairs_of(self._vectors), a, b)]
         if a == b == G:
             return found
         return np.where(self.sample.active, found, 0.0)
@@ -359,21 +368,22 @@ def _of_update(x: _StackedLayers, G_G: Sum) -> dict[str, Estimate]:
 
 
 def _of_realised(x: _StackedLayers, moved: Array) -> dict[str, Estimate]:
-    def total(a: Moved, b: Moved) -> Sum:
-        return over_rows(np.where(x.sample.active, moved[:, :, a, b], 0.0), x.sample)
+    def total(a: Vector, b: Vector) -> Sum:
+        rows = moved[:, :, column_of(REALISED, a, b)]
+        return over_rows(np.where(x.sample.active, rows, 0.0), x.sample)
 
-    r_r, r_G = total(Moved.R, Moved.R), total(Moved.R, Moved.G)
+    r_r, r_G = total(MOVED, MOVED), total(MOVED, G)
     G_G = x.sum(G, G, x.G_G)
     known = np.where(x.exact, x.own_w, np.nan)
     return {
         # The part by this layer's own step is known exactly.
         "realised_cosine": measures.realised_cosine(
-            by_regression(r_G, total(Moved.D, Moved.G), known), r_r, G_G, x.sample
+            by_regression(r_G, total(D, G), known), r_r, G_G, x.sample
         ),
         "single_layer_share": measures.single_layer_share(
-            total(Moved.R, Moved.D), r_r, total(Moved.D, Moved.D), x.sample
+            total(MOVED, D), r_r, total(D, D), x.sample
         ),
-        "first_order_error": measures.first_order_error(total(Moved.B, Moved.B), r_r, x.sample),
+        "first_order_error": measures.first_order_error(total(BEYOND, BEYOND), r_r, x.sample),
     }
 
 

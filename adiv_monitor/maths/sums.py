@@ -7,7 +7,9 @@ Unknown fields are None. The records of several ranks are merged into a record o
 
 import math
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
+from functools import cache
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,30 +25,47 @@ _FLOAT32 = float(np.finfo(np.float32).eps)
 class Vector(str, Enum):
     """The vectors of a row whose dot products are computed, in their order.
 
-    G = ∂L/∂z, e the move by a plain gradient step, z the output, the parts of e by the row's own
-    scale (of rows with several scales) and by the other rows, d the move by the optimizer's step,
-    and the part of d by the bias.
+    The part of e by the row's own scale (of rows with several scales), e the move by a plain
+    gradient step, G = ∂L/∂z, d the move by the optimizer's step, the part of d by the bias, z the
+    output, the part of e by the other rows, r the realised move of the step, and b = r − 2h (see
+    `measures.first_order_error`).
     """
 
-    G = "G"
-    E = "e"
-    Z = "z"
     OWN = "own"
-    REST = "rest"
+    E = "e"
+    G = "G"
     D = "d"
     BIAS = "bias"
+    Z = "z"
+    REST = "rest"
+    MOVED = "r"
+    BEYOND = "b"
 
 
-class Moved(IntEnum):
-    """Indices of the vectors of a row whose dot products are in `LayerSums.realised`.
+Pairs = tuple[tuple[Vector, Vector], ...]
 
-    r is the realised move of the step, and b = r − 2h (see `measures.first_order_error`).
+# The pairs of vectors whose dot products are in `LayerSums.realised`.
+REALISED: Pairs = (
+    *((Vector.MOVED, Vector.MOVED), (Vector.MOVED, Vector.G), (Vector.MOVED, Vector.D)),
+    *((Vector.D, Vector.D), (Vector.D, Vector.G), (Vector.BEYOND, Vector.BEYOND)),
+)
+
+
+@cache
+def pairs_of(vectors: tuple[Vector, ...]) -> Pairs:
+    """Return the pairs of a row's vectors whose dot products measures need: see `LayerSums`.
+
+    All squares come first, then the products of neighbours among own, e, G, d and bias, then own·G.
     """
+    chain = [v for v in (Vector.OWN, Vector.E, Vector.G, Vector.D, Vector.BIAS) if v in vectors]
+    own = ((Vector.OWN, Vector.G),) if Vector.OWN in vectors else ()
+    return (*((v, v) for v in vectors), *pairwise(chain), *own)
 
-    G = 0
-    D = 1
-    R = 2
-    B = 3
+
+@cache
+def column_of(pairs: Pairs, a: Vector, b: Vector) -> int:
+    """Return the column of a·b or b·a among the dot products of these pairs."""
+    return pairs.index((a, b) if (a, b) in pairs else (b, a))
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +362,7 @@ class LayerSums(Generic[T]):
         about: static properties of the layer.
         rows: the sampled rows, and the number of all rows.
         vectors: the vectors whose dot products are in `products`.
-        products: (rows, k, k), the dot products of every pair of the vectors.
+        products: (rows, pairs), the dot products of `pairs_of(vectors)`.
         evidence: whether the parameters' gradient is that of the rows.
         parameters: the parameters' dot products; None on the device, where they are by parameter.
         scale: ‖φ_r‖² of rows that have one scale.
@@ -351,7 +370,7 @@ class LayerSums(Generic[T]):
         totals: sums over all rows.
         common: sums for `common_share`.
         asked_common: whether `common` was requested.
-        realised: (rows, 4, 4), the dot products of `Moved`.
+        realised: (rows, 6), the dot products of `REALISED`.
         attainable: `attainable_cosine`, over all rows.
         ceiling: sums for `attainable_cosine`, of one of several ranks.
         own: dot products for a layer whose parameters other layers use too.
@@ -383,8 +402,8 @@ class LayerSums(Generic[T]):
 
 
 def of_rows(layer: LayerSums[Array], a: Vector, b: Vector) -> Array:
-    """Return a_r·b_r of every sampled row of a layer that has these vectors."""
-    found: Array = layer.products[:, layer.vectors.index(a), layer.vectors.index(b)]
+    """Return a_r·b_r of every sampled row of a layer that has this pair of vectors."""
+    found: Array = layer.products[:, column_of(pairs_of(layer.vectors), a, b)]
     return found
 
 

@@ -15,7 +15,7 @@ from adiv_monitor.features.features import Averaged, Features
 from adiv_monitor.features.rows import Index, to_compute_dtype, to_device
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Blocks, Common, LayerSums
+from adiv_monitor.maths.sums import Blocks, Common, LayerSums, Vector, column_of, pairs_of
 from adiv_monitor.step.plain_step import WeightVersion
 from adiv_monitor.step.row_vectors import RowProducts, RowVectors, products_of
 
@@ -106,7 +106,8 @@ class MeasuredLayer:
         features = self.features
         if not isinstance(features, Averaged):
             return None
-        active = found.products[:, 0, 0].sign()  # of ‖g_r‖²
+        squares = found.products[:, column_of(pairs_of(found.vectors), Vector.G, Vector.G)]
+        active = squares.sign()  # of ‖g_r‖²
         products = features.mean_products(active)
         if products is None:
             return None

@@ -15,6 +15,7 @@ from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.records import R, joined, leaves
 from adiv_monitor.maths.sums import (
+    REALISED,
     Array,
     Blocks,
     CeilingSums,
@@ -23,13 +24,15 @@ from adiv_monitor.maths.sums import (
     Dots,
     Evidence,
     LayerSums,
-    Moved,
     OwnDots,
+    Pairs,
     Sampled,
     ScaleTotals,
     Totals,
     Vector,
+    column_of,
     of_rows,
+    pairs_of,
 )
 from adiv_monitor.step.gradient_check import multiples
 
@@ -55,35 +58,14 @@ def counted(layer: Layer) -> Layer:
 
 
 def packed(layer: Layer) -> Layer:
-    """Return the record as it is sent: only the upper triangles of symmetric product matrices.
-
-    The gradient's entries since the last pass are replaced by their factor; see `Multiple`.
-    """
+    """Return the record as it is sent: with a factor for the gradient's entries; see `Multiple`."""
     evidence = layer.evidence
-    if evidence.since is not None:
-        now, then = evidence.since
-        since = multiples([(now, then, 0.0)])[0]
-        evidence = replace(evidence, since=np.array([(since.factor, since.rest)]))
-    return replace(
-        layer,
-        products=_triangle(layer.products),
-        realised=None if layer.realised is None else _triangle(layer.realised),
-        evidence=evidence,
-    )
-
-
-def _triangle(matrices: Array) -> Array:
-    rows, columns = np.triu_indices(matrices.shape[1])
-    found: Array = matrices[:, rows, columns]
-    return found
-
-
-def _whole(triangles: Array) -> Array:
-    size = math.isqrt(2 * triangles.shape[1])
-    rows, columns = np.triu_indices(size)
-    found = np.empty((len(triangles), size, size))
-    found[:, rows, columns] = found[:, columns, rows] = triangles
-    return found
+    if evidence.since is None:
+        return layer
+    now, then = evidence.since
+    since = multiples([(now, then, 0.0)])[0]
+    factor = np.array([(since.factor, since.rest)])
+    return replace(layer, evidence=replace(evidence, since=factor))
 
 
 def pick(layer: Layer, kept: Index) -> Layer:
@@ -158,7 +140,7 @@ def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Gen
     draws = [Draw(None, x.rows.keys, x.rows.bound) for x in filled if x.rows.keys is not None]
     kept = winners(draws, max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
-    first, products = some[0], np.concatenate([_whole(part.products) for part in some])
+    first, products = some[0], np.concatenate([part.products for part in some])
     realised, made = (
         _every(x.realised for x in some),
         _every(x.made for x in some),
@@ -168,6 +150,7 @@ def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Gen
         _every(x.blocks for x in some),
     )
     common, own = _every(x.common for x in some), _every(x.own for x in some)
+    is_active = products[:, column_of(pairs_of(first.vectors), Vector.G, Vector.G)] != 0
     ceiling = _every(x.ceiling for x in some)
     seen = [part.rows for part in some]
     return LayerSums(
@@ -180,9 +163,9 @@ def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Gen
         scale=_concatenated(part.scale for part in some),
         totals=None if totals is None else _totals(totals, seen, generator),
         blocks=None if blocks is None else _blocks(blocks, seen, generator),
-        common=None if common is None else _common(common, seen, products[:, 0, 0] != 0),
+        common=None if common is None else _common(common, seen, is_active),
         asked_common=all(part.asked_common for part in some),
-        realised=None if realised is None else np.concatenate([_whole(of) for of in realised]),
+        realised=None if realised is None else np.concatenate(realised),
         attainable=None if ceiling is None else _attainable(ceiling),
         own=None if own is None else _own(own),
         made=None if made is None else joined(made, np.concatenate),
@@ -412,27 +395,29 @@ def in_units(layer: Layer, factor: float) -> Layer:
         factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
     """
     c = 1.0 if math.isnan(factor) else factor
-    place = {vector: i for i, vector in enumerate(layer.vectors)}
-    products, realised = layer.products.copy(), layer.realised
-    G, e = place[Vector.G], place[Vector.E]
-    if Vector.REST in place:  # e − D G, which depends on the units
-        if Vector.OWN in place:
-            own = place[Vector.OWN]
-            own_e, own_own = products[:, own, e], products[:, own, own]
+    pairs, realised = pairs_of(layer.vectors), layer.realised
+    products = _scaled(layer.products, pairs, c)
+    if Vector.REST in layer.vectors:  # e − D G, which depends on the units
+        e_e = of_rows(layer, Vector.E, Vector.E)
+        if Vector.OWN in layer.vectors:
+            own_e = of_rows(layer, Vector.OWN, Vector.E)
+            own_own = of_rows(layer, Vector.OWN, Vector.OWN)
         else:
             assert layer.scale is not None
-            own_e, own_own = layer.scale * products[:, G, e], layer.scale**2 * products[:, G, G]
-        squares = products[:, e, e] - 2 * c * own_e + c**2 * own_own
-        products[:, place[Vector.REST], place[Vector.REST]] = np.maximum(squares, 0.0)
-    _scaled(products, [place[v] for v in (Vector.G, Vector.OWN) if v in place], c)
-    if realised is not None:
-        realised = realised.copy()
-        _scaled(realised, [Moved.G], c)
-    evidence = replace(layer.evidence, factor=np.array(factor))
-    return replace(layer, products=products, realised=realised, evidence=evidence)
+            own_e = layer.scale * of_rows(layer, Vector.G, Vector.E)
+            own_own = layer.scale**2 * of_rows(layer, Vector.G, Vector.G)
+        rest = np.maximum(e_e - 2 * c * own_e + c**2 * own_own, 0.0)
+        products[:, column_of(pairs, Vector.REST, Vector.REST)] = rest
+    return replace(
+        layer,
+        products=products,
+        realised=None if realised is None else _scaled(realised, REALISED, c),
+        evidence=replace(layer.evidence, factor=np.array(factor)),
+    )
 
 
-def _scaled(products: Array, places: Sequence[int], factor: float) -> None:
-    for place in places:
-        products[:, place, :] *= factor
-        products[:, :, place] *= factor
+def _scaled(products: Array, pairs: Pairs, factor: float) -> Array:
+    """Return the dot products of pairs, with G and what is linear in it multiplied by a factor."""
+    powers = [sum(vector in (Vector.G, Vector.OWN) for vector in pair) for pair in pairs]
+    found: Array = products * factor ** np.array(powers, dtype=np.float64)
+    return found

@@ -11,7 +11,15 @@ from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import Judged, Measured, measure
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, LayerSums, Moved, Vector, factor_of, of_rows
+from adiv_monitor.maths.sums import (
+    REALISED,
+    Array,
+    LayerSums,
+    Vector,
+    column_of,
+    factor_of,
+    of_rows,
+)
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
@@ -207,7 +215,9 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     paths = []
     for path, layer in layers.items():
         if layer.realised is not None:
-            moved = math.sqrt(layer.realised[:, Moved.R, Moved.R].sum())
+            moved = math.sqrt(
+                layer.realised[:, column_of(REALISED, Vector.MOVED, Vector.MOVED)].sum()
+            )
             length = math.sqrt(of_rows(layer, Vector.Z, Vector.Z).sum())
             # The rounding error of a difference of two such numbers is 0.3 of their last digit.
             if 0 < moved < layer.evidence.precision * length:

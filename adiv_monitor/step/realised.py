@@ -21,7 +21,7 @@ from adiv_monitor.capture.realised.losses import Losses, LossOf
 from adiv_monitor.capture.realised.rows import Calls, RerunRows, run_again
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
-from adiv_monitor.maths.sums import Moved
+from adiv_monitor.maths.sums import REALISED, Vector
 from adiv_monitor.rerun.surroundings import devices_of, is_plain, untouched
 
 
@@ -46,7 +46,7 @@ class Realised:
 
     Attributes:
         calls: recorder of the forward passes of the step.
-        products: by layer, the products of the vectors `Moved` of every row.
+        products: by layer, the dot products of `REALISED` of every row.
         loss_change: see `Losses.change`.
         notes: notes on what is missing, and why.
     """
@@ -174,8 +174,8 @@ class Realised:
                 continue
             r = kept.z - z
             b = r - 2 * (kept.z - z_half)
-            vectors = {Moved.G: kept.G, Moved.D: kept.d, Moved.R: r, Moved.B: b}
-            self.products[path] = dots.of_rows([vectors[place] for place in Moved])
+            vectors = {Vector.G: kept.G, Vector.D: kept.d, Vector.MOVED: r, Vector.BEYOND: b}
+            self.products[path] = dots.of_rows(vectors, REALISED)
         self.notes += [
             f"What really happened to {listed(paths)} is not known: {reason}."
             for reason, paths in lost.items()

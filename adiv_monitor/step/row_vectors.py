@@ -9,7 +9,7 @@ from torch import Tensor
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
-from adiv_monitor.maths.sums import Vector
+from adiv_monitor.maths.sums import Vector, pairs_of
 from adiv_monitor.step.plain_step import Change, added
 
 
@@ -41,8 +41,8 @@ class RowProducts:
     """The numbers that follow from the vectors of rows.
 
     Attributes:
-        vectors: the vectors, in the order of the products.
-        products: (rows, k, k), the dot products of every pair of vectors.
+        vectors: the vectors, in the order of `Vector`.
+        products: (rows, pairs), the dot products of `pairs_of(vectors)`.
         scale: (rows, groups), ‖φ‖² of every row and group; None: unknown.
         of_groups: (3, rows), of rows with several scales: their sum, norm and maximum (`Blocks`).
         weight_norms: (rows,), ‖φ_W‖, if computed.
@@ -91,8 +91,8 @@ def _plain(rows: RowVectors, features: Features) -> RowProducts:
         vectors[Vector.D] = added(by_weight, by_bias)
         if by_weight is not None and by_bias is not None:
             vectors[Vector.BIAS] = by_bias
-    found = dots.of_rows(list(vectors.values()))
-    return RowProducts(tuple(vectors), found, scale, of_groups)
+    named = tuple([vector for vector in Vector if vector in vectors])
+    return RowProducts(named, dots.of_rows(vectors, pairs_of(named)), scale, of_groups)
 
 
 def _fused(rows: RowVectors, features: Features) -> RowProducts | None:
@@ -111,5 +111,5 @@ def _fused(rows: RowVectors, features: Features) -> RowProducts | None:
     products, scale, lengths, of_groups = found
     own = () if of_groups is None else (Vector.OWN,)
     steps = [v for v, part in zip((Vector.D, Vector.BIAS), d, strict=True) if part is not None]
-    vectors = (Vector.G, Vector.E, Vector.Z, *own, Vector.REST, *steps)
+    vectors = (*own, Vector.E, Vector.G, *steps, Vector.Z, Vector.REST)
     return RowProducts(vectors, products, scale, of_groups, lengths)

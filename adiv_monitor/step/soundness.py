@@ -5,7 +5,7 @@ indices match its arrays. The merge checks that it matches other ranks' contribu
 """
 
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.sums import Array, Blocks, LayerSums, Moved, Vector
+from adiv_monitor.maths.sums import REALISED, Array, Blocks, LayerSums, Vector, pairs_of
 from adiv_monitor.step.messages import Malformed
 from adiv_monitor.step.rank_contribution import RankContribution
 
@@ -47,14 +47,14 @@ def _is_sound(layer: LayerSums[Array]) -> bool:
         *(() if blocks is None else (blocks.sums, blocks.norms, blocks.largest)),
         *(() if common is None else (common.products, common.norms)),
     ]
-    pairs = (layer.products, len(layer.vectors)), (layer.realised, len(Moved))
+    pairs = (layer.products, pairs_of(layer.vectors)), (layer.realised, REALISED)
     has_own, has_rest = (vector in layer.vectors for vector in (Vector.OWN, Vector.REST))
     return (
         0 <= rows.seen <= rows.total
         and rows.keys is not None
         and layer.parameters is not None
         and all(of is None or of.shape == (rows.seen,) for of in of_rows)
-        and all(of is None or of.shape == (rows.seen, k * (k + 1) // 2) for of, k in pairs)
+        and all(of is None or of.shape == (rows.seen, len(named)) for of, named in pairs)
         and has_own == (blocks is not None)
         and has_rest == (blocks is not None or layer.scale is not None)
         and (blocks is None or (blocks.groups > 0 and _has_rows(blocks, rows.seen)))

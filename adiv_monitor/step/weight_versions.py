@@ -22,7 +22,7 @@ from adiv_monitor.features.features import Features
 from adiv_monitor.features.made import MadeFeatures, Squared
 from adiv_monitor.features.uses import as_it_is
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, LayerSums, Made, Vector
+from adiv_monitor.maths.sums import Array, LayerSums, Made, Vector, pairs_of
 from adiv_monitor.step.plain_step import Change, WeightVersion, act, added
 
 # Entries of JJᵀ below this share of the largest are compared with that: they may be its rounding.
@@ -146,11 +146,12 @@ def _with_one_scale(layer: LayerSums[Array]) -> LayerSums[Array]:
 
 def _without_own_part(layer: LayerSums[Array]) -> LayerSums[Array]:
     """Return the layer without scales and the parts of e by them."""
-    kept = [i for i, v in enumerate(layer.vectors) if v not in (Vector.OWN, Vector.REST)]
+    vectors = tuple([v for v in layer.vectors if v not in (Vector.OWN, Vector.REST)])
+    computed = pairs_of(layer.vectors)
     return replaced(
         layer,
-        vectors=tuple(layer.vectors[i] for i in kept),
-        products=layer.products[:, kept][:, :, kept],
+        vectors=vectors,
+        products=layer.products[:, [computed.index(pair) for pair in pairs_of(vectors)]],
         scale=None,
         blocks=None,
     )

@@ -502,7 +502,7 @@ def test_a_freak_of_a_sample_is_forgotten() -> None:
         About("linear"),
         Sampled(40, 500),
         (Vector.G, Vector.E),
-        np.ones((40, 2, 2)),
+        np.ones((40, 3)),
         Evidence(1e-16, factor=np.array(1.0)),
         Dots(900.0),
     )

@@ -26,6 +26,7 @@ from adiv_monitor.maths.estimates import (
 from adiv_monitor.maths.readings import Judged, Measured, measure
 from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import (
+    REALISED,
     About,
     Array,
     Blocks,
@@ -33,12 +34,13 @@ from adiv_monitor.maths.sums import (
     Dots,
     Evidence,
     LayerSums,
-    Moved,
     OwnDots,
+    Pairs,
     Sampled,
     ScaleTotals,
     Totals,
     Vector,
+    pairs_of,
 )
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 
@@ -174,19 +176,35 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
             constant.numel() * value**2, rel=1e-5
         )
     wide = torch.full((20, 30_000), 0.1)
-    found = dots.of_rows([wide, 7 * wide])
-    expected = 30_000 * value**2 * torch.tensor([[1.0, 7.0], [7.0, 49.0]])
-    torch.testing.assert_close(found, expected.expand(20, 2, 2), rtol=1e-4, atol=0)
+    vectors = {Vector.E: wide, Vector.G: 7 * wide}
+    found = dots.of_rows(vectors, pairs_of(tuple(vectors)))
+    expected = 30_000 * value**2 * torch.tensor([1.0, 49.0, 7.0])
+    torch.testing.assert_close(found, expected.expand(20, 3), rtol=1e-4, atol=0)
+
+
+def test_pairs_are_those_of_the_vectors_that_are_there() -> None:
+    own, e, G, d, bias, z, rest, *_ = Vector
+    assert pairs_of((own, e, G, d, bias, z, rest)) == (
+        *((v, v) for v in (own, e, G, d, bias, z, rest)),
+        *((own, e), (e, G), (G, d), (d, bias), (own, G)),
+    )
+    assert pairs_of((e, G, z)) == ((e, e), (G, G), (z, z), (e, G))
+    assert pairs_of(()) == ()
+
+
+def products_of(random: np.random.Generator, rows: int, pairs: Pairs) -> Array:
+    """Return dot products of random vectors, 30 % of whose rows have no gradient."""
+    vectors = {vector: random.normal(size=(rows, 6)) for vector in Vector}
+    vectors[Vector.G][random.random(rows) < 0.3] = 0
+    return np.stack([(vectors[a] * vectors[b]).sum(1) for a, b in pairs], axis=1)
 
 
 def random_layer(
     random: np.random.Generator, rows: int, groups: int = 1, known: str = "nothing"
 ) -> Judged:
     """Return a step with random matrices, and `known` statistics of all its rows."""
-    names = [Vector.G, Vector.E, Vector.Z, Vector.OWN, Vector.REST, Vector.D]
-    if groups == 1:
-        names.remove(Vector.OWN)
-    vectors = random.normal(size=(rows, len(names), 6))
+    own = () if groups == 1 else (Vector.OWN,)
+    names = (*own, Vector.E, Vector.G, Vector.D, Vector.Z, Vector.REST)
 
     def positive(size: int = 1, least: float = 0.0) -> np.ndarray:
         return random.exponential(size=size) + least
@@ -211,21 +229,15 @@ def random_layer(
     layer = LayerSums(
         About("linear"),
         Sampled(rows, 3 * rows),
-        tuple(names),
-        vectors @ vectors.transpose(0, 2, 1),
+        names,
+        products_of(random, rows, pairs_of(names)),
         Evidence(1e-16, factor=positive()[0]),
         Dots(*positive(3).tolist()),
         scale=positive(rows, 1) if groups == 1 else None,
         blocks=None if groups == 1 else blocks,
         totals=totals,
-    )
-    vectors[random.random(rows) < 0.3, 0] = 0  # zero-gradient rows
-    moved = random.normal(size=(rows, len(Moved), 6))
-    layer = replace(
-        layer,
-        products=vectors @ vectors.transpose(0, 2, 1),
         common=Common(positive(rows), positive(rows)),
-        realised=moved @ moved.transpose(0, 2, 1),
+        realised=products_of(random, rows, REALISED),
     )
     own_gamma, own_w = positive(2).tolist()
     return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
@@ -241,8 +253,7 @@ WHOLE: dict[str, Callable[[LayerSums[Array]], Array]] = {
 
 def _without(layer: LayerSums[Array], vector: Vector) -> Array:
     """Return a mask of products: 0 for those with this vector, else 1."""
-    of = np.array([float(other != vector) for other in layer.vectors])
-    return np.outer(of, of)
+    return np.array([float(vector not in pair) for pair in pairs_of(layer.vectors)])
 
 
 def seen_whole(judged: Judged, change: Callable[[LayerSums[Array]], Array]) -> Judged:

@@ -262,7 +262,7 @@ def layer(**changes: Any) -> RankContribution:
         About("gain"),
         Sampled(4, 8, np.zeros(4)),
         (Vector.G, Vector.E, Vector.OWN, Vector.REST),
-        np.ones((4, 10)),
+        np.ones((4, 7)),
         Evidence(0.0),
         Dots(1.0),
         blocks=Blocks(2, np.ones((1, 1)), np.ones(4), np.ones(4), np.ones(4), np.ones(8)),
@@ -278,8 +278,8 @@ def layer(**changes: Any) -> RankContribution:
 def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
     check(layer())
     wrong: list[dict[str, Any]] = [
-        *({"products": np.ones((4, 9))}, {"products": np.ones((5, 10))}, {"products": np.ones(4)}),
-        *({"realised": np.ones((4, 9))}, {"vectors": (Vector.G,)}, {"blocks": None}),
+        *({"products": np.ones((4, 6))}, {"products": np.ones((5, 7))}, {"products": np.ones(4)}),
+        *({"realised": np.ones((4, 5))}, {"vectors": (Vector.G,)}, {"blocks": None}),
         {"scale": np.ones(3)},
         *({"blocks": {"sums": of}} for of in (np.ones(3), np.array(1.0))),
         *({"blocks": {"entries": of}} for of in (np.ones(7), np.ones((8, 1)))),

@@ -557,7 +557,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
                 About("linear"),
                 Sampled(*of_each, partition=shared),
                 (Vector.G,),
-                np.ones((of_each[0], 1, 1)),
+                np.ones((of_each[0], 1)),
                 Evidence(0.0),
                 scale=np.full(of_each[0], float(group)),
             )
