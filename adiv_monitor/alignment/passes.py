@@ -130,11 +130,7 @@ def _seeing(
         for path, module in named_modules(model)
         if not isinstance(module, torch.jit.ScriptModule)
     }
-    forwards = Forwards(
-        *(paths, (), (), Guard(_raised)),
-        levels=2 + max(path.count(".") for path in paths.values()),
-        repeated=True,
-    )
+    forwards = Forwards(paths, Guard(_raised), repeated=True)
     seeing = _Seeing(model, paths, forwards, found, entrywise, called)
     try:
         forwards.watch(seeing)

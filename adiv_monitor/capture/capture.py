@@ -6,21 +6,19 @@ their gradients. `layers` maps each use to its layer.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container
+from collections.abc import Container
 
-import numpy as np
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
-from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.context import Context, Recorders
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.gradient_shares import GradientShare
-from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
-from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.selection import Layer, Selection, listed
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
@@ -35,72 +33,38 @@ class Capture:
     Args:
         model: the model.
         selection: the parameters to watch.
-        max_rows: the number of rows to sample per layer; None: all rows.
-        generator: the monitor's own random number generator.
-        step: the number of the last step.
-        attainable: whether to gather all rows as well, for the ceiling.
-        checked: paths of the layers whose module's rule was already checked against the output.
-        switched_off: paths of the layers that must not be watched.
-        fail: called with a layer's path and the exception that its hook raised; the layer is not
-            watched from then on.
-        guard: receives all other failures; nothing is watched after the first one.
-        begins: called when the first layer's forward pass with gradients begins.
-        renew: called before a forward pass is followed; the `Forwards` that it returns replaces
-            this one.
+        chooser: chooses rows.
+        context: the run around the step.
+        recorders: record more than rows.
         plan: the modules with known uses, for which plain hooks suffice; None: there are none.
         pieces: the pieces of parameters that are known from earlier steps.
-        calls: records the forward passes, so that they can be rerun.
-        attention: samples attention calls, if requested.
     """
 
     def __init__(
         self,
         model: nn.Module,
         selection: Selection,
-        *,
-        max_rows: int | None,
-        generator: np.random.Generator,
-        step: int,
-        attainable: bool,
-        checked: Collection[str],
-        switched_off: Collection[str],
-        fail: Callable[[str, Exception], None],
-        guard: Guard,
-        begins: Callable[[], object],
-        renew: Callable[[], Forwards | None] = lambda: None,
+        chooser: Chooser,
+        context: Context,
+        recorders: Recorders,
         plan: Plan | None = None,
         pieces: Pieces | None = None,
-        calls: ForwardCalls | None = None,
-        attention: AttentionCalls | None = None,
     ) -> None:
-        self.attention = attention
+        self.attention = recorders.attention
         self._selection = selection
         self._without_gradient: set[int] | None = None
         is_watched = plan is None or bool(plan.watched)
         self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
-        self._without_rule = ParametersWithoutRule(selection, guard)
+        self._without_rule = ParametersWithoutRule(selection, context.guard)
         self.plan = plan
-        self.forwards = Forwards.of(selection, guard, renew, plan)
+        self.forwards = Forwards.of(selection, context.guard, context.renew, plan)
         names = Names(model, selection, self.forwards)
-        shared = None if selection.peers is None else (step, selection.peers.first)
         self._layers = Layers(
-            *(
-                names,
-                self._provenance,
-                Chooser(max_rows, generator, shared),
-                switched_off,
-                fail,
-                guard,
-            ),
-            *(calls, attention, selection.is_due),
+            names, self._provenance, chooser, context, recorders, selection.is_due
         )
-        self._gathering = Gathering(
-            *(self._layers, self.forwards, self._without_rule, checked, attention),
-            attainable=attainable,
-        )
+        self._gathering = Gathering(self._layers, self.forwards, self._without_rule)
         self._watching = Watching(
-            *(selection, self.forwards, self._layers, self._provenance, self._without_rule),
-            *(self._gathering, begins, calls, attention),
+            selection, self.forwards, self._layers, self._without_rule, self._gathering
         )
 
     def attach(self) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -161,14 +161,13 @@ class Forwards:
     requires gradients.
 
     Args:
-        modules: the modules that hold trained parameters at any depth.
-        closed: modules among or below them that hold parameters, none of which is trained.
-        devices: the devices on which forward calls may draw random numbers.
+        modules: path by module, for the modules that hold trained parameters at any depth.
         guard: receives failures.
         renew: called before a forward pass is followed; the `Forwards` that it returns replaces
             this one.
         plan: the modules with known uses, for which plain hooks suffice; None: there are none.
-        levels: the nesting depth of the modules.
+        closed: modules among or below them that hold parameters, none of which is trained.
+        devices: the devices on which forward calls may draw random numbers.
         repeated: whether to watch reruns of forward passes, and nothing else.
 
     Attributes:
@@ -177,14 +176,13 @@ class Forwards:
 
     def __init__(
         self,
-        modules: Collection[nn.Module],
-        closed: Collection[nn.Module],
-        devices: Collection[torch.device],
+        modules: Mapping[nn.Module, str],
         guard: Guard,
         renew: Callable[[], "Forwards | None"] = lambda: None,
         plan: Plan | None = None,
         *,
-        levels: int = 1,
+        closed: Collection[nn.Module] = (),
+        devices: Collection[torch.device] = (),
         repeated: bool = False,
     ) -> None:
         self.strangers = False
@@ -199,7 +197,8 @@ class Forwards:
         self._active = True
         self._numbers = count()
         self._room = Room()
-        self._levels = levels
+        # The nesting depth of the modules.
+        self._levels = 2 + max((path.count(".") for path in modules.values()), default=0)
         self._watcher: Watcher
         self._hooks: list[ModuleHook] = []
         self._inside: set[int | None] = set()  # threads in which forward calls run
@@ -216,10 +215,10 @@ class Forwards:
     ) -> "Forwards":
         """Return the hooks for the modules that hold the parameters of a selection."""
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
-        levels = 2 + max((path.count(".") for path in selection.modules.values()), default=0)
         return cls(
-            *(selection.modules, selection.closed, devices, guard, renew, plan),
-            levels=levels,
+            *(selection.modules, guard, renew, plan),
+            closed=selection.closed,
+            devices=devices,
             repeated=repeated,
         )
 

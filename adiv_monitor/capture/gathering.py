@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gradient_shares import Handed, follow
 from adiv_monitor.capture.guard import call_all
@@ -113,9 +112,6 @@ class Gathering:
         layers: the layers.
         forwards: the running forward calls.
         without_rule: measures modules as a whole.
-        checked: paths of the layers whose module's rule was already checked against the output.
-        attainable: whether to gather all rows as well, for the ceiling.
-        attention: receives the parameter that was used last.
     """
 
     def __init__(
@@ -123,17 +119,13 @@ class Gathering:
         layers: Layers,
         forwards: Forwards,
         without_rule: ParametersWithoutRule,
-        checked: Collection[str],
-        attention: AttentionCalls | None,
-        *,
-        attainable: bool,
     ) -> None:
         self._layers = layers
         self._forwards = forwards
         self._without_rule = without_rule
-        self._checked = checked
-        self._attention = attention
-        self._attainable = attainable
+        self._checked = layers.context.checked
+        self._attention = layers.recorders.attention
+        self._attainable = layers.chooser.attainable
         self._hooks: list[TensorHook] = []  # on outputs
         self._followed: list[RemovableHandle] = []  # on nodes of the graph
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
@@ -264,7 +256,7 @@ class Gathering:
         self._follow(layer, tensors, inputs)
         call.look(features, taken, None)
         rows_of_layer.add(call)
-        outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.guard)
+        outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.context.guard)
 
     def _others(
         self, module: nn.Module, parameters: list[nn.Parameter]

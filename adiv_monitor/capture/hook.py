@@ -290,11 +290,10 @@ def has_data(value: object) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-def holds_memory(value: object) -> bool:
+def holds_memory(value: Any) -> bool:
     """Return `has_data(value)` in a backward pass that trains, where no transform is running."""
     if type(value) not in _PLAIN:
         return has_data(value)
-    assert isinstance(value, Tensor)
     return torch._C._has_storage(value) and not value.is_meta
 
 

@@ -12,13 +12,12 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulated, Accumulation
-from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.context import Context, Recorders
 from adiv_monitor.capture.gradient_shares import GradientShare
-from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, holds_memory, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
-from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.pieces import ConcatenatedParameters, Piece, Source, overlap
@@ -71,19 +70,14 @@ class Layers:
         names: the names of layers.
         provenance: the provenance of tensors.
         chooser: chooses rows.
-        switched_off: paths of the layers that must not be watched.
-        fail: called with a layer's path and the exception that its hook raised; the layer is not
-            watched from then on.
-        guard: receives all other failures.
-        calls: records the forward passes, so that they can be rerun.
-        attention: samples attention calls, if requested.
+        context: the run around the step.
+        recorders: record more than rows.
         is_due: whether a layer is due in this step; the others are found, but not watched.
 
     Attributes:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path.
         replacements: path of a layer → path of the layer whose measurement replaces its own.
-        guard: receives the failures that do not belong to one layer.
     """
 
     def __init__(
@@ -91,24 +85,21 @@ class Layers:
         names: Names,
         provenance: Provenance,
         chooser: Chooser,
-        switched_off: Iterable[str],
-        fail: Callable[[str, Exception], None],
-        guard: Guard,
-        calls: ForwardCalls | None = None,
-        attention: AttentionCalls | None = None,
+        context: Context,
+        recorders: Recorders,
         is_due: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.replacements: dict[str, str] = {}
         self.names = names
-        self._provenance = provenance
-        self._chooser = chooser
-        self._off = set(switched_off)
-        self._fail = fail
-        self.guard = guard
-        self._calls = calls
-        self._attention = attention
+        self.provenance = provenance
+        self.chooser = chooser
+        self.context = context
+        self.recorders = recorders
+        self._guard = context.guard
+        self._calls, self._attention = recorders.calls, recorders.attention
+        self._off: set[str] = set()  # layers that failed in this step
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
@@ -150,7 +141,7 @@ class Layers:
             if found is known:
                 return known
             known = known.path
-        weight, bias = self._provenance.source(use.weight), self._provenance.source(use.bias)
+        weight, bias = self.provenance.source(use.weight), self.provenance.source(use.bias)
         lead = weight or bias
         if lead is None:
             return None
@@ -159,7 +150,7 @@ class Layers:
 
     def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """Return the layer that stands for a module as a whole with respect to these parameters."""
-        source = ConcatenatedParameters([self._provenance.pieces.of(p) for p in parameters], module)
+        source = ConcatenatedParameters([self.provenance.pieces.of(p) for p in parameters], module)
         use = Use("module", None, None, _no_features)
         return self._find(self.names.of_whole(module, parameters), use, source, None)
 
@@ -196,19 +187,19 @@ class Layers:
         self.found[path] = layer
         self._sharing = None
         self._led[id(parameter)].append(path)
-        if path in self._off or self.waits(layer):
+        if self.is_off(path) or self.waits(layer):
             return layer
-        self.rows[path] = LayerRows(self._chooser, path)
+        self.rows[path] = LayerRows(self.chooser, path)
         if id(parameter) not in self._accumulated:
             self._accumulated[id(parameter)] = self._accumulation(parameter)
             self._accumulated[id(parameter)].attach()
         return layer
 
     def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
-        stand_in = self._provenance.stand_in(parameter)
+        stand_in = self.provenance.stand_in(parameter)
         if stand_in is None:
             return Accumulation(parameter, self)
-        return ShardAccumulation(parameter, stand_in, self, self._provenance.waiting(parameter))
+        return ShardAccumulation(parameter, stand_in, self, self.provenance.waiting(parameter))
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -303,8 +294,8 @@ class Layers:
         return self._shares[layer]
 
     def _new_shares(self, layer: Layer) -> Iterator[GradientShare]:
-        if self._provenance.any_apart and any(
-            is_shard(p) or self._provenance.stand_in(p) is not None for p in layer.parameters
+        if self.provenance.any_apart and any(
+            is_shard(p) or self.provenance.stand_in(p) is not None for p in layer.parameters
         ):
             return
         # A layer's gradients are accumulated and zeroed together with that of its first parameter.
@@ -369,17 +360,21 @@ class Layers:
 
         The last argument is None where the loss does not depend on this output of a function.
         """
-        if not self._active or args[-1] is None or self.guard.broken:
+        if not self._active or args[-1] is None or self._guard.broken:
             return
         running, task = self._running, torch._C._current_graph_task_id()
         if task < 0 or task != running.task:
-            self.guard(running.begins, task)
+            self._guard(running.begins, task)
         if running.trains:
-            self.guard.within(running.state, self._run, paths, function, *args)
+            self._guard.within(running.state, self._run, paths, function, *args)
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
-        watched = [path for path in paths if path in self.rows]
-        if not watched or not holds_memory(args[-1]):
+        for path in paths:
+            if path in self.rows:
+                break
+        else:
+            return
+        if not holds_memory(args[-1]):
             return
         gradients = torch.is_grad_enabled()
         try:
@@ -387,12 +382,12 @@ class Layers:
                 torch._C._set_grad_enabled(False)
             with torch._C.DisableTorchFunction():
                 if torch._C._is_any_autocast_enabled():
-                    with without_autocast(self.found[watched[0]].parameters[0]):
+                    with without_autocast(self.found[path].parameters[0]):
                         function(*args)
                 else:
                     function(*args)
         except Exception as error:
-            for path in watched:
+            for path in [path for path in paths if path in self.rows]:
                 self.failed(path, error)
         finally:
             if gradients:
@@ -429,7 +424,7 @@ class Layers:
         """Return whether `.grad` of all sharded parameters was zeroed in place before this pass."""
         task = torch._C._current_graph_task_id()
         if self._verdict_of_shards[0] != task:
-            parts = list(self._provenance.sharded)
+            parts = list(self.provenance.sharded)
             self._verdict_of_shards = task, is_zero(parts)
         return self._verdict_of_shards[1]
 
@@ -438,17 +433,17 @@ class Layers:
     @property
     def any_off(self) -> bool:
         """Whether any layer must not be watched."""
-        return bool(self._off)
+        return bool(self._off or self.context.switched_off)
 
     def is_off(self, path: str) -> bool:
         """Return whether the layer or parameter at this path must not be watched."""
-        return path in self._off
+        return path in self._off or path in self.context.switched_off
 
     def failed(self, path: str, error: Exception) -> None:
         """Stop watching a layer whose hook raised an exception."""
         self._off.add(path)
         self.rows.pop(path, None)
-        self._fail(path, error)
+        self.context.fail(path, error)
 
     # --- results ---------------------------------------------------------------------------------
 

@@ -37,8 +37,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PieceNumbers(Generic[T]):
     """By key of a piece, numbers that add up to a dot product, or to its square root.
 
-    `a_b` is ⟨a, b⟩, see `Dots`. `stepped` and `applied` are the proofs that nothing has changed the
-    weights since the step: taken right after it and again later.
+    `a_b` is ⟨a, b⟩, see `Dots`.
     """
 
     gamma_gamma: dict[int, T] = field(default_factory=dict)
@@ -47,8 +46,6 @@ class PieceNumbers(Generic[T]):
     a_a: dict[int, T] = field(default_factory=dict)
     a_w: dict[int, T] = field(default_factory=dict)
     a_gamma: dict[int, T] = field(default_factory=dict)
-    stepped: dict[int, T] = field(default_factory=dict)
-    applied: dict[int, T] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,6 +60,8 @@ class RunHistory:
         distrusted: layers whose gradient was once not that of their rows times a known factor.
         idle: layers that had zero-gradient rows.
         seen: layers that were measured, or found to be unmeasurable.
+        copies: on a CPU, the copies of the last step, whose memory the next step uses again: each
+            page of new memory costs a fault, more than the copy itself.
     """
 
     gradient_changes: bool = True
@@ -72,6 +71,7 @@ class RunHistory:
     distrusted: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
+    copies: list[Tensor] = field(default_factory=list)
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
         """Record the changes seen; each is expected from then on, even if seen only once."""
@@ -143,6 +143,7 @@ class ParameterSteps:
         self._befores = SideBySide({key: values[key] for key in small} if updates else {})
         self._updates: SideBySide | None = None
         before, moving = _copied(
+            history,
             {p.key: values[p.key] for p in self._large} if updates else {},
             {p.key: grads[p.key] for p in self._large} if self.has_copies else {},
         )
@@ -153,6 +154,8 @@ class ParameterSteps:
         self.norms.gamma_gamma.update(zip(large, norms, strict=True))
         self.products.gamma_gamma.update(self._gammas.times(self._gammas))
         self._update: dict[int, Tensor] = {}
+        # Products of the rows of large pieces after the optimizer's step; see `_row_products`.
+        self._stepped: dict[int, Tensor] = {}
         self.updated = False
         self._places: dict[object, Tensor] = {}
 
@@ -204,7 +207,7 @@ class ParameterSteps:
         if seen is not None:
             taken: Tensor = seen[0]
             _, self.norms.w_w[key], self.products.w_gamma[key] = seen
-            self.products.stepped[key] = self._row_products(piece)
+            self._stepped[key] = self._row_products(piece)
             return taken
         return to_compute_dtype(before).sub_(to_compute_dtype(now))
 
@@ -215,7 +218,7 @@ class ParameterSteps:
             return
         self.norms.w_w[key] = dots.norms(taken)
         if not self._keep_update:
-            self.products.stepped[key] = self._row_products(piece)
+            self._stepped[key] = self._row_products(piece)
         spare = taken.clone() if self._keep_update else taken
         self.products.w_gamma[key] = spare.mul_(self._gamma[key]).sum()
 
@@ -234,15 +237,24 @@ class ParameterSteps:
             self._gamma.clear()
         return changed
 
-    def applied(self) -> None:
-        """Take the products of a, or the proof of a = u, as the next forward begins."""
+    def applied(self) -> Tensor | None:
+        """Take the products of a as the next forward begins, or return whether a differs from u.
+
+        Both are computed in the same way, so they are equal to the last bit unless θ has changed.
+        None if the products of a show it.
+        """
         applied, update, found = self._taken_from_small(), self._updates, self.products
         assert update is not None
+        differs = None
         if not self._keep_update:
-            found.stepped.update(update.flat)
-            found.applied.update(applied.flat)
-            for p in self._large:
-                found.applied[p.key] = self._row_products(p)
+            pairs = [(applied.flat[key], of_small) for key, of_small in update.flat.items()]
+            # Those of a layer that failed are missing.
+            pairs += [
+                (self._row_products(p), self._stepped[p.key])
+                for p in self._large
+                if p.key in self._stepped
+            ]
+            differs = _any_differs(pairs)
         else:
             found.a_a.update(applied.times(applied))
             found.a_w.update(applied.times(update))
@@ -258,6 +270,7 @@ class ParameterSteps:
         self._before.clear()
         self._gamma.clear()
         self._update.clear()
+        return differs
 
     def _row_products(self, piece: Piece) -> Tensor:
         """Return every row of θ times a fixed vector; it changes if entries change or move."""
@@ -354,18 +367,43 @@ class _Entries:
         return self._flat[kind][place].flatten()
 
     def differ(self, other: "_Entries") -> Tensor:
-        """Return whether any entry differs; bits are compared, so NaN equals itself."""
-        flags = [(bits(mine) != bits(other._flat[kind])).any() for kind, mine in self._flat.items()]
-        if not flags:  # one of several ranks may have nothing to measure
-            return torch.zeros((), dtype=torch.bool)
-        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+        """Return whether any entry differs."""
+        return _any_differs([(mine, other._flat[kind]) for kind, mine in self._flat.items()])
 
 
-def _copied(*several: dict[int, Tensor]) -> list[dict[int, Tensor]]:
+def _any_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return whether any entries of these pairs differ; bits are compared, so NaN equals itself."""
+    kinds: dict[object, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for pair in pairs:
+        kinds[pair[0].dtype, pair[0].device].append(pair)
+    flags = []
+    for of_kind in kinds.values():
+        one, other = (
+            torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors[1:] else tensors[0]
+            for tensors in zip(*of_kind, strict=True)
+        )
+        flags.append((bits(one) != bits(other)).any())
+    if not flags:  # one of several ranks may have nothing to measure
+        return torch.zeros((), dtype=torch.bool)
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+
+def _copied(history: RunHistory, *several: dict[int, Tensor]) -> list[dict[int, Tensor]]:
     """Return copies of all tensors, made in one operation."""
     tensors = [tensor for named in several for tensor in named.values()]
-    copies = iter(torch._foreach_mul(tensors, 1.0) if tensors else ())
+    made = history.copies
+    if [_placed(tensor) for tensor in made] != [_placed(tensor) for tensor in tensors]:
+        made = history.copies = []  # their memory is free before new ones take theirs
+        made = [torch.empty_like(tensor) for tensor in tensors]
+    if tensors:
+        torch._foreach_copy_(made, tensors)
+    history.copies = made if all(tensor.is_cpu for tensor in made) else []
+    copies = iter(made)
     return [{key: next(copies) for key in named} for named in several]
+
+
+def _placed(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def is_small(parameter: Tensor) -> bool:

@@ -7,19 +7,16 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.gathering import Takes
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.split_calls import Split, uses_of_parts
 from adiv_monitor.capture.trace import Called, Known, Record
-from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
 from adiv_monitor.capture.whole_modules.outputs import Outputs
@@ -45,12 +42,8 @@ class Watching:
         selection: the parameters to measure.
         forwards: the running forward calls; it reports their functions to this watcher.
         layers: the layers that were found.
-        provenance: the provenance of tensors.
         without_rule: records which parameters the rules account for and which they do not.
         takes: receives the uses.
-        begins: called when the first layer's forward pass with gradients begins.
-        calls: records the forward passes, so that they can be rerun.
-        attention: samples attention calls, if requested.
         repeated: whether the watched forward passes are reruns.
 
     Attributes:
@@ -63,12 +56,8 @@ class Watching:
         selection: Selection,
         forwards: Forwards,
         layers: Layers,
-        provenance: Provenance,
         without_rule: ParametersWithoutRule,
         takes: Takes,
-        begins: Callable[[], object],
-        calls: ForwardCalls | None = None,
-        attention: AttentionCalls | None = None,
         *,
         repeated: bool = False,
     ) -> None:
@@ -79,14 +68,13 @@ class Watching:
         self._ruled = selection.rules.keys()
         self._forwards = forwards
         self._layers = layers
-        self._provenance = provenance
+        self._provenance = layers.provenance
         self._without_rule = without_rule
         self._takes = takes
-        self._first_begins: Callable[[], object] | None = begins
-        self._calls = calls
-        self._attention = attention
+        self._first_begins: Callable[[], object] | None = layers.context.begins
+        self._calls, self._attention = layers.recorders.calls, layers.recorders.attention
         self._repeated = repeated
-        self._repetitions = Repetitions(forwards, layers, provenance, takes, self._noting)
+        self._repetitions = Repetitions(forwards, layers, self._provenance, takes, self._noting)
         self._active = True
 
     def detach(self) -> None:

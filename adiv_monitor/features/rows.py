@@ -49,9 +49,9 @@ class Rows:
                 copied: Tensor = seen[2]
                 return copied
         if self.chosen is None:
-            taken = to_compute_dtype(tensor.reshape(self.total, *rest))
-            if taken.data_ptr() == tensor.data_ptr():  # training may change a view in place
-                taken = taken.clone()
+            # A copy, which training does not change in place.
+            taken = tensor.new_empty((self.total, *rest), dtype=compute_dtype(tensor))
+            taken.view(tensor.shape).copy_(tensor)
             return taken
         if tensor.is_contiguous():
             return to_compute_dtype(tensor.view(self.total, *rest).index_select(0, self.flat))

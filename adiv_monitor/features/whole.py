@@ -127,13 +127,13 @@ def hooks_keep() -> bool:
 
 def squares(x: Tensor, dim: int = -1) -> Tensor:
     """Return Σ x² over one dimension in the precision of the measures, without a copy of x."""
-    dim %= x.dim()
     if counts_launches(x):
-        seen = attempt("look", x.movedim(dim, -1), squares=True)
+        rows = x.movedim(dim, -1)
+        seen = attempt("look", rows, squares=True)
         if seen is not None:
             of_rows: Tensor = seen[0]
-            return of_rows.view(x.shape[:dim] + x.shape[dim + 1 :])
-    if x.is_cuda or x.stride(dim) == 1 or x.dim() < 3:
+            return of_rows.view(rows.shape[:-1])
+    if x.dim() < 3 or x.is_cuda or x.stride(dim) == 1:
         norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
         return norms.square()
     # On a CPU, norms over a strided dimension are six times slower than squares and sums.

@@ -22,18 +22,18 @@ class _Kind:
         kind: the class.
 
     Attributes:
-        names: names of its fields, in the order of its constructor.
+        places: names of its fields, with their places in its constructor.
         values: function that returns a record's field values in this order.
         numbers: indices of the fields that hold numbers.
     """
 
     def __init__(self, kind: Any) -> None:
         hints = get_type_hints(kind)
-        self.names = [f.name for f in fields(kind)]
-        self.values: Callable[[Any], Sequence[Any]] = attrgetter(*self.names)
+        self.places = {f.name: place for place, f in enumerate(fields(kind))}
+        self.values: Callable[[Any], Sequence[Any]] = attrgetter(*self.places)
         self.numbers = [
             place
-            for place, name in enumerate(self.names)
+            for name, place in self.places.items()
             if isinstance(hints[name], TypeVar) or bool(getattr(hints[name], "__parameters__", ()))
         ]
 
@@ -105,8 +105,8 @@ else:
         """Return the record with some fields replaced: `dataclasses.replace` in fewer calls."""
         kind = _kind_of(type(record))
         every = list(kind.values(record))
-        for name, value in values.items():
-            every[kind.names.index(name)] = value
+        for name in values:
+            every[kind.places[name]] = values[name]
         return type(record)(*every)
 
 
@@ -114,8 +114,9 @@ def leaves(record: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the numbers of a record, each with the dotted names of the fields that hold it."""
     kind = _kind_of(type(record))
     if kind is not None:
+        names = list(kind.places)
         for place in kind.numbers:
-            inner = kind.names[place]
+            inner = names[place]
             yield from leaves(getattr(record, inner), f"{name}.{inner}" if name else inner)
     elif isinstance(record, dict | tuple):
         for part in record.values() if isinstance(record, dict) else record:

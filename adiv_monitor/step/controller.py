@@ -13,9 +13,11 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.context import Context, Recorders
 from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
+from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import Selection, trainable
@@ -170,23 +172,22 @@ class StepController:
         selection, turn = self._followed.select()
         guard = Guard(self._failures.lost)
         realised = self._follow(selection)
-        capture = Capture(
-            self._followed.model,
-            selection,
-            max_rows=self._asked.max_rows,
-            generator=self._generator,
-            step=self._number,
-            attainable=self._asked.attainable,
-            attention=self._attention_calls(selection) if self._asked.attention else None,
-            checked=self._checked,
-            switched_off=set(self._failures.switched_off),
+        context = Context(
+            guard,
             fail=self._failures.switch_off,
-            guard=guard,
+            switched_off=self._failures.switched_off,
+            checked=self._checked,
             begins=partial(self._failures.safely, self._look),
             renew=partial(self._failures.safely, self._renew),
+        )
+        recorders = Recorders(
+            calls=None if realised is None else realised.calls,
+            attention=self._attention_calls(selection) if self._asked.attention else None,
+        )
+        capture = Capture(
+            *(self._followed.model, selection, self._chooser(selection), context, recorders),
             plan=self._plan(selection),
             pieces=self._trace.pieces,
-            calls=None if realised is None else realised.calls,
         )
         step = MeasuredStep(
             *(
@@ -204,6 +205,12 @@ class StepController:
         )
         hooks = [each for each in (realised, self._followed.loss) if each is not None]
         return Armed(capture, step, selection, turn, guard, others, hooks)
+
+    def _chooser(self, selection: Selection) -> Chooser:
+        """Return the chooser of the coming step's rows."""
+        asked, peers = self._asked, selection.peers
+        shared = None if peers is None else (self._number, peers.first)
+        return Chooser(asked.max_rows, self._generator, shared, attainable=asked.attainable)
 
     def _plan(self, selection: Selection) -> Plan | None:
         """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""
@@ -443,7 +450,10 @@ class StepController:
         Args:
             patience: largest time to wait for other ranks, in seconds; None: the default.
         """
-        call_all(self.finish, partial(self._assembly.end, patience), self._schedule.end)
+        call_all(
+            *(self.finish, partial(self._assembly.end, patience), self._schedule.end),
+            self._history.copies.clear,
+        )
 
     def release(self) -> None:
         """Remove every hook and drop the current step, whatever has failed before."""

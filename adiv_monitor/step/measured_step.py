@@ -204,7 +204,7 @@ class MeasuredStep:
     def applied(self) -> None:
         """Compute a, as the next forward pass begins or training ends."""
         if self._steps is not None and (self._steps.products.w_w or self._steps.norms.w_w):
-            self._steps.applied()
+            self._flags.weights_changed = self._steps.applied()
 
     def realise(self) -> None:
         """Measure the realised move, with the weights of the next step."""

@@ -181,22 +181,21 @@ def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
     # Without an optimizer there are no products of updates.
     updated, has_applied = bool(products.w_w), bool(products.a_w)
     changed = flags.gradient_changed is not None and bool(flags.gradient_changed.any())
+    weights_changed = flags.weights_changed is not None and bool(flags.weights_changed.any())
     return Facts(
         updated=updated,
         gradient_scale=1.0 if flags.gradient_scale is None else float(flags.gradient_scale),
         gradient_changed=changed,
         gradient_lost=changed and not keeps_gradient,
         has_applied=has_applied,
-        weights_changed=updated and _applied_differs(products, has_applied),
+        weights_changed=weights_changed or (has_applied and _applied_differs(products)),
     )
 
 
-def _applied_differs(products: PieceNumbers[Array], has_applied: bool) -> bool:
-    # Computed in the same way, they are equal to the last bit unless θ has changed.
-    before, after = products.stepped, products.applied
-    if has_applied:
-        before, after = products.w_w, products.a_a
-    # The first of them lacks the pieces of a layer that failed.
+def _applied_differs(products: PieceNumbers[Array]) -> bool:
+    # Computed in the same way, they are equal to the last bit unless θ has changed. Those of the
+    # step lack the pieces of a layer that failed.
+    before, after = products.w_w, products.a_a
     return not all(_alike(before[key], a) for key, a in after.items() if key in before)
 
 
@@ -214,21 +213,24 @@ def sums_by_piece(
         products: numbers of large pieces by their keys, and of small pieces side by side.
         places: positions of the small pieces.
     """
-    sides: dict[int, list[tuple[int, slice]]] = defaultdict(list)
+    sides: dict[int, list[int]] = defaultdict(list)
+    starts: dict[int, list[int]] = defaultdict(list)
+    empty: list[int] = []
     for key, (side, place) in places.items():
-        sides[side].append((key, place))
+        if place.stop > place.start:
+            sides[side].append(key)
+            starts[side].append(place.start)
+        else:
+            empty.append(key)
 
     def summed(numbers: Mapping[int, Array]) -> dict[int, float]:
-        found: dict[int, float] = {}
+        found = dict.fromkeys(empty, 0.0) if numbers else {}
         for key, array in numbers.items():
-            if key not in sides:
+            if key in sides:
+                sums = np.add.reduceat(array, starts[key])
+                found.update(zip(sides[key], sums.tolist(), strict=True))
+            else:
                 found[key] = float(array.sum())
-                continue
-            keys, of_keys = zip(*sides[key], strict=True)
-            # The extra zero keeps the start of an empty last piece within the array.
-            ends = np.add.reduceat(np.append(array, 0.0), [place.start for place in of_keys])
-            filled = [place.stop > place.start for place in of_keys]
-            found.update(zip(keys, np.where(filled, ends, 0.0).tolist(), strict=True))
         return found
 
     return PieceNumbers(
@@ -242,23 +244,20 @@ def sums_by_piece(
 
 
 def _dots(products: PieceNumbers[float], pieces: Pieces, gradient_scale: float) -> Dots[float]:
-    def total(parts: Mapping[int, float], unit: float = 1.0) -> float | None:
-        if not parts:
-            return None
-        found = 0.0
-        for key in pieces.shares:
-            found += pieces.shares[key] * parts[key]
-        return found / unit
-
-    return Dots(
-        gamma_gamma=total(products.gamma_gamma, gradient_scale**2) or 0.0,
-        w_w=total(products.w_w),
-        w_gamma=total(products.w_gamma, gradient_scale),
-        a_a=total(products.a_a),
-        a_w=total(products.a_w),
-        a_gamma=total(products.a_gamma, gradient_scale),
-        partial=pieces.partial,
-    )
+    """Return the dot products of all parameters of a layer, with γ in the optimizer's units."""
+    totals: list[float | None] = []
+    for parts, unit in (
+        *((products.gamma_gamma, gradient_scale**2), (products.w_w, 1.0)),
+        *((products.w_gamma, gradient_scale), (products.a_a, 1.0)),
+        *((products.a_w, 1.0), (products.a_gamma, gradient_scale)),
+    ):
+        found = 0.0 if parts else None
+        if found is not None:
+            for key in pieces.shares:
+                found += pieces.shares[key] * parts[key] / unit
+        totals += (found,)
+    gamma_gamma, w_w, w_gamma, a_a, a_w, a_gamma = totals
+    return Dots(gamma_gamma or 0.0, w_w, w_gamma, a_a, a_w, a_gamma, pieces.partial)
 
 
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:

@@ -21,6 +21,7 @@ class Flags(Generic[T]):
     Attributes:
         gradient_scale: the factor by which a fused optimizer divided the gradients.
         gradient_changed: nonzero if the optimizer changed `.grad` during its step.
+        weights_changed: nonzero if the weights changed after the optimizer's step; None: not known.
         skipped: > 0 if a fused optimizer found inf and did nothing.
         moved: nonzero if the optimizer moved the weights before the gradient was computed.
         loss_change: realised change of the loss.
@@ -29,6 +30,7 @@ class Flags(Generic[T]):
 
     gradient_scale: T | None = None
     gradient_changed: T | None = None
+    weights_changed: T | None = None
     skipped: T | None = None
     moved: T | None = None
     loss_change: T | None = None

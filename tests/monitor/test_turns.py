@@ -211,9 +211,10 @@ class Copies(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._foreach_mul):
-            several = made if isinstance(made, list) else [made]
-            self.elements += sum(tensor.numel() for tensor in several)
+        if func.overloadpacket is torch.ops.aten.clone:
+            self.elements += made.numel()
+        elif func.overloadpacket is torch.ops.aten._foreach_copy_:
+            self.elements += sum(tensor.numel() for tensor in args[0])
         return made
 
 
@@ -508,3 +509,21 @@ def test_texts_of_a_board_are_of_whole_rounds_but_alarms_of_every_step(tmp_path:
 
     assert steps("not_measured") == [2]  # the one whole round
     assert steps("alarms") == [0, 1, 3], "raised, not any more, raised in a round cut short"
+
+
+def test_copies_of_weights_take_the_same_memory_in_every_step() -> None:
+    """On a CPU, new memory costs more than the copy; closing the monitor frees it."""
+    model, x = nn.Linear(128, 128), torch.randn(4, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    used = []
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            copies = monitor._controller._history.copies
+            used.append([copy.data_ptr() for copy in copies])
+    # The first step copies weight and gradient, the others the weight alone.
+    assert [len(of_step) for of_step in used] == [2, 1, 1, 1]
+    assert used[1] == used[2] == used[3]
+    assert monitor._controller._history.copies == []

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.context import Context, Recorders
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
@@ -69,13 +70,12 @@ class RerunRows:
         self._forwards = Forwards.of(selection, guard, repeated=True)
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
-        self._layers = _Known(names, self._provenance, chooser, (), lambda *_: None, guard)
+        context = Context(guard)
+        self._layers = _Known(names, self._provenance, chooser, context, Recorders())
         self._layers.found = first.layers
         without_rule = ParametersWithoutRule(selection, guard)
         self._watching = Watching(
-            *(selection, self._forwards, self._layers, self._provenance, without_rule, self),
-            begins=lambda: None,
-            repeated=True,
+            *(selection, self._forwards, self._layers, without_rule, self), repeated=True
         )
 
     def attach(self) -> None:

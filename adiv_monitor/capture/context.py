@@ -1,0 +1,53 @@
+"""What the capture of a step knows of the run, and whom it calls."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import Guard
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls
+
+
+def _nothing() -> None:
+    pass
+
+
+def _raised(path: str, error: Exception) -> None:
+    raise error
+
+
+@dataclass(frozen=True)
+class Context:
+    """The run around a captured step.
+
+    Attributes:
+        guard: receives failures that belong to no layer; nothing is watched after the first one.
+        fail: called with a layer's path and the exception that its hook raised; the layer is not
+            watched from then on.
+        switched_off: paths of the layers that failed in earlier steps and are not watched.
+        checked: paths of the layers whose module's rule was already checked against the output.
+        begins: called when the first layer's forward pass with gradients begins.
+        renew: called before a forward pass is followed; the `Forwards` that it returns replaces
+            this step's.
+    """
+
+    guard: Guard
+    fail: Callable[[str, Exception], None] = _raised
+    switched_off: Collection[str] = ()
+    checked: Collection[str] = ()
+    begins: Callable[[], object] = _nothing
+    renew: Callable[[], Forwards | None] = _nothing
+
+
+@dataclass(frozen=True)
+class Recorders:
+    """What is recorded of a step besides rows, where it was requested.
+
+    Attributes:
+        calls: records the forward passes, so that they can be rerun.
+        attention: samples attention calls.
+    """
+
+    calls: ForwardCalls | None = None
+    attention: AttentionCalls | None = None
