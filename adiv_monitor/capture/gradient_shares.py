@@ -56,7 +56,8 @@ class GradientShare:
             gradient = torch.empty_like(self.parameter, dtype=gradient.dtype).copy_(gradient)
         entries, task = self._kept(gradient), torch._C._current_graph_task_id()
         if self._backward != task:
-            self._close()
+            if self._arrived is not None:
+                self._close()
             self._backward = task
         # Sums are in the precision of the gradient, as in autograd.
         self._arrived = entries.clone() if self._arrived is None else self._arrived + entries

@@ -128,7 +128,8 @@ class DenseFeatures:
         if self.phi is None:
             return None
         _, groups, n_feat = self.phi.shape
-        weight = weight.to(self.phi.dtype)
+        if weight.dtype is not self.phi.dtype:
+            weight = weight.to(self.phi.dtype)
         if groups == 1:
             matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
             return self.phi[:, 0] @ matrix

@@ -86,7 +86,10 @@ def sums(
     if weights and not across:
         norms = torch._foreach_norm(list(weights.values()))
         weights = dict(zip(weights, norms, strict=True))
-    return {path: replaced(of, weight_sum=weights.get(path)) for path, of in found.items()}
+    return {
+        path: replaced(of, weight_sum=weights[path]) if path in weights else of
+        for path, of in found.items()
+    }
 
 
 def _of_alike(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:

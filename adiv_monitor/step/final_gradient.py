@@ -135,7 +135,9 @@ class FinalGradient:
             factor: see `factors`.
             parts: γ of the pieces that were all-gathered.
         """
-        features = calls[0].features.joined([call.features for call in calls[1:]])
+        features = calls[0].features
+        if calls[1:]:
+            features = features.joined([call.features for call in calls[1:]])
         G = joined([call.gradient for call in calls if call.gradient is not None])
         if isinstance(features, OneHotFeatures):  # the padding token is not trained
             G = G * features.trained[:, None]
