@@ -5,6 +5,7 @@ percent over thirty million entries). The sums here are therefore taken in two s
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -18,8 +19,20 @@ from adiv_monitor.maths.sums import Pairs, Vector
 def of_rows(
     vectors: Mapping[Vector, Float[Tensor, "rows n"]], pairs: Pairs
 ) -> Float[Tensor, "rows pairs"]:
-    """Return a_r·b_r of every row, for these pairs of vectors."""
-    return torch.stack([torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in pairs], dim=1)
+    """Return a_r·b_r of every row, in few operations.
+
+    Args:
+        vectors: the vectors; neighbours that are pairs lead.
+        pairs: all squares, in the order of the vectors; those neighbours; others.
+    """
+    stacked, names = torch.stack(list(vectors.values())), tuple(vectors)
+    chain = len(set(pairwise(names)) & set(pairs))
+    found = [torch.linalg.vector_norm(stacked, dim=2).square()]
+    if chain:
+        found += ((stacked[:chain] * stacked[1 : chain + 1]).sum(2),)
+    for a, b in pairs[len(names) + chain :]:
+        found += ((vectors[a] * vectors[b]).sum(1)[None],)
+    return torch.cat(found).t()
 
 
 def norms(tensor: Tensor) -> Float[Tensor, " parts"]:

@@ -6,6 +6,7 @@ Unknown fields are None. The records of several ranks are merged into a record o
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -44,22 +45,25 @@ class Vector(str, Enum):
 
 Pairs = tuple[tuple[Vector, Vector], ...]
 
-# The pairs of vectors whose dot products are in `LayerSums.realised`.
-REALISED: Pairs = (
-    *((Vector.MOVED, Vector.MOVED), (Vector.MOVED, Vector.G), (Vector.MOVED, Vector.D)),
-    *((Vector.D, Vector.D), (Vector.D, Vector.G), (Vector.BEYOND, Vector.BEYOND)),
-)
+
+def _pairs(
+    vectors: Sequence[Vector], chain: Sequence[Vector], *others: tuple[Vector, Vector]
+) -> Pairs:
+    """Return all squares of vectors, then neighbours in a chain that leads them, then others."""
+    return (*((v, v) for v in vectors), *pairwise(chain), *others)
 
 
 @cache
 def pairs_of(vectors: tuple[Vector, ...]) -> Pairs:
-    """Return the pairs of a row's vectors whose dot products measures need: see `LayerSums`.
+    """Return the pairs of a row's vectors whose dot products measures need: see `LayerSums`."""
+    own, e, G, d, bias, *_ = Vector
+    chain = [v for v in (own, e, G, d, bias) if v in vectors]
+    return _pairs(vectors, chain, *([(own, G)] if own in vectors else []))
 
-    All squares come first, then the products of neighbours among own, e, G, d and bias, then own·G.
-    """
-    chain = [v for v in (Vector.OWN, Vector.E, Vector.G, Vector.D, Vector.BIAS) if v in vectors]
-    own = ((Vector.OWN, Vector.G),) if Vector.OWN in vectors else ()
-    return (*((v, v) for v in vectors), *pairwise(chain), *own)
+
+# The vectors, and the pairs of them, whose dot products are in `LayerSums.realised`.
+_MOVES = (Vector.G, Vector.D, Vector.MOVED, Vector.BEYOND)
+REALISED = _pairs(_MOVES, _MOVES[:3], (Vector.G, Vector.MOVED))
 
 
 @cache
@@ -370,7 +374,7 @@ class LayerSums(Generic[T]):
         totals: sums over all rows.
         common: sums for `common_share`.
         asked_common: whether `common` was requested.
-        realised: (rows, 6), the dot products of `REALISED`.
+        realised: (rows, 7), the dot products of `REALISED`.
         attainable: `attainable_cosine`, over all rows.
         ceiling: sums for `attainable_cosine`, of one of several ranks.
         own: dot products for a layer whose parameters other layers use too.

@@ -91,8 +91,9 @@ def _plain(rows: RowVectors, features: Features) -> RowProducts:
         vectors[Vector.D] = added(by_weight, by_bias)
         if by_weight is not None and by_bias is not None:
             vectors[Vector.BIAS] = by_bias
-    named = tuple([vector for vector in Vector if vector in vectors])
-    return RowProducts(named, dots.of_rows(vectors, pairs_of(named)), scale, of_groups)
+    ordered = {vector: vectors[vector] for vector in Vector if vector in vectors}
+    named = tuple(ordered)
+    return RowProducts(named, dots.of_rows(ordered, pairs_of(named)), scale, of_groups)
 
 
 def _fused(rows: RowVectors, features: Features) -> RowProducts | None:

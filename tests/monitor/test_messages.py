@@ -279,7 +279,7 @@ def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
     check(layer())
     wrong: list[dict[str, Any]] = [
         *({"products": np.ones((4, 6))}, {"products": np.ones((5, 7))}, {"products": np.ones(4)}),
-        *({"realised": np.ones((4, 5))}, {"vectors": (Vector.G,)}, {"blocks": None}),
+        *({"realised": np.ones((4, 6))}, {"vectors": (Vector.G,)}, {"blocks": None}),
         {"scale": np.ones(3)},
         *({"blocks": {"sums": of}} for of in (np.ones(3), np.array(1.0))),
         *({"blocks": {"entries": of}} for of in (np.ones(7), np.ones((8, 1)))),
