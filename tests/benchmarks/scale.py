@@ -112,16 +112,16 @@ def cost(job: Job) -> Cost:
         flops += k * (4 * R * P + 4 * P / S)
         # θ: copied 2, subtracted 3, norms of γ and w 2, ⟨w, γ⟩ 4, the fixed vector 2; e and d 2.
         # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
-        per_row = (4 * n + 41 * m) * R
+        per_row = (4 * n + 55 * m) * R
         moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
         # A copy of θ; features, G, e, z and other rows' contributions, from the forward pass on;
         # and for the layer being read, d, its parts and all vectors side by side; for a sharded
         # layer the unsharded parameter in float32, twice while it is gathered.
         held += k * (b * P / S + 4 * R * (n + 4 * m))
-        largest = max(largest, 4 * R * 9 * m + (2 * 4 * P if S > 1 else 0))
+        largest = max(largest, 4 * R * 12 * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
-        sent += k * (22_000 + 16 * n + 112 * kept) if N > 1 else 0
+        sent += k * (30_000 + 16 * (n + min(m, 1024)) + 104 * kept) if N > 1 else 0
     tables = job.due * job.looked_up
     moved += 13 * b * tables / S
     held += b * tables / S
