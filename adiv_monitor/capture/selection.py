@@ -30,6 +30,7 @@ from adiv_monitor.capture.weights.shards import (
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
+from adiv_monitor.printable import quoted
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -496,8 +497,8 @@ def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
 
 
 def listed(paths: Sequence[str]) -> str:
-    """Return a list of paths for use in a sentence, shortened if there are many."""
-    shown = ", ".join(path or "the model itself" for path in paths[:3])
+    """Return paths in quotes for use in a sentence: three of them, and how many more there are."""
+    shown = ", ".join(map(quoted, paths[:3]))
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 

@@ -14,7 +14,7 @@ from adiv_monitor.diagnosis.verdict import running_headline, untold
 from adiv_monitor.pictures.grid import Grid, grids
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
 from adiv_monitor.pictures.picture import Picture
-from adiv_monitor.printable import markdown, printable
+from adiv_monitor.printable import markdown, printable, quoted
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.report.blocks import common_stem
 from adiv_monitor.report.wording import listed
@@ -177,7 +177,7 @@ def _said(findings: Iterable[Finding]) -> list[str]:
     """Return one paragraph per finding: title, layers and first advice."""
     said: list[str] = []
     for finding in findings:
-        where = f": {listed(list(finding.layers))}" if finding.layers else ""
+        where = f": {listed([*map(quoted, finding.layers)])}" if finding.layers else ""
         fixes = finding.advice if finding.strength != "note" else ()
         advice = f" To try: {fixes[0].text}." if fixes else ""
         title = f"{finding_title(finding.name)} ({finding.strength})"

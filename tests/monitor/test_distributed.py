@@ -673,7 +673,7 @@ def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
     first, second = (own["layer_that_fails_in_one"] for own in found[2])
     assert first == second
     assert first.notes == (
-        "Rows of 0 are missing from other ranks: estimated from their rows alone.",
+        "Rows of '0' are missing from other ranks. Their readings are estimated from rows alone.",
     )
     assert [reading.rows_seen for reading in first.layers.values()] == [4, 8]
     assert first.unsupported == {}

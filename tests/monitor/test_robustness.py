@@ -78,8 +78,8 @@ def test_a_loss_that_is_not_finite(factor: float) -> None:
         )
     assert len(reports) == 3
     assert reports[0].notes == (
-        "The gradient of 0, 2, 4 is not finite.",
-        "The update of 0, 2, 4 is not finite.",
+        "The gradient of '0', '2', '4' is not finite.",
+        "The update of '0', '2', '4' is not finite.",
     )
     assert reports[0].layers["4"].non_finite == ("gradient", "update")
     assert reports[0].first_non_finite == ("gradient", "4")

@@ -182,7 +182,7 @@ def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
         in_three(model)
 
     report, expected = Step().measured(SEEN, backward=late)
-    assert any("embed" in note and "from their rows alone" in note for note in report.notes)
+    assert any("embed" in note and "from rows alone" in note for note in report.notes)
     reading = report.layers["embed"]
     assert reading.standard_error["descent"] > 0
     off = abs(reading.descent - expected["embed"])
