@@ -102,7 +102,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Create and attach the monitor: optimizer and checkpoint are there by now."""
+        """Create and attach the monitor, now that the optimizer and the checkpoint are loaded."""
         self.close()  # where the last training failed
         trainer = _calling_trainer()
         self._check(trainer)
@@ -240,7 +240,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         }
 
     def _count_on(self, monitor: Monitor, state: "TrainerState") -> None:
-        """Where the checkpoint's monitor was, or, if there was none, where its Trainer was."""
+        """Continue to count at the step of the checkpoint's monitor, else of its Trainer."""
         saved = _states(state).get(type(self).__name__, {})
         latest = saved[-1] if isinstance(saved, list) else saved  # of several: they count the same
         counted = latest.get("attributes", {}).get("_counted")
@@ -264,12 +264,12 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         return int(state.logging_steps)
 
     def _check(self, trainer: Trainer) -> None:
-        """Refuse what would be lost, or be there too late."""
+        """Raise ValueError for settings that would lose state or read a metric before it is set."""
         if self._lost:
             raise ValueError(
-                "DivergenceTrainerCallback: restore_callback_states_from_checkpoint=True makes it "
-                f"from the checkpoint, which can't hold its {' and '.join(self._lost)}; expected "
-                "False: step numbers go on without it"
+                "DivergenceTrainerCallback: restore_callback_states_from_checkpoint=True creates "
+                f"it from the checkpoint, without its {' and '.join(self._lost)}; expected "
+                "False: step numbers continue without it"
             )
         metric = _followed(trainer.args)
         if metric is None:
@@ -284,25 +284,25 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         earlier = callbacks[: callbacks.index(self)]
         if any(isinstance(callback, EarlyStoppingCallback) for callback in earlier):
             raise ValueError(
-                f"DivergenceTrainerCallback: got an EarlyStoppingCallback before it, which looks "
-                f"for {metric!r} before it is there; expected the other order: "
+                f"DivergenceTrainerCallback: got an EarlyStoppingCallback before it, which "
+                f"reads {metric!r} before it is set; expected the other order: "
                 "callbacks=[DivergenceTrainerCallback(), EarlyStoppingCallback()]"
             )
 
 
 def _states(state: "TrainerState") -> dict[str, Any]:
-    """Class name → what the callback's `state()` said; a list of it where there are several."""
+    """Return the callbacks' `state()` by class name; a list of them for several of one class."""
     return cast(dict[str, Any], state.stateful_callbacks)
 
 
 def _followed(args: "TrainingArguments") -> str | None:
-    """The metric of the best model, if it is a summary of ours."""
+    """Return the name of the best model's metric if the monitor provides it; else None."""
     metric = (args.metric_for_best_model or "").removeprefix("eval_")
     return metric if metric.startswith("adiv.") else None
 
 
 def _calling_trainer() -> Trainer:
-    """The Trainer whose event is handled: events don't say, but one of its methods has called."""
+    """Return the Trainer whose event is handled, from the stack: events do not name it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -310,8 +310,8 @@ def _calling_trainer() -> Trainer:
             return found
         frame = frame.f_back
     raise ValueError(
-        "DivergenceTrainerCallback: got an event that no transformers.Trainer has called, expected "
-        "one that does; in a loop of your own, use adiv_monitor.Monitor"
+        "DivergenceTrainerCallback: got an event that was not called by a transformers.Trainer, "
+        "expected one that was; in a loop of your own, use adiv_monitor.Monitor"
     )
 
 
@@ -322,11 +322,11 @@ _WORK = ("get_batch_samples", _TRAINS, "evaluate")
 
 
 class _Watched:
-    """A method of the Trainer's, while it trains: tells when it raises, and what it has given."""
+    """Wraps a method of the Trainer, and reports its results and exceptions to listeners."""
 
     def __init__(self, method: Callable[..., Any], is_own: bool) -> None:
         self.method = method
-        self.is_own = is_own  # somebody has set it on this very Trainer
+        self.is_own = is_own  # whether it was set on this instance of the Trainer
         self.failed: list[Callable[[], None]] = []
         self.gave: list[Callable[[Any], None]] = []
         update_wrapper(self, method)
@@ -357,7 +357,7 @@ def _listen(trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[A
 def _unlisten(
     trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[Any], None]
 ) -> None:
-    """Take back `_listen`; with the last listener the Trainer is as it was."""
+    """Undo `_listen`; without listeners the Trainer has its own methods again."""
     for name in _WORK:
         watched = getattr(trainer, name)
         watched.failed.remove(failed)

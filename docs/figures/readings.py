@@ -99,7 +99,7 @@ def rates(steps: int) -> Figure:
 
 
 def layers(steps: int) -> Figure:
-    """`update_ratio` and `effective_lr`, median of the steps, where one layer has its own learning rate."""
+    """`update_ratio` and `effective_lr`, where one layer has its own learning rate."""
     figure, axes = panels()
     for colour, factor, said in ((GREY, 1, "one learning rate"), (BLUE, 0.001, "layer 4: × 0.001")):
         model = network(hidden=5)

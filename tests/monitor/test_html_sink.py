@@ -299,7 +299,7 @@ def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["run.json", "run.md"])
 def test_no_file_of_somebody_else_is_replaced_beside_the_page(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"mine": 1}')
-    with pytest.raises(FileExistsError, match=f"{name}, which is another's file"):
+    with pytest.raises(FileExistsError, match=f"{name}, which it did not write"):
         HtmlSink(tmp_path / "run.html")
     (tmp_path / name).unlink()
     for _ in range(2):  # the sink's own pages are replaced

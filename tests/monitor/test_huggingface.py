@@ -487,7 +487,7 @@ def test_other_products_get_the_layers(make: Make, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "product", Product)
     product = Product()
     trainer = make(product, DivergenceTrainerCallback(4, measures=["scale_cv"], on_error="raise"))
-    with pytest.warns(UserWarning, match=r"Product takes numbers alone; .*HtmlSink"):
+    with pytest.warns(UserWarning, match=r"Product takes numbers only; .*HtmlSink"):
         trainer.train()
     tags = {"adiv.scale_cv/net.0", "adiv.scale_cv/net.3", *summary_tags("scale_cv").values()}
     tags |= {"adiv.summary/coverage", "epoch"}
