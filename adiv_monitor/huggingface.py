@@ -14,7 +14,7 @@ from adiv_monitor.callback_monitor import (
     CallbackMonitor,
     CallbackOptions,
     Settings,
-    tell_why,
+    log_stop,
     with_options,
 )
 from adiv_monitor.errors import AlarmError
@@ -90,7 +90,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
-        self._told: AlarmError | None = None  # why training stops
+        self._reason: AlarmError | None = None  # why training stops
         self.monitor: CallbackMonitor | None = None
 
     # --- events of the Trainer -------------------------------------------------------------------
@@ -156,9 +156,9 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         if error is None:
             return
         control.should_training_stop = True
-        if self._told is not error and state.is_world_process_zero:
-            tell_why(error)
-        self._told = error
+        if self._reason is not error and state.is_world_process_zero:
+            log_stop(error)
+        self._reason = error
 
     def on_evaluate(
         self,
@@ -249,7 +249,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         else:
             monitor.step = state.global_step
 
-    # --- what the Trainer was told ---------------------------------------------------------------
+    # --- settings of the Trainer ------------------------------------------------------------------
 
     def _interval(self, args: "TrainingArguments", state: "TrainerState") -> int:
         if self._every_n_steps is not None:
@@ -328,7 +328,7 @@ class _Watched:
         self.method = method
         self.is_own = is_own  # whether it was set on this instance of the Trainer
         self.failed: list[Callable[[], None]] = []
-        self.gave: list[Callable[[Any], None]] = []
+        self.returned: list[Callable[[Any], None]] = []
         update_wrapper(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,12 +338,12 @@ class _Watched:
             for failed in tuple(self.failed):
                 failed()
             raise
-        for gave in self.gave:
-            gave(given)
+        for listener in self.returned:
+            listener(given)
         return given
 
 
-def _listen(trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[Any], None]) -> None:
+def _listen(trainer: Trainer, failed: Callable[[], None], on_loss: Callable[[Any], None]) -> None:
     for name in _WORK:
         method = getattr(trainer, name)
         if not isinstance(method, _Watched):
@@ -351,18 +351,16 @@ def _listen(trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[A
             setattr(trainer, name, method)
         method.failed.append(failed)
         if name == _TRAINS:
-            method.gave.append(gave_loss)
+            method.returned.append(on_loss)
 
 
-def _unlisten(
-    trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[Any], None]
-) -> None:
+def _unlisten(trainer: Trainer, failed: Callable[[], None], on_loss: Callable[[Any], None]) -> None:
     """Undo `_listen`; without listeners the Trainer has its own methods again."""
     for name in _WORK:
         watched = getattr(trainer, name)
         watched.failed.remove(failed)
         if name == _TRAINS:
-            watched.gave.remove(gave_loss)
+            watched.returned.remove(on_loss)
         if watched.failed:
             continue
         if watched.is_own:

@@ -18,7 +18,7 @@ from adiv_monitor.callback_monitor import (
     CallbackMonitor,
     CallbackOptions,
     Settings,
-    tell_why,
+    log_stop,
     with_options,
 )
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
@@ -100,7 +100,7 @@ class DivergenceCallback(Callback):
         self._published: dict[str, StepReport] = {}
         self._begun: dict[str, int] = {}  # steps taken when the batch began
         self._backwards = 0  # in the batch
-        self._told: AlarmError | None = None  # why it stops
+        self._reason: AlarmError | None = None  # why it stops
         self.monitors: dict[str, CallbackMonitor] = {}
 
     @property
@@ -293,9 +293,9 @@ class DivergenceCallback(Callback):
         if error is None:
             return
         trainer.should_stop = True
-        if self._told is not error and trainer.is_global_zero:
-            tell_why(error)
-        self._told = error
+        if self._reason is not error and trainer.is_global_zero:
+            log_stop(error)
+        self._reason = error
 
     def _close(self) -> None:
         for monitor in self.monitors.values():

@@ -455,8 +455,8 @@ class Monitor:
         if not is_state or int(state["step"]) < 0:
             got = sorted(state) if isinstance(state, Mapping) else state
             raise ValueError(
-                f"Monitor.load_state_dict: got {got!r}, expected what Monitor.state_dict() returns, "
-                "with at least a 'step' and the state of a 'generator'"
+                f"Monitor.load_state_dict: got {got!r}, expected what Monitor.state_dict() "
+                "returns, with at least a 'step' and the state of a 'generator'"
             )
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]

@@ -421,8 +421,8 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
                 continue
             if parallel and any(id(p) in parallel.placements for p in held_here.values()):
                 unsupported[path] = (
-                    f"{type(module).__module__}.{type(module).__qualname__}: its rule was not told "
-                    "how its rows lie on the ranks (tensor parallelism)"
+                    f"{type(module).__module__}.{type(module).__qualname__}: its rule does not "
+                    "know how its rows are placed on the ranks (tensor parallelism)"
                 )
                 continue
             rules[module] = rule
@@ -513,7 +513,7 @@ def _unusable(parameter: Tensor, made_whole: Collection[int], parallel: Peers | 
         if (why := why_unusable(parameter, made_whole, parallel)) is not None:
             return why
     elif type(parameter.data) is not Tensor:
-        return f"is a {type(parameter.data).__name__}, of which one rank sees only a part"
+        return f"is a {type(parameter.data).__name__}, of which one rank holds only a part"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}: only real floating-point parameters are measured"
     if parameter.is_meta:

@@ -169,8 +169,8 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
         parts.append("\n".join(f"{i}. {markdown(a.text)}" for i, a in enumerate(finding.advice, 1)))
         if finding.not_advised:
             parts.append(f"What would not help: {markdown(finding.not_advised)}")
-    told = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
-    return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{told}"])
+    open_questions = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
+    return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{open_questions}"])
 
 
 def _said(findings: Iterable[Finding]) -> list[str]:

@@ -203,7 +203,7 @@ def test_attention_and_what_really_happened_are_in_it(tmp_path: Path) -> None:
     sink.close()
     text = (tmp_path / "run.html").read_text()
     assert "block.<wbr>0" in text
-    assert "really -0.250" in text
+    assert "real change -0.250" in text
 
 
 def test_nothing_is_written_without_a_report(tmp_path: Path) -> None:

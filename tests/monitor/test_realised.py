@@ -801,7 +801,7 @@ def test_a_loss_that_was_not_seen_is_said() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     report = trained(model, sgd, seeded(batches[:1]), realised=nn.CrossEntropyLoss())
     assert report.realised_loss_change is None
-    assert any("How the loss really changed is not known" in note for note in report.notes)
+    assert any("The real change of the loss is not known" in note for note in report.notes)
     assert report.layers["head"].realised_cosine is not None
 
 
