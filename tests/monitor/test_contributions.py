@@ -111,7 +111,7 @@ class Keys(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_a_gradient_that_is_rounding_nothing_is_concluded(dtype: torch.dtype) -> None:
+def test_a_gradient_of_rounding_errors_leads_to_no_conclusion(dtype: torch.dtype) -> None:
     """A gradient of rounding errors differs between devices and ranks; it changes no reading."""
     torch.manual_seed(0)
     model, x = Keys().to(dtype), torch.randn(16, 12, 8, dtype=dtype)
@@ -245,7 +245,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_it_is_told_of_every_kind_of_layer(layer: str) -> None:
+def test_a_penalty_is_noted_for_every_kind_of_layer(layer: str) -> None:
     """A penalty is noted for every kind of layer; without it there is no such note."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), LAYERS[layer]())
@@ -471,7 +471,7 @@ def test_contributions_that_no_node_hands_on_are_not_known() -> None:
     assert mine.is_known and not others.is_known
 
 
-def test_of_a_parameter_that_was_handed_nothing_nothing_is_said() -> None:
+def test_a_parameter_without_a_contribution_leads_to_no_conclusion() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     found = GradientShare(parameter)
     with torch.no_grad():
@@ -484,7 +484,7 @@ def test_of_a_parameter_that_was_handed_nothing_nothing_is_said() -> None:
     assert found.entries() is None
 
 
-def test_of_gradients_that_lie_otherwise_nothing_is_known() -> None:
+def test_gradients_of_another_memory_layout_have_no_entries() -> None:
     parameter = nn.Parameter(torch.rand(3, 4))
     found = GradientShare(parameter)
     (parameter * 2).sum().backward()

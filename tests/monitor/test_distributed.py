@@ -709,7 +709,7 @@ def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
         assert own["training_of_its_own"][0].notes == ()
 
 
-def test_one_process_alone_in_its_group_is_told_nothing() -> None:
+def test_one_rank_alone_in_its_group_receives_nothing() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model, optimizer, x = small(0)

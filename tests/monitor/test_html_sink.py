@@ -235,7 +235,7 @@ def test_what_is_looked_for_are_findings() -> None:
     assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
 
 
-def test_of_a_model_without_maps_only_what_was_looked_at_is_ticked() -> None:
+def test_a_model_without_maps_has_ticks_only_at_what_was_examined() -> None:
     running = Running()
     layers = {"a": reading(kind="embedding")}
     running.add(report(layers=layers, losses=dict.fromkeys(range(20), 1.0)))

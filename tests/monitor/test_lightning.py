@@ -330,7 +330,7 @@ def test_by_hand_the_loss_is_known_where_one_step_was_taken(
 
 
 @pytest.mark.filterwarnings("ignore:.*was not measured. the optimizer evaluated")
-def test_of_several_evaluations_of_a_batch_no_loss_is_known() -> None:
+def test_several_evaluations_of_a_batch_have_no_known_loss() -> None:
     """Lightning keeps the last evaluation's loss, whose weights are not those before the step."""
     model = collecting(
         pl, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)

@@ -776,7 +776,7 @@ def test_autocast_is_on_again() -> None:
     assert any("hardly more than rounding" in note for note in report.notes)
 
 
-def test_of_several_losses_those_count_that_made_the_gradient() -> None:
+def test_the_losses_that_made_the_gradient_count() -> None:
     """A loss that is only read, one of another model and one of an evaluation do not count."""
     model, batches = made("residual")
     model.eval()

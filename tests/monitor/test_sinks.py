@@ -418,7 +418,7 @@ def test_what_has_no_name_is_described() -> None:
         (0.0, "0%"),
     ],
 )
-def test_all_is_said_of_all_only(share: float, shown: str) -> None:
+def test_only_an_exact_share_is_shown_as_0_or_100_percent(share: float, shown: str) -> None:
     assert percent(share) == shown
     assert f" {shown} of the" in printed(report(coverage=share))
 
