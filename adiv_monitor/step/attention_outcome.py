@@ -15,9 +15,8 @@ _OTHERWISE = (
     "more than its inputs on these samples (BatchNorm, a cache, random numbers?)"
 )
 _NO_SUM_OF_ROWS = (
-    "the gradient of its scores is not the sum over rows of known uses of parameters (queries "
-    "and keys share a weight, tokens are mixed before the scores, a layer scales its gradient, "
-    "or a use is not known)"
+    "it is not the sum over rows of known uses of parameters (queries and keys share a weight, "
+    "tokens are mixed before the scores, a layer scales its gradient, or a use is not known)"
 )
 
 
