@@ -665,7 +665,7 @@ def test_what_is_like_attention_and_is_none_does_no_harm() -> None:
     model = Inside(Odd(12, 3)).double()
     report = monitored(model)
     assert not report.attention
-    assert [note for note in report.notes if "parts.0 is not measured" in note]
+    assert [note for note in report.notes if "parts.0' is not measured" in note]
 
 
 def test_attention_that_the_loss_does_not_see_is_said() -> None:
@@ -676,7 +676,8 @@ def test_attention_that_the_loss_does_not_see_is_said() -> None:
     report = monitored(model, step=step)
     assert not report.attention
     assert (
-        "Attention of parts.1 is not measured: no gradient reached it in this step." in report.notes
+        "Attention of 'parts.1' is not measured: no gradient reached it in this step."
+        in report.notes
     )
 
 
