@@ -14,7 +14,7 @@ EVERYWHERE = {
     r"wards?": "fault benchmark",
     r"takes of the cosine": "lowers the cosine",
     r"lent": "borrowed",
-    r"(several|other|all|single|each|every|first|number of) process(es)?": "rank",
+    r"(several|all|single|each|every|first|number of) process(es)?": "rank",
     r"effective rate": "effective learning rate",
     r"dealt": "partitioned across ranks",
     r"idle rows?": "zero-gradient rows (of the measure: `idle_share`)",
