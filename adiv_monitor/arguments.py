@@ -42,7 +42,7 @@ def check_training(model: object, optimizer: object, loss: object) -> None:
     if loss is not None and not callable(loss):
         raise TypeError(
             f"Monitor(loss=…): got {type(loss).__name__}, expected the module that computes the "
-            "loss, a function (what the model gave) → loss, or None"
+            "loss, a function (output of the model) → loss, or None"
         )
 
 
@@ -79,8 +79,7 @@ def check_layers(layers: object, layers_per_step: object, asked: Asked) -> None:
         if layers_per_step is not None and given not in (False, None):
             raise ValueError(
                 f"Monitor({name}=…): got it with layers_per_step={layers_per_step}, expected one "
-                "of the two: it takes a copy of all parameters, which layers in turn are there to "
-                "avoid"
+                "of the two: it copies all parameters, which layers_per_step is meant to avoid"
             )
     if isinstance(layers, str):
         raise TypeError(
@@ -183,12 +182,12 @@ def _check_realised(realised: object, optimizer: object) -> None:
     if not isinstance(realised, bool) and not callable(realised):
         raise TypeError(
             f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "
-            "that computes the loss, or a function (what the model gave) → loss"
+            "that computes the loss, or a function (output of the model) → loss"
         )
     if realised is not False and optimizer is None:
         raise ValueError(
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
-            "are to be followed"
+            "change the weights"
         )
 
 

@@ -122,6 +122,6 @@ class CallbackMonitor(Monitor):
         self.alarmed = self.alarmed or error
 
 
-def tell_why(error: AlarmError) -> None:
+def log_stop(error: AlarmError) -> None:
     """Log one line to the logger `adiv_monitor`: training stops, and which alarms stop it."""
     _logger.warning("%s", printable(f"adiv-monitor: training stops: {error}"))

@@ -14,7 +14,7 @@ from adiv_monitor.callback_monitor import (
     CallbackMonitor,
     CallbackOptions,
     Settings,
-    tell_why,
+    log_stop,
     with_options,
 )
 from adiv_monitor.errors import AlarmError
@@ -90,7 +90,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
-        self._told: AlarmError | None = None  # why training stops
+        self._reason: AlarmError | None = None  # why training stops
         self.monitor: CallbackMonitor | None = None
 
     # --- events of the Trainer -------------------------------------------------------------------
@@ -102,7 +102,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Create and attach the monitor: optimizer and checkpoint are there by now."""
+        """Create and attach the monitor, now that the optimizer and the checkpoint are loaded."""
         self.close()  # where the last training failed
         trainer = _calling_trainer()
         self._check(trainer)
@@ -156,9 +156,9 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         if error is None:
             return
         control.should_training_stop = True
-        if self._told is not error and state.is_world_process_zero:
-            tell_why(error)
-        self._told = error
+        if self._reason is not error and state.is_world_process_zero:
+            log_stop(error)
+        self._reason = error
 
     def on_evaluate(
         self,
@@ -240,7 +240,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         }
 
     def _count_on(self, monitor: Monitor, state: "TrainerState") -> None:
-        """Where the checkpoint's monitor was, or, if there was none, where its Trainer was."""
+        """Continue to count at the step of the checkpoint's monitor, else of its Trainer."""
         saved = _states(state).get(type(self).__name__, {})
         latest = saved[-1] if isinstance(saved, list) else saved  # of several: they count the same
         counted = latest.get("attributes", {}).get("_counted")
@@ -249,7 +249,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         else:
             monitor.step = state.global_step
 
-    # --- what the Trainer was told ---------------------------------------------------------------
+    # --- settings of the Trainer ------------------------------------------------------------------
 
     def _interval(self, args: "TrainingArguments", state: "TrainerState") -> int:
         if self._every_n_steps is not None:
@@ -264,12 +264,12 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         return int(state.logging_steps)
 
     def _check(self, trainer: Trainer) -> None:
-        """Refuse what would be lost, or be there too late."""
+        """Raise ValueError for settings that would lose state or read a metric before it is set."""
         if self._lost:
             raise ValueError(
-                "DivergenceTrainerCallback: restore_callback_states_from_checkpoint=True makes it "
-                f"from the checkpoint, which can't hold its {' and '.join(self._lost)}; expected "
-                "False: step numbers go on without it"
+                "DivergenceTrainerCallback: restore_callback_states_from_checkpoint=True creates "
+                f"it from the checkpoint, without its {' and '.join(self._lost)}; expected "
+                "False: step numbers continue without it"
             )
         metric = _followed(trainer.args)
         if metric is None:
@@ -284,25 +284,25 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         earlier = callbacks[: callbacks.index(self)]
         if any(isinstance(callback, EarlyStoppingCallback) for callback in earlier):
             raise ValueError(
-                f"DivergenceTrainerCallback: got an EarlyStoppingCallback before it, which looks "
-                f"for {metric!r} before it is there; expected the other order: "
+                f"DivergenceTrainerCallback: got an EarlyStoppingCallback before it, which "
+                f"reads {metric!r} before it is set; expected the other order: "
                 "callbacks=[DivergenceTrainerCallback(), EarlyStoppingCallback()]"
             )
 
 
 def _states(state: "TrainerState") -> dict[str, Any]:
-    """Class name → what the callback's `state()` said; a list of it where there are several."""
+    """Return the callbacks' `state()` by class name; a list of them for several of one class."""
     return cast(dict[str, Any], state.stateful_callbacks)
 
 
 def _followed(args: "TrainingArguments") -> str | None:
-    """The metric of the best model, if it is a summary of ours."""
+    """Return the name of the best model's metric if the monitor provides it; else None."""
     metric = (args.metric_for_best_model or "").removeprefix("eval_")
     return metric if metric.startswith("adiv.") else None
 
 
 def _calling_trainer() -> Trainer:
-    """The Trainer whose event is handled: events don't say, but one of its methods has called."""
+    """Return the Trainer whose event is handled, from the stack: events do not name it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -310,8 +310,8 @@ def _calling_trainer() -> Trainer:
             return found
         frame = frame.f_back
     raise ValueError(
-        "DivergenceTrainerCallback: got an event that no transformers.Trainer has called, expected "
-        "one that does; in a loop of your own, use adiv_monitor.Monitor"
+        "DivergenceTrainerCallback: got an event that was not called by a transformers.Trainer, "
+        "expected one that was; in a loop of your own, use adiv_monitor.Monitor"
     )
 
 
@@ -322,13 +322,13 @@ _WORK = ("get_batch_samples", _TRAINS, "evaluate")
 
 
 class _Watched:
-    """A method of the Trainer's, while it trains: tells when it raises, and what it has given."""
+    """Wraps a method of the Trainer, and reports its results and exceptions to listeners."""
 
     def __init__(self, method: Callable[..., Any], is_own: bool) -> None:
         self.method = method
-        self.is_own = is_own  # somebody has set it on this very Trainer
+        self.is_own = is_own  # whether it was set on this instance of the Trainer
         self.failed: list[Callable[[], None]] = []
-        self.gave: list[Callable[[Any], None]] = []
+        self.returned: list[Callable[[Any], None]] = []
         update_wrapper(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,12 +338,12 @@ class _Watched:
             for failed in tuple(self.failed):
                 failed()
             raise
-        for gave in self.gave:
-            gave(given)
+        for listener in self.returned:
+            listener(given)
         return given
 
 
-def _listen(trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[Any], None]) -> None:
+def _listen(trainer: Trainer, failed: Callable[[], None], on_loss: Callable[[Any], None]) -> None:
     for name in _WORK:
         method = getattr(trainer, name)
         if not isinstance(method, _Watched):
@@ -351,18 +351,16 @@ def _listen(trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[A
             setattr(trainer, name, method)
         method.failed.append(failed)
         if name == _TRAINS:
-            method.gave.append(gave_loss)
+            method.returned.append(on_loss)
 
 
-def _unlisten(
-    trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[Any], None]
-) -> None:
-    """Take back `_listen`; with the last listener the Trainer is as it was."""
+def _unlisten(trainer: Trainer, failed: Callable[[], None], on_loss: Callable[[Any], None]) -> None:
+    """Undo `_listen`; without listeners the Trainer has its own methods again."""
     for name in _WORK:
         watched = getattr(trainer, name)
         watched.failed.remove(failed)
         if name == _TRAINS:
-            watched.gave.remove(gave_loss)
+            watched.returned.remove(on_loss)
         if watched.failed:
             continue
         if watched.is_own:

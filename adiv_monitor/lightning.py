@@ -18,7 +18,7 @@ from adiv_monitor.callback_monitor import (
     CallbackMonitor,
     CallbackOptions,
     Settings,
-    tell_why,
+    log_stop,
     with_options,
 )
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
@@ -100,12 +100,12 @@ class DivergenceCallback(Callback):
         self._published: dict[str, StepReport] = {}
         self._begun: dict[str, int] = {}  # steps taken when the batch began
         self._backwards = 0  # in the batch
-        self._told: AlarmError | None = None  # why it stops
+        self._reason: AlarmError | None = None  # why it stops
         self.monitors: dict[str, CallbackMonitor] = {}
 
     @property
     def state_key(self) -> str:
-        """The key of the state in a checkpoint; callbacks that watch other layers have another."""
+        """The key of the state in a checkpoint; it depends on the layers that are measured."""
         # A predicate's own repr holds an address, which the next process would not find again.
         layers = self._settings.layers
         named = getattr(layers, "__qualname__", type(layers).__name__)
@@ -131,7 +131,7 @@ class DivergenceCallback(Callback):
         if self._every_n_steps is None and not self._interval(trainer):
             raise ValueError(
                 "DivergenceCallback: every_n_steps=None follows Trainer(log_every_n_steps=0), "
-                "which is never; expected DivergenceCallback(every_n_steps=1) or more"
+                "so it would never measure; expected DivergenceCallback(every_n_steps=1) or more"
             )
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -152,7 +152,7 @@ class DivergenceCallback(Callback):
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", *args: Any
     ) -> None:
-        """Remember to which step the batch belongs."""
+        """Store the number of the step to which the batch belongs."""
         self._begun = {name: monitor.step for name, monitor in self.monitors.items()}
         self._backwards = 0
 
@@ -196,7 +196,7 @@ class DivergenceCallback(Callback):
         self._close()
 
     def _log_loss(self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any) -> None:
-        """Let the monitor know the batch's loss, if it is clear to which step it belongs."""
+        """Log the batch's loss, if the step to which it belongs is known."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor) or not loss.numel():
             return
@@ -222,7 +222,9 @@ class DivergenceCallback(Callback):
         self, trainer: "Trainer", pl_module: "LightningModule"
     ) -> dict[str, CallbackMonitor]:
         if not trainer.optimizers:
-            raise ValueError("DivergenceCallback: got a fit without an optimizer, expected one")
+            raise ValueError(
+                "DivergenceCallback: got a Trainer without optimizers, expected at least one"
+            )
         choices: dict[str, LayerChoice] = {"": self._settings.layers}
         if len(trainer.optimizers) > 1:
             choices = _shares(pl_module, trainer.optimizers, self._settings.layers)
@@ -246,24 +248,24 @@ class DivergenceCallback(Callback):
         if not self._settings.sinks and not any(takes_pictures(sink) for sink in loggers):
             kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(
-                f"DivergenceCallback: {kinds} takes numbers alone; for findings and heat maps: "
+                f"DivergenceCallback: {kinds} takes numbers only; for findings and heat maps pass "
                 "DivergenceCallback(sinks=[HtmlSink('run.html')])",
                 stacklevel=2,
             )
         return [*loggers, *self._settings.sinks]
 
     def _announce(self, trainer: "Trainer") -> None:
-        """A checkpoint refuses a metric that does not exist, and skips one that is None."""
+        """Set metrics to None, which a checkpoint skips; it refuses metrics that do not exist."""
         for name in self.monitors:
             for metric in self._metrics(name).to_follow(self._arguments):
                 trainer.callback_metrics.setdefault(metric, None)  # type: ignore[arg-type]
 
     def _metrics(self, name: str) -> Metrics:
-        """What is logged of one of the monitors."""
+        """Return the metrics that are logged for one of the monitors."""
         return replace(self._settings.metrics, name=name)
 
     def _publish(self, trainer: "Trainer") -> None:
-        """Offer the summaries of new reports where callbacks and the progress bar look."""
+        """Write the summaries of new reports to the metrics of callbacks and progress bar."""
         first = self._settings.metrics.followed[0]
         shown = f"{first}_{WORST.get(first, 'max')}"
         for name, monitor in self.monitors.items():
@@ -286,14 +288,14 @@ class DivergenceCallback(Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: "Trainer") -> None:
-        """Stop by the first alarm of those that stop."""
+        """Stop the training if an alarm requires it; the first such alarm is the reason."""
         error = next((m.alarmed for m in self.monitors.values() if m.alarmed), None)
         if error is None:
             return
         trainer.should_stop = True
-        if self._told is not error and trainer.is_global_zero:
-            tell_why(error)
-        self._told = error
+        if self._reason is not error and trainer.is_global_zero:
+            log_stop(error)
+        self._reason = error
 
     def _close(self) -> None:
         for monitor in self.monitors.values():
@@ -303,9 +305,9 @@ class DivergenceCallback(Callback):
 def _shares(
     model: nn.Module, optimizers: Sequence[Optimizer], layers: LayerChoice
 ) -> dict[str, LayerChoice]:
-    """By name of the optimizer, the chosen layers that it answers for; those without any left out.
+    """Return the chosen layers of each optimizer, by its name; without optimizers that have none.
 
-    What no optimizer holds goes to the first, whose report then says so.
+    The first optimizer also gets the layers that no optimizer holds; its report lists them.
     """
     held = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
     anyones = set().union(*held)
@@ -322,5 +324,5 @@ def _shares(
     modules = list(named_modules(model))
     filled = [name for name, choice in shares.items() if any(choice(*m) for m in modules)]
     if not filled:
-        return {"": layers}  # Monitor will refuse it, and say what there is to choose from
+        return {"": layers}  # Monitor refuses it, and lists the layers that exist
     return {name: shares[name] for name in filled}

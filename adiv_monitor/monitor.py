@@ -52,7 +52,7 @@ _never_attached: WeakSet["Monitor"] = WeakSet()
 
 @atexit.register
 def _check_all() -> None:
-    """What is still there when the program ends is not always collected."""
+    """Check the monitors that exist at the end of the program, as not all are collected then."""
     for monitor in list(_never_attached):
         monitor._check_attached()
 
@@ -207,7 +207,7 @@ class Monitor:
         self._follow_weights()
 
     def _follow_weights(self) -> None:
-        """From now on `_check_attached` knows whether weights were changed."""
+        """Record the versions of the weights, for `_check_attached`."""
         self._versions = [*map(version, self._sample)]  # copies of tensors count from their own
         _never_attached.add(self)
 
@@ -215,7 +215,7 @@ class Monitor:
         self._check_attached()
 
     def _check_attached(self) -> None:
-        """Warn, once, if weights were changed, be it by training, and this monitor not attached."""
+        """Warn once if weights were changed although this monitor was never attached."""
         if "_versions" not in vars(self) or self._state != "new":
             return
         if [*map(version, self._sample)] != self._versions:
@@ -279,13 +279,13 @@ class Monitor:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy: of a monitor that is attached there is none."""
+        """Return the state for a copy or a pickle; an attached monitor has neither."""
         if self._state == "attached":
             raise AdivError(
                 "Monitor: got a copy, or a pickle, of a monitor that is attached, expected none: "
-                "it holds hooks on its model; give the copy of the model a Monitor of its own"
+                "it holds hooks on its model; create a new Monitor for the copy of the model"
             )
-        # They are of the optimizer that was followed, and of the model that was selected from.
+        # The hooks belong to the optimizer, and the selection to the model, of the original.
         return {**vars(self), "_hooks": [], "_selected": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -354,13 +354,13 @@ class Monitor:
         self._outlet.add_last_losses(self._losses.take(self.step))
 
     def _take_off(self) -> None:
-        """Take every hook off, if it is on; if that is interrupted, it can be done again."""
+        """Remove every hook that is set; it can be called again if it was interrupted."""
         hooks = (partial(take_off, self._optimizer, hook) for hook in self._hooks)
         seen = () if self._loss_hook is None else (self._loss_hook.remove,)
         call_all(self._controller.release, *seen, *hooks)
 
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
-        """Run what the training calls; where that is left by an exception, no hook is left."""
+        """Run an action within the training; an exception that leaves it removes all hooks."""
         try:
             with ThreadState():
                 return self._failures.safely(action, *args)
@@ -455,8 +455,8 @@ class Monitor:
         if not is_state or int(state["step"]) < 0:
             got = sorted(state) if isinstance(state, Mapping) else state
             raise ValueError(
-                f"Monitor.load_state_dict: got {got!r}, expected what Monitor.state_dict() gave: a "
-                "dictionary with at least the number of a 'step' and the state of a 'generator'"
+                f"Monitor.load_state_dict: got {got!r}, expected what Monitor.state_dict() "
+                "returns, with at least a 'step' and the state of a 'generator'"
             )
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]
@@ -467,7 +467,7 @@ class Monitor:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Every optimizer step begins here."""
+        """Run before every optimizer step."""
         return self._guarded(self._step_begins, optimizer, args, kwargs)
 
     def _step_begins(
@@ -479,7 +479,7 @@ class Monitor:
         return self._controller.step_begins(self.step, optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Every optimizer step ends here."""
+        """Run after every optimizer step."""
         self._guarded(self._step_ends, optimizer)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
@@ -508,12 +508,12 @@ class Monitor:
             self._stop(AlarmError(last))
 
     def _ends_training(self, report: StepReport) -> bool:
-        """Whether its alarms do, in all ranks alike; at the end there is nothing to stop."""
+        """Return whether alarms end the training; all ranks return the same."""
         is_asked = self._stops and self._state == "attached"
         return is_asked and self._controller.all_stop(report.step)
 
     def _stop(self, error: AlarmError) -> None:
-        """End the training: what called the hook in which this is raised leaves it."""
+        """End the training by an exception that is raised in a hook."""
         self._state = "stopped"
         self._take_off()
         raise error

@@ -94,7 +94,7 @@ class Outlet:
             self._failures.warn(
                 f"idle {rule}",
                 f"adiv_monitor: the alarm {rule!r} has found nothing to compare up to step "
-                f"{report.step}: no layer with a reading has that name, or none that measure",
+                f"{report.step}: no measured layer has that name, or none has that measure",
             )
         self._warn_of_non_finite()
         for alarm in alarms:

@@ -126,19 +126,29 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 
 def test_a_release_needs_one_version_and_a_dated_changelog(tmp_path: Path) -> None:
-    notes = runpy.run_path(str(ROOT / ".github" / "release.py"))["notes"]
+    script = runpy.run_path(str(ROOT / ".github" / "release.py"))
+    notes, linked = script["notes"], script["linked"]
     (tmp_path / "adiv_monitor").mkdir()
     for file, text in {
         "adiv_monitor/__init__.py": '__version__ = "1.2.0"\n',
         "CITATION.cff": "cff-version: 1.2.0\nversion: 1.2.0\n",
+        "pyproject.toml": '[project.urls]\nRepository = "https://host/us/it/"\n',
+        "README.md": "![p](docs/p.png) [d](docs/d.md#x) [h](#h) [a](https://arxiv.org)\n",
         "CHANGELOG.md": "# Changes\n\n## [1.2.0] - 2027-01-31\n\nNew.\n\n## [1.1.0] - x\n\nOld.\n",
     }.items():
         (tmp_path / file).write_text(text)
     assert notes("v1.2.0", tmp_path) == "New.\n"
+    assert linked("README.md", "v1.2.0", tmp_path) == (
+        "![p](https://host/us/it/raw/v1.2.0/docs/p.png) "
+        "[d](https://host/us/it/blob/v1.2.0/docs/d.md#x) [h](#h) [a](https://arxiv.org)\n"
+    )
     with pytest.raises(SystemExit, match=r"The tag says 1\.3\.0, the package 1\.2\.0"):
         notes("v1.3.0", tmp_path)
     (tmp_path / "CHANGELOG.md").write_text("## [1.2.0] - unreleased\n\nNew.\n")
     with pytest.raises(SystemExit, match="no part"):
+        notes("v1.2.0", tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project.urls]\n")
+    with pytest.raises(SystemExit, match="no Repository"):
         notes("v1.2.0", tmp_path)
 
 

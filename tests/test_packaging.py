@@ -52,7 +52,7 @@ def test_the_wheel_installs_two_packages_and_nothing_else(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_wheel_says_of_itself(built: Path) -> None:
+def test_the_metadata_of_the_wheel(built: Path) -> None:
     """Its classifiers are known ones, with every Python that hosts test."""
     known = pytest.importorskip("trove_classifiers").classifiers
     (wheel,) = built.glob("*.whl")

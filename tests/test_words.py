@@ -14,13 +14,22 @@ EVERYWHERE = {
     r"wards?": "fault benchmark",
     r"takes of the cosine": "lowers the cosine",
     r"lent": "borrowed",
-    r"(several|other|all|single|each|every|first|number of) process(es)?": "rank",
+    r"(several|all|single|each|every|first|number of) process(es)?": "rank",
     r"effective rate": "effective learning rate",
     r"dealt": "partitioned across ranks",
     r"idle rows?": "zero-gradient rows (of the measure: `idle_share`)",
     r"by heart": "overfit one batch",
     r"knowing nothing": "the loss of a constant prediction",
     r"made whole": "all-gathered, unsharded",
+    r"put(s|ting)? together": "merged (rows, messages), all-gathered (parameters)",
+    r"(is|are|be) made of (parameters?|those)": "computed from parameters",
+    r"(is|are|was|were|not) told (of|by|what|which|how|that)": "reported, known from, set",
+    r"wins? back": "raises",
+    r"makings": "weight versions",
+    r"leftovers?": "parameters without a rule",
+    r"owed": "pending",
+    r"standard errors allow to": "if standard errors can tell",
+    r"rows? of process": "rank",
 }
 # Outside of code, where the word may mean something else.
 IN_DOCS = {
@@ -29,16 +38,14 @@ IN_DOCS = {
 
 
 def docs() -> Iterator[Path]:
-    """Texts: Markdown, the notebook, forms, and what the pages are made of.
-
-    The changelog may say what a word was changed from.
-    """
+    """Return the texts: Markdown, the notebook, forms, and the pages' templates."""
     for pattern in (
-        "[!C]*.md",
-        "CON*.md",
+        "*.md",
         "docs/**/*.md",
         "docs/*.ipynb",
         "layers/*.md",
+        "examples/**/*.md",
+        "tests/**/*.md",
         ".github/**/*",
     ):
         yield from (path for path in ROOT.glob(pattern) if path.is_file())

@@ -158,7 +158,7 @@ class Capture:
             by = list(dict.fromkeys(replacements.values()))
             notes.append(
                 f"Functions without a rule use the weights of {listed(list(replacements))} too, "
-                f"inside one module: what all uses do there is measured as {listed(by)}."
+                f"inside one module: all uses there are measured together, as {listed(by)}."
             )
         partly = defaultdict(list)
         unmeasured = self._without_rule.unmeasured
@@ -194,16 +194,17 @@ class Capture:
         elif (ended := self._provenance.tape.ended_in(parameter)) and not self._layers.have(
             parameter
         ):
-            reason = f"it went through torch's {ended}, whose result no function was seen to use"
+            reason = f"it is an input of torch's {ended}, whose result no function was seen to use"
         elif self.plan is not None and key not in self.plan.unseen:
             reason = (
-                "it has a gradient, but where it was used before it was not seen used: at the next "
+                "it has a gradient, but it was not used where earlier steps used it: at the next "
                 "measured step all functions are watched again"
             )
         else:
             reason = (
-                "it has a gradient, but no function was seen to use it inside the forward of a "
-                "module: compiled or scripted code, a copy of the module, a function under "
-                "re-entrant checkpointing (one with `use_reentrant=False` is seen), or code outside"
+                "it has a gradient, but no function was seen to use it inside the forward pass "
+                "of a module: compiled or scripted code, a copy of the module, a function under "
+                "re-entrant checkpointing (one with `use_reentrant=False` is seen), or code "
+                "outside"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"

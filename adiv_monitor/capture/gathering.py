@@ -225,7 +225,7 @@ class Gathering:
             self._without_rule.refuse(left, NO_RULE)
             return
         if any(map(is_nested, (*tensors, *tensors_in(*arguments[0], *arguments[1].values())))):
-            self._without_rule.refuse(left, NESTED.format("what measures a module as a whole"))
+            self._without_rule.refuse(left, NESTED.format("a measurement of a module as a whole"))
             return
         try:
             others, names = self._others(module, left)
@@ -247,7 +247,7 @@ class Gathering:
             )
             other = next(iter(rows_of_layer.calls), None)  # all calls have rows of one length
             if other is not None and other.z.shape[1] != taken.shape[1]:
-                raise Refused("its output has rows of another length at every call")
+                raise Refused("the rows of its output have another length at every call")
         except Refused as refusal:
             self._without_rule.refuse(left, str(refusal))
             self._layers.forget(layer.path)

@@ -60,8 +60,8 @@ def uses_of_packed(
     found = uses_in(name, rows, args, named)
     if found and name not in _BY_ROW:
         raise Refused(
-            f"torch's {name} uses it with a nested tensor, whose packed rows are measured only "
-            f"of {', '.join(_BY_ROW)}"
+            f"torch's {name} uses it with a nested tensor, and packed rows are measured only for "
+            f"{', '.join(_BY_ROW)}"
         )
     return [_of_nested(use) for use in found]
 
@@ -71,4 +71,4 @@ def _of_nested(use: Use) -> Use:
     return replace(use, layout=lambda tensor: use.layout(packed(tensor)))
 
 
-NESTED = "it is used with nested tensors, of which {} says nothing"
+NESTED = "it is used with nested tensors, which {} does not cover"

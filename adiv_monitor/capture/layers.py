@@ -478,7 +478,7 @@ class Layers:
 
 
 def _no_features(rows: Rows) -> Features:
-    raise NotImplementedError("what a module as a whole does to its rows is told by a replay")
+    raise NotImplementedError("the effect of a module as a whole on its rows is known from a rerun")
 
 
 def _identity(weight: Source | None, bias: Source | None) -> tuple[object, ...]:

@@ -30,6 +30,7 @@ from adiv_monitor.capture.weights.shards import (
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
+from adiv_monitor.printable import quoted
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -420,8 +421,8 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
                 continue
             if parallel and any(id(p) in parallel.placements for p in held_here.values()):
                 unsupported[path] = (
-                    f"{type(module).__module__}.{type(module).__qualname__}: its rule was not told "
-                    "how its rows lie on the ranks (tensor parallelism)"
+                    f"{type(module).__module__}.{type(module).__qualname__}: its rule does not "
+                    "know how its rows are placed on the ranks (tensor parallelism)"
                 )
                 continue
             rules[module] = rule
@@ -496,8 +497,8 @@ def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
 
 
 def listed(paths: Sequence[str]) -> str:
-    """Return a list of paths for use in a sentence, shortened if there are many."""
-    shown = ", ".join(path or "the model itself" for path in paths[:3])
+    """Return paths in quotes for use in a sentence: three of them, and how many more there are."""
+    shown = ", ".join(map(quoted, paths[:3]))
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
@@ -512,7 +513,7 @@ def _unusable(parameter: Tensor, made_whole: Collection[int], parallel: Peers | 
         if (why := why_unusable(parameter, made_whole, parallel)) is not None:
             return why
     elif type(parameter.data) is not Tensor:
-        return f"is a {type(parameter.data).__name__}, of which one rank sees only a part"
+        return f"is a {type(parameter.data).__name__}, of which one rank holds only a part"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}: only real floating-point parameters are measured"
     if parameter.is_meta:

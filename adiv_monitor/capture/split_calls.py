@@ -56,7 +56,8 @@ class Split:
         lies = _lie(gradient)
         if rows is not self.own or self.gradient not in (None, lies):
             raise ValueError(
-                f"∂L/∂z lies on the ranks as {placement}, its rows or those before do not"
+                f"∂L/∂z is placed on the ranks as {placement}, unlike its rows or those of "
+                "earlier calls"
             )
         return replace(self, gradient=lies)
 
@@ -126,11 +127,12 @@ def _split(use: Use, data: Sequence[Any], result: Any, peers: Peers) -> Split:
 
 
 NO_RULE = (
-    "no rule describes what is computed of it, and ranks compute that together (tensor parallelism)"
+    "no rule describes the function that uses it, which several ranks compute together (tensor "
+    "parallelism)"
 )
 _CANT = (
-    "what it is given, or gives, lies on the ranks (tensor parallelism) in a way in which its "
-    "rows can't be put together"
+    "its inputs or outputs are placed on the ranks (tensor parallelism) in a way in which rows "
+    "can't be merged"
 )
 
 

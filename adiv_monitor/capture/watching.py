@@ -163,7 +163,9 @@ class Watching:
             return
         try:
             if not isinstance(output, Tensor):
-                raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
+                raise TypeError(
+                    f"its forward returned a {type(output).__name__}, expected a tensor"
+                )
             if output.requires_grad:
                 with torch.no_grad():
                     use = use_of(rule, module, args, kwargs)

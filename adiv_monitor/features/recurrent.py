@@ -120,9 +120,9 @@ class Returned:
             h, c = given
             if c.grad_fn is None:
                 raise ValueError(
-                    "the outputs of an LSTM cell have no graph: give the tensors that the call "
-                    "returned, not copies (which of them was made from which says what the "
-                    "gradients hold)"
+                    "the outputs of an LSTM cell have no graph: pass the tensors that the call "
+                    "returned, not copies, because their graph shows which output was computed "
+                    "from which"
                 )
             c_enters_h = h.grad_fn is not c.grad_fn
         detached = tuple(tensor.detach() for tensor in given)
@@ -140,7 +140,7 @@ def uses_of(call: RecurrentCall) -> Iterator[Use]:
 
     def features(rows: Rows) -> Features:
         raise RuntimeError(
-            "the rows of a recurrent layer come with its gradient, when its call is unrolled"
+            "the rows of a recurrent layer are known only after its call is unrolled"
         )
 
     for weights in call.weights:
@@ -247,8 +247,8 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
         return []
     if random is None:
         raise ValueError(
-            f"the call has dropout={call.dropout} between its layers: to draw its masks again give "
-            "where the random numbers stood just before the call"
+            f"the call has dropout={call.dropout} between its layers: to draw its masks again "
+            "pass the state of the random number generator just before the call"
         )
     device = call.input.device
     width = call.directions * call.states[0].shape[-1]

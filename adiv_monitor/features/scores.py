@@ -108,7 +108,7 @@ class Attention:
         if self.kept is None:
             raise ValueError(
                 f"attention with dropout={self.dropout}: got kept=None, expected the entries that "
-                "were kept; what a random mask did to the scores can't be told without it"
+                "were kept; without them the effect of the random mask on the scores is not known"
             )
         return P * self.kept[:, :, queries] / (1 - self.dropout)
 

@@ -1,4 +1,4 @@
-"""The causes that lower the cosine of a step, and how much each of them takes.
+"""The causes that lower the cosine of a step, and by how much each of them does.
 
 A step that moved the activations straight downhill would have a cosine of 1. The measures of the
 spec (sections 2 and 4) add one cause after the other:
@@ -7,7 +7,7 @@ spec (sections 2 and 4) add one cause after the other:
       ─depth→ realised_cosine
 
 so the differences between neighbours are the causes' parts, and sum to the loss of cosine. A part
-may be negative: an optimizer can win back cosine that was lost to interference.
+may be negative: an optimizer can raise a cosine that interference lowered.
 """
 
 import math

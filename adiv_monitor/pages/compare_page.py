@@ -17,7 +17,7 @@ from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import Cell
 from adiv_monitor.pages.pictures import two_losses
 from adiv_monitor.pages.render import render
-from adiv_monitor.pages.report_page import headline, last_told, settings
+from adiv_monitor.pages.report_page import headline, last_with_direction, settings
 from adiv_monitor.pictures.grid import grid
 from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.report import WORST, LayerReading, StepReport
@@ -62,14 +62,14 @@ class Pair:
         a: value in the first report.
         b: value in the second report.
         difference: second minus first.
-        told: whether they differ by more than two combined errors, and more than rounding.
-        verdict: "better" or "worse" if `told` and the measure has a bad end, else "".
+        differs: whether they differ by more than two combined errors, and more than rounding.
+        verdict: "better" or "worse" if `differs` and the measure has a bad end, else "".
     """
 
     a: Cell
     b: Cell
     difference: Cell
-    told: bool
+    differs: bool
     verdict: str
 
 
@@ -112,7 +112,7 @@ def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
         steps=[None if report is None else report.step for report in (first, second)],
         measures=measures,
         rows=rows,
-        told={m: sum(pairs[i].told for _, pairs in rows) for i, m in enumerate(measures)},
+        differing={m: sum(pairs[i].differs for _, pairs in rows) for i, m in enumerate(measures)},
         better={
             m: sum(pairs[i].verdict == "better" for _, pairs in rows)
             for i, m in enumerate(measures)
@@ -178,10 +178,10 @@ def _steps(a: Diagnosis, b: Diagnosis) -> tuple[StepReport | None, StepReport | 
     of_b = {report.step: report for report in b.record.reports}
     if both := of_a.keys() & of_b.keys():
         # A last step without any direction is not informative.
-        last = last_told([of_a[step] for step in sorted(both)])
+        last = last_with_direction([of_a[step] for step in sorted(both)])
         if last is not None:
             return last, of_b[last.step]
-    return last_told(a.record.reports), last_told(b.record.reports)
+    return last_with_direction(a.record.reports), last_with_direction(b.record.reports)
 
 
 def _settings(report: Diagnosis) -> dict[str, str]:
@@ -191,7 +191,7 @@ def _settings(report: Diagnosis) -> dict[str, str]:
     """
     record = report.record
     if not record.is_audited:
-        return _told_by_reports(record)
+        return _facts_of_reports(record)
     facts = record.facts
     chosen = settings(record) | {"Optimizer": facts.optimizer}
     del chosen["Time of a step"]
@@ -199,7 +199,7 @@ def _settings(report: Diagnosis) -> dict[str, str]:
     return chosen | {f"Optimizer: {name}": f"{value}" for name, value in of_optimizer.items()}
 
 
-def _told_by_reports(record: Record) -> dict[str, str]:
+def _facts_of_reports(record: Record) -> dict[str, str]:
     reports = record.reports
     found = {"Measured": f"steps {reports[0].step:,} to {reports[-1].step:,}"} if reports else {}
     rates = [", ".join(f"{r:g}" for r in x.learning_rates) for x in reports if x.learning_rates]
@@ -214,11 +214,11 @@ def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:
     if x is None or y is None:
         return Pair(_cell(x, errors[0]), _cell(y, errors[1]), Cell("", None), False, "")
     error = math.hypot(*errors)
-    told = abs(y - x) > 2 * error and not math.isclose(x, y, rel_tol=1e-6)
+    differs = abs(y - x) > 2 * error and not math.isclose(x, y, rel_tol=1e-6)
     verdict = ""
-    if told and measure in WORST:
+    if differs and measure in WORST:
         verdict = "better" if (y > x) == (WORST[measure] == "min") else "worse"
-    return Pair(_cell(x, errors[0]), _cell(y, errors[1]), _cell(y - x, error), told, verdict)
+    return Pair(_cell(x, errors[0]), _cell(y, errors[1]), _cell(y - x, error), differs, verdict)
 
 
 def _value(reading: LayerReading, measure: str) -> float | None:

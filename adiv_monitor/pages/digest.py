@@ -9,7 +9,7 @@ from adiv_monitor.diagnosis.titles import finding_title, measure_title
 from adiv_monitor.diagnosis.verdict import looked_for, loss_words, running_headline, untold
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import worst
-from adiv_monitor.pages.report_page import headline, last_told, notes_of, settings
+from adiv_monitor.pages.report_page import headline, last_with_direction, notes_of, settings
 from adiv_monitor.printable import code, markdown
 from adiv_monitor.report.wording import listed, not_measured, percent
 
@@ -121,7 +121,7 @@ def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:
 
 def _measured(record: Record) -> list[str]:
     said = ["## What was measured", ""]
-    last = last_told(record.reports)
+    last = last_with_direction(record.reports)
     if last is None:
         said.append("No step was measured.")
     else:
@@ -153,7 +153,7 @@ def _losses(record: Record) -> list[str]:
 
 
 def _worst(record: Record) -> list[str]:
-    last = last_told(record.reports)
+    last = last_with_direction(record.reports)
     lines = [
         f"- {end.title}: {end.text} in "
         + "one of " * (len(end.layers) > 1)

@@ -122,19 +122,19 @@ def _drive(cause: str, part: MeanPart | None) -> Drive:
 def _sentence(
     parts: tuple[MeanPart, ...], kept: float, readings: Mapping[str, LayerReading]
 ) -> str:
-    told = [part for part in parts if abs(part.taken) > 2 * part.error and abs(part.taken) >= 5e-3]
-    told.sort(key=lambda part: -part.taken)
-    taking = [
+    clear = [part for part in parts if abs(part.taken) > 2 * part.error and abs(part.taken) >= 5e-3]
+    clear.sort(key=lambda part: -part.taken)
+    lowering = [
         f"{'the ' * (p.cause == 'optimizer')}{p.cause} lowers it by {number(p.taken, p.error)}"
-        for p in told
+        for p in clear
         if p.taken > 0
     ]
-    giving = [
+    raising = [
         f"{'the ' * (p.cause == 'optimizer')}{p.cause} raises it by {number(-p.taken, p.error)}"
-        for p in told
+        for p in clear
         if p.taken < 0
     ]
-    causes = ", ".join([*taking, *giving]) or "no cause lowers it by more than its error"
+    causes = ", ".join([*lowering, *raising]) or "no cause lowers it by more than its error"
     words = f"Of a cosine of 1, the mean layer's step keeps {number(kept)}: {causes}."
     several = (reading.attainable_cosine for reading in readings.values())
     ceilings = [c for c in several if c is not None and math.isfinite(c)]

@@ -43,8 +43,7 @@ def _of_rates(record: Record) -> str:
 
 
 def _of_loss(record: Record) -> str:
-    told = "the loss of a constant prediction (not known)"
-    return "" if record.chance is not None else told
+    return "" if record.chance is not None else "the loss of a constant prediction (not known)"
 
 
 def _of_inputs(record: Record) -> str:
@@ -78,7 +77,8 @@ def _of_probes(record: Record) -> str:
 _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] = (
     (
         "Wiring",
-        "Are all parameters reached and held, do inputs matter, can one batch be overfitted?",
+        "Are all parameters reached and held? Do inputs matter? Can the model overfit one batch, "
+        "and learn as much as a small network?",
         (
             *("not-held", "unreached", "frozen", "input-ignored", "cannot-overfit"),
             "behind-reference",
@@ -88,7 +88,8 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     ("Finite values", "Are losses, activations and gradients finite?", ("non-finite",), _always),
     (
         "Inputs",
-        "Are they of a suitable scale, centred and shuffled? Are rows of similar length?",
+        "Are they of a suitable scale, centred and shuffled? Are rows of similar length? Do labels "
+        "belong to their inputs?",
         (
             *("input-scale", "input-mean", "row-spread", "same-batch", "unshuffled"),
             "labels-unrelated",

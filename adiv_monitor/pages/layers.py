@@ -228,8 +228,9 @@ def _finite(value: float | None) -> float | None:
 def _bar_words(parts: Sequence[Part]) -> str:
     if not parts:
         return "no direction"
-    said = [f"kept {number(parts[-1].after, parts[-1].error)}"]
+    said = [f"cosine {number(parts[-1].after, parts[-1].error)}"]
     for part in parts:
-        verb = "wins back" if part.taken < 0 else "takes"
-        said.append(f"{' and '.join(part.causes)} {verb} {number(abs(part.taken), part.error)}")
+        verb = ("raise" if part.taken < 0 else "lower") + "s" * (len(part.causes) == 1)
+        change = number(abs(part.taken), part.error)
+        said.append(f"{' and '.join(part.causes)} {verb} it by {change}")
     return ", ".join(said)

@@ -124,7 +124,7 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
         causes = list(CHAIN)[: min(map(len, courses.values()))]
         for i, cause in enumerate(causes):
             lower = [u - parts[i].taken for u, parts in zip(upper, courses.values(), strict=True)]
-            # A cause that wins back cosine takes none.
+            # A cause that raises the cosine lowers it by nothing.
             bottom = [min(u, v) for u, v in zip(upper, lower, strict=True)]
             axes.fill_between(steps, bottom, upper, color=_COLOURS[cause], linewidth=0)
             upper = lower

@@ -37,7 +37,7 @@ def page(report: Diagnosis) -> str:
         ImportError: the package jinja2 or matplotlib is missing.
     """
     record = report.record
-    last = last_told(record.reports)
+    last = last_with_direction(record.reports)
     trials = all_trials(report.findings, record)
     layers = None if last is None else layer_table(last)
     return render(
@@ -140,7 +140,7 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def last_told(reports: Sequence[StepReport]) -> StepReport | None:
+def last_with_direction(reports: Sequence[StepReport]) -> StepReport | None:
     """Return the last report in which a layer has a direction, else the last one."""
     for report in reversed(reports):
         values = (reading.update_cosine for reading in report.layers.values())

@@ -19,7 +19,7 @@ from adiv_monitor.pages.render import render
 from adiv_monitor.pages.report_page import (
     alignment_table,
     attention_table,
-    last_told,
+    last_with_direction,
     notes_of,
     strengths_of,
 )
@@ -44,7 +44,7 @@ def running_page(
         ImportError: the package jinja2 or matplotlib is missing.
     """
     reports = record.reports
-    last = last_told(reports) or reports[-1]
+    last = last_with_direction(reports) or reports[-1]
     return render(
         "running.html",
         title=f"Training up to step {reports[-1].step:,}",

@@ -86,7 +86,7 @@ class Mark(NamedTuple):
 
 def legend(measure: str) -> tuple[Mark, ...]:
     """Return the legend of a measure's heat map, beside its colour bar."""
-    order = Mark("healthy-range", "30 healthy runs read")
+    order = Mark("healthy-range", "range of 30 healthy runs")
     health = (
         Mark("healthy", "as in healthy runs"),
         Mark("too-little", "too little"),

@@ -37,7 +37,9 @@ class AttentionReading:
         per_head = (*self.heads.values(), *self.heads_standard_error.values())
         if len(counts := {len(values) for values in per_head}) > 1:
             several = " and ".join(map(str, sorted(counts)))
-            raise ValueError(f"got measures of {several} heads, expected as many heads of each")
+            raise ValueError(
+                f"got measures of {several} heads, expected the same number of heads in each"
+            )
 
     def measures(self) -> dict[str, float]:
         """Return the measures that were taken, by name; NaN where there is no direction."""

@@ -109,7 +109,9 @@ def pushed_forward(
         # A function that is linear in v equals its derivative times v.
         whole, again = _sums(used), _sums(zip(moves, v, strict=True))
         if (whole[0] - again[0]).abs() > tolerance(precision) * (whole[1] + again[1]):
-            raise RuntimeError("a custom backward inside can't be differentiated itself")
+            raise RuntimeError(
+                "the backward pass of a custom autograd.Function can't be differentiated"
+            )
     return moves
 
 

@@ -14,7 +14,7 @@ from adiv_monitor.diagnosis.verdict import running_headline, untold
 from adiv_monitor.pictures.grid import Grid, grids
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
 from adiv_monitor.pictures.picture import Picture
-from adiv_monitor.printable import markdown, printable
+from adiv_monitor.printable import markdown, printable, quoted
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.report.blocks import common_stem
 from adiv_monitor.report.wording import listed
@@ -169,15 +169,15 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
         parts.append("\n".join(f"{i}. {markdown(a.text)}" for i, a in enumerate(finding.advice, 1)))
         if finding.not_advised:
             parts.append(f"What would not help: {markdown(finding.not_advised)}")
-    told = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
-    return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{told}"])
+    open_questions = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
+    return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{open_questions}"])
 
 
 def _said(findings: Iterable[Finding]) -> list[str]:
     """Return one paragraph per finding: title, layers and first advice."""
     said: list[str] = []
     for finding in findings:
-        where = f": {listed(list(finding.layers))}" if finding.layers else ""
+        where = f": {listed([*map(quoted, finding.layers)])}" if finding.layers else ""
         fixes = finding.advice if finding.strength != "note" else ()
         advice = f" To try: {fixes[0].text}." if fixes else ""
         title = f"{finding_title(finding.name)} ({finding.strength})"

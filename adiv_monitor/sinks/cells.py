@@ -40,9 +40,9 @@ MOST_ROWS = 30
 MOST_LINES = 10  # most lines of its alarms, and of its notes
 
 MARKS: Mapping[str, str] = {
-    "*": "the worst layer, if the standard errors allow to say which",
+    "*": "the worst layer, if standard errors can tell which one it is",
     "≈0": "nearer to zero than its standard error",
-    "?": "with an error that is not known",
+    "?": "its standard error is not known",
     "–": "no direction (a vector of length zero has none)",
     NOT_FINITE: "not finite: NaN, infinite or too large",
 }
@@ -149,7 +149,7 @@ def _realised_words(report: StepReport) -> str:
     if report.realised_loss_change is None or report.descent is None:
         return ""
     real, expected = number(report.realised_loss_change), number(-report.descent)
-    return f"the batch's loss really changed by {real}, to first order by {expected}"
+    return f"the batch's loss changed by {real}; the first-order prediction is {expected}"
 
 
 def _worst_paths(report: StepReport) -> dict[str, str | None]:

@@ -79,7 +79,7 @@ class HtmlSink:
             if not is_ours(other):
                 raise FileExistsError(
                     f"HtmlSink(path=…): got {self._path}, beside which it would write {other}, "
-                    "which is another's file: expected another name"
+                    "which it did not write: expected another name"
                 )
 
     def _write_page(self) -> None:

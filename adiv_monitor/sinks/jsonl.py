@@ -88,8 +88,8 @@ def _continued(path: Path) -> BinaryIO:
         kept.write(torn)
     os.truncate(path, path.stat().st_size - len(torn))
     warnings.warn(
-        f"{path}: its last {len(torn):,} bytes are no line, as a run that was killed or a crash "
-        f"leaves them; they are in {aside} now",
+        f"{path}: its last {len(torn):,} bytes are not a complete line: the run that wrote them "
+        f"was killed, or crashed. They were moved to {aside}",
         stacklevel=2,
     )
     return path.open("ab")

@@ -175,8 +175,8 @@ def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
             maps = [r for r in of_block if getattr(r, "kind", "") not in NO_MAPS] or of_block
             values = [v for r in maps if (v := getattr(r, measure)) is not None]
             if values:
-                told = [value for value in values if not math.isnan(value)]
-                found[f"adiv.{measure}/{block}"] = median(told) if told else math.nan
+                known = [value for value in values if not math.isnan(value)]
+                found[f"adiv.{measure}/{block}"] = median(known) if known else math.nan
     return found
 
 

@@ -78,8 +78,8 @@ class TrainerSink:
             product, name = product_of_callback(callback), type(callback).__name__
             if product is None:
                 warnings.warn(
-                    f"DivergenceTrainerCallback: {name} takes numbers alone; for findings and heat "
-                    "maps: DivergenceTrainerCallback(sinks=[HtmlSink('run.html')])",
+                    f"DivergenceTrainerCallback: {name} takes numbers only; for findings and heat "
+                    "maps pass DivergenceTrainerCallback(sinks=[HtmlSink('run.html')])",
                     stacklevel=2,
                 )
             own = "DivergenceTrainerCallback"

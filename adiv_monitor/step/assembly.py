@@ -30,8 +30,11 @@ from adiv_monitor.step.soundness import check
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
 _STOP = "stop"  # a point of a step in which all ranks participate, or none
-_MALFORMED = "What rank {} sent can't be read, so it is not in this report."
-_UNFIT = "What ranks {} sent can't be put together with the rest ({}), so it is not in this report."
+_MALFORMED = "The message of rank {} can't be read, so its rows are not in this report."
+_UNFIT = (
+    "The messages of ranks {} can't be merged with the rest ({}), so their rows are not in "
+    "this report."
+)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
 _OTHERWISE = (
-    "run once more on some samples, its {} was not that of the forward pass: it depends on more "
-    "than its inputs on these samples (BatchNorm, a cache, random numbers?)"
+    "when it ran again on some samples, its {} was not that of the forward pass: it depends on "
+    "more than its inputs on these samples (BatchNorm, a cache, random numbers?)"
 )
 _NO_SUM_OF_ROWS = (
-    "it is not the sum over rows of known uses of parameters (queries and keys have a weight in "
-    "common, tokens are mixed before the scores, a layer weighs its gradient, or a use is not "
-    "known)"
+    "it is not the sum over rows of known uses of parameters (queries and keys share a weight, "
+    "tokens are mixed before the scores, a layer scales its gradient, or a use is not known)"
 )
 
 

@@ -235,9 +235,9 @@ class StepController:
         own = type(self._followed.optimizer).__name__
         self._failures.warn(
             "overtaken",
-            f"adiv_monitor: steps are taken that the monitor does not see: an optimizer ({other}) "
-            f"other than the one that it was given ({own}) trains the parameters. Nothing is "
-            "measured until that one steps again; give a new Monitor the new optimizer",
+            f"adiv_monitor: another optimizer ({other}) than the monitor's ({own}) trains the "
+            "parameters. Nothing is measured until the monitor's optimizer steps again; create a "
+            "new Monitor for the new optimizer",
         )
 
     def _renew(self) -> Forwards | None:
@@ -356,7 +356,7 @@ class StepController:
         armed.capture.tell(self._trace)
         if armed.attempts > 1:
             self._failures.notes.append(
-                "The optimizer's step raised before it was taken: what was done before it raised "
+                "The optimizer's step raised an exception before it was taken: its first attempt "
                 "is not in this report."
             )
         if armed.closure_calls not in (None, 1):

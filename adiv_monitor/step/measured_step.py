@@ -40,14 +40,16 @@ def _is_alone(point: str, *, participates: bool = True) -> bool:
 
 
 # Reasons for a missing attainable_cosine.
-_TOO_LARGE = "with several ranks it takes sums that are too large to be exchanged."
-_IN_PARTS = "it takes all rows, of which ranks have parts (tensor parallelism)."
+_TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
+_IN_PARTS = "it needs all rows, of which each rank holds a part (tensor parallelism)."
 _MOVED = (
-    "The weights of {} were written to between the backward pass and the optimizer's step (weight "
-    "decay by hand, a perturbation that was taken back?): what that did is part of neither the "
-    "update nor what was applied."
+    "The weights of {} were written to between the backward pass and the optimizer's step "
+    "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
+    "update nor in the applied update."
 )
-_SUMMED = "several backward passes went through one forward pass, which tells sums of their rows."
+_SUMMED = (
+    "several backward passes went through one forward pass, so only sums of their rows are known."
+)
 
 
 class MeasuredStep:
@@ -282,7 +284,7 @@ class MeasuredStep:
         if self._cut:
             notes.append(
                 f"No gradient came back through {listed(self._cut)}: these uses of weights, which "
-                "others train, are no part of this step."
+                "other layers train, are not part of this step."
             )
         if self._capture.dropped():
             notes.append(
@@ -384,11 +386,12 @@ def _why_unreached(layer: Layer, *, called: bool) -> str:
     if any(parameter.grad is not None for parameter in layer.parameters):
         if called:
             return (
-                "its parameters have a gradient, but none came through the output of its forward: "
-                "that was changed in place as a view, or the gradient is of an earlier step"
+                "its parameters have a gradient, but none came through the output of its forward "
+                "pass: the output was changed in place as a view, or the gradient is of an "
+                "earlier step"
             )
         return (
-            "its parameters have a gradient, but its forward was not called: another module, or "
-            "compiled code, uses them directly"
+            "its parameters have a gradient, but its forward pass was not called: another "
+            "module, or compiled code, uses them directly"
         )
     return "no gradient reached it in this step"

@@ -111,7 +111,9 @@ def merge_ranks(
     missing = world > len(several)
     if missing and not _make_up_the_gradient(layers):
         here = ", ".join(map(str, ranks))
-        notes.insert(0, f"Rows of rank {here} alone: {world} ranks train together.")
+        notes.insert(
+            0, f"This report has only the rows of rank {here}: {world} ranks train together."
+        )
     scale = first.facts.gradient_scale
     layers = _in_units(layers, scale, world, rows_lost, missing=missing)
     changes = [part.loss_change for part in several if part.loss_change is not None]

@@ -63,7 +63,7 @@ def decode(kind: type[T], data: bytes) -> T:
     start = len(_LAYOUT) + _CHECKSUM.size
     head = data[:start]
     if head != _LAYOUT + _CHECKSUM.pack(zlib.crc32(memoryview(data)[start:])):
-        raise Malformed("another layout, or not what was sent")
+        raise Malformed("another layout, or a message that was changed")
     try:
         (length,) = _LENGTH.unpack_from(data, start)
         start += _LENGTH.size
@@ -100,7 +100,7 @@ class _Arrays:
     def end(self) -> None:
         """Check that all of the message has been read."""
         if self._place != len(self._data):
-            raise Malformed("there is more than the text tells of")
+            raise Malformed("the message is longer than its text declares")
 
 
 def _plain(kind: Any, value: Any, arrays: list[bytes]) -> Any:
@@ -162,7 +162,7 @@ def _typed(kind: Any, plain: Any, arrays: _Arrays) -> Any:
     if hints is None:
         raise Malformed(f"no message can hold {kind}")
     if len(plain) != len(hints):
-        raise Malformed(f"as many fields as no {kind} has")
+        raise Malformed(f"a number of fields that no {kind} has")
     pairs, make = zip(hints, plain, strict=True), origin or kind
     return make(**{name: _typed(of, each, arrays) for (name, of), each in pairs})
 

@@ -37,8 +37,8 @@ _FROM_ROWS = {
         "after the forward pass?)"
     ),
     "other": (
-        "The gradient of {} was set by hand, and is not that of the last backward pass, whose rows "
-        "these are"
+        "The gradient of {} was set by hand: it is not that of the last backward pass, from which "
+        "the rows are"
     ),
     "edited": "The gradient of {} was changed since the backward pass, by more than a factor",
     "apart": (
@@ -51,10 +51,10 @@ _FROM_ROWS = {
     ),
     "more": (
         "The gradient of {} holds more than these rows, or something else (a penalty in the loss, "
-        "a use outside the layer's forward, an earlier step's that `zero_grad()` did not clear, an "
-        "edit?)"
+        "a use outside the layer's forward pass, the gradient of an earlier step that "
+        "`zero_grad()` did not clear, an edit?)"
     ),
-    "seems": "The gradient of {} seems to hold more than these rows; the next report will tell",
+    "seems": "The gradient of {} seems to hold more than these rows; the next report will say",
 }
 
 
@@ -141,13 +141,13 @@ def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
     if facts.gradient_lost:
         notes.append(
             "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-            f"applied_cosine and descent are missing for {listed(paths)}, from the next "
-            "report on they are there."
+            f"applied_cosine and descent are missing for {listed(paths)}; from the next report on "
+            "they are there."
         )
     if facts.weights_changed and not facts.has_applied:
         notes.append(
             "The weights changed after the optimizer's step, unlike before: projection_cosine "
-            f"and applied_cosine are missing for {listed(paths)}, from the next report on "
+            f"and applied_cosine are missing for {listed(paths)}; from the next report on "
             "they are there."
         )
     return notes
@@ -159,7 +159,9 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     for reason, sentence in _FROM_ROWS.items():
         paths = [path for path, found in reasons.items() if found == reason]
         if paths:
-            notes.append(sentence.format(listed(paths)) + ": estimated from their rows alone.")
+            notes.append(
+                sentence.format(listed(paths)) + ". Their readings are estimated from rows alone."
+            )
     return notes
 
 
@@ -192,8 +194,8 @@ def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
     if not paths:
         return []
     return [
-        f"None of the rows looked at in {listed(paths)} is active, though others are: what only "
-        "rows tell is missing there; a larger max_rows finds some."
+        f"All sampled rows of {listed(paths)} have a zero gradient, but other rows do not: "
+        "measures that need rows are missing there. A larger max_rows samples some of the others."
     ]
 
 
@@ -206,8 +208,8 @@ def _without_ceiling(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     if not paths:
         return []
     return [
-        f"attainable_cosine of {listed(paths)} is missing: its weight is made of parameters, and "
-        "whether those can make any weight is not known."
+        f"attainable_cosine of {listed(paths)} is missing: its weight is computed from "
+        "parameters, and whether these can produce any weight is not known."
     ]
 
 
@@ -225,8 +227,8 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     if not paths:
         return []
     return [
-        f"What really happened to {listed(paths)} is hardly more than rounding: realised_cosine "
-        "and single_layer_share are too near to 0 there, first_order_error is too large."
+        f"The real change of {listed(paths)} is hardly larger than rounding: realised_cosine and "
+        "single_layer_share are too near to 0 there, and first_order_error is too large."
     ]
 
 

@@ -18,8 +18,8 @@ RULE_TOLERANCE = 0.05
 
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
 _MOVED = (
-    "The optimizer moved the weights before it asked for the gradient (as SAM does), so its update "
-    "does not start where the gradient was taken: not measured."
+    "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
+    "update does not start where the gradient was computed: not measured."
 )
 
 
@@ -282,8 +282,8 @@ def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
 
 def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
     return {
-        path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
-        "or a subclass changes it, or the registered rule is wrong"
+        path: f"its output differs from that of its rule (relative error {error:.2g}): a hook or "
+        "a subclass changes it, or the registered rule is wrong"
         for path, error in errors.items()
         if error > RULE_TOLERANCE
     }
@@ -292,8 +292,8 @@ def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
 def _lost(layers: Mapping[str, LayerSums[Array]]) -> dict[str, str]:
     seen = {path: layer.evidence for path, layer in layers.items()}
     return {
-        path: f"a replay of its call does not give what the call gave (relative error {error:.2g}),"
-        " so its rows are not known"
+        path: "a rerun of its call does not return what the call returned (relative error "
+        f"{error:.2g}), so its rows are not known"
         for path, e in seen.items()
         if e.replay_error is not None and (error := float(e.replay_error)) > 10 * e.tolerance
     }

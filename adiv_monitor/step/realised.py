@@ -106,11 +106,11 @@ class Realised:
             if self._kept or self.calls.refusal:
                 self._run(first)
         except NotRepeatable as reason:
-            self.notes.append(f"What really happened is not known: {reason}.")
+            self.notes.append(f"The real change of the activations is not known: {reason}.")
         except Exception as error:
             self.notes.append(
-                "What really happened is not known: when the forward pass ran again, it failed: "
-                f"{type(error).__name__}: {error}"
+                "The real change of the activations is not known: the forward pass failed when "
+                f"it ran again: {type(error).__name__}: {error}"
             )
             self._fail(error)
         finally:
@@ -177,7 +177,7 @@ class Realised:
             vectors = {Vector.G: kept.G, Vector.D: kept.d, Vector.MOVED: r, Vector.BEYOND: b}
             self.products[path] = dots.of_rows(vectors, REALISED)
         self.notes += [
-            f"What really happened to {listed(paths)} is not known: {reason}."
+            f"The real change of {listed(paths)} is not known: {reason}."
             for reason, paths in lost.items()
         ]
 
@@ -187,7 +187,7 @@ class Realised:
         try:
             self.loss_change = self._losses.change()
         except NotRepeatable as reason:
-            self.notes.append(f"How the loss really changed is not known: {reason}.")
+            self.notes.append(f"The real change of the loss is not known: {reason}.")
 
 
 def _parameters(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -202,14 +202,16 @@ def _why_not(modules: Sequence[nn.Module]) -> str:
     for module in modules:
         name = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
-            return f"{name} is scripted, so that its buffers can't be put back"
+            return f"{name} is scripted, so its buffers can't be restored"
         if any(type(p.data) is not Tensor for p in module._parameters.values() if p is not None):
             return f"a parameter of {name} is not a plain tensor (sharded?)"
         if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
             return f"{name} waits for the other ranks"
         drops = isinstance(module, nn.RNNBase) and module.dropout and module.training
         if drops and any(p.is_cuda for p in module.parameters()):
-            return f"the dropout of {name} on a GPU can't be repeated, nor its state put back"
+            return (
+                f"the dropout of {name} on a GPU can't be repeated, and its state can't be restored"
+            )
     return ""
 
 

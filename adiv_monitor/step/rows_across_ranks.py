@@ -26,8 +26,8 @@ from adiv_monitor.maths.sums import Partition
 from adiv_monitor.step.collectives import Agree, Collectives
 
 NOT_ALIKE = (
-    "the ranks that compute it together (tensor parallelism) have not all looked at the same "
-    "rows of it: another batch, or one of them failed"
+    "the ranks that compute it together (tensor parallelism) did not all sample the same rows: "
+    "another batch, or one of them failed"
 )
 
 Reached = Mapping[Layer, Sequence[Call]]

@@ -18,10 +18,10 @@ def check(part: RankContribution) -> None:
     """
     for path, layer in part.layers.items():
         if not _is_sound(layer):
-            raise Malformed(f"layer '{path}' has not as many numbers as it says")
+            raise Malformed(f"layer '{path}' has another number of values than it declares")
     for path, sums in part.attention.items():
         if not _has_samples(sums):
-            raise Malformed(f"attention '{path}' has not as many numbers as it says")
+            raise Malformed(f"attention '{path}' has another number of values than it declares")
 
 
 def _has_samples(sums: AttentionSums[Array]) -> bool:

@@ -26,8 +26,8 @@ from adiv_monitor.step.collectives import Agree, Collectives
 from adiv_monitor.step.rows_across_ranks import RowsAcrossRanks
 
 WHY_NOT = (
-    "its parameters are spread over the ranks, which did not all come to put them together (a "
-    "rank without a monitor, that skipped the step or failed?)"
+    "its parameters are sharded, and not all ranks took part in gathering them (is there a rank "
+    "without a monitor, or one that skipped the step or failed?)"
 )
 
 

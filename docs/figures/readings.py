@@ -1,4 +1,4 @@
-"""The pictures of docs/readings.md: what measures read in runs that are well, and in others.
+"""The pictures of docs/readings.md: what measures read in healthy and in faulty runs.
 
 A network of three layers learns scikit-learn's digits, standardised by one mean and one deviation,
 by SGD with momentum 0.9 in batches of 64; one thing at a time is changed. Seconds each, on a CPU.
@@ -83,12 +83,12 @@ def course(reports: Sequence[StepReport], measure: str) -> Iterator[tuple[str, l
 
 
 def rates(steps: int) -> Figure:
-    """Loss and `update_ratio` at a rate that is too low, right, and too high."""
+    """Loss and `update_ratio` at a learning rate that is too low, right, and too high."""
     figure, (left, right) = panels()
     for colour, factor in ((BLUE, 0.001), (GREY, 1), (RED, 30)):
         model = network()
         losses, reports = trained(model, momentum(model, factor * RATE), digits(steps))
-        left.plot(losses, color=colour, label=f"rate {factor * RATE:g}")
+        left.plot(losses, color=colour, label=f"learning rate {factor * RATE:g}")
         for _, values in course(reports, "update_ratio"):
             right.plot(values, color=colour, linewidth=1)
     healthy(right, "update_ratio")
@@ -99,9 +99,9 @@ def rates(steps: int) -> Figure:
 
 
 def layers(steps: int) -> Figure:
-    """`update_ratio` and `effective_lr`, median of the steps, where one layer has its own rate."""
+    """`update_ratio` and `effective_lr`, where one layer has its own learning rate."""
     figure, axes = panels()
-    for colour, factor, said in ((GREY, 1, "one rate"), (BLUE, 0.001, "layer 4: rate × 0.001")):
+    for colour, factor, said in ((GREY, 1, "one learning rate"), (BLUE, 0.001, "layer 4: × 0.001")):
         model = network(hidden=5)
         slow = list(model[4].parameters())
         rest = [p for p in model.parameters() if all(p is not other for other in slow)]
@@ -202,7 +202,7 @@ def realised(steps: int) -> Figure:
     left.plot(tried, promised, "o-", color=GREY, label="descent, summed over layers")
     left.plot(tried, given, "o-", color=RED, label="fall of the loss (realised_loss_change)")
     left.axhline(0, color="black", linewidth=0.5)
-    left.set(xscale="log", title="one step", xlabel="learning rate")
+    left.set(xscale="log", title="decrease of the loss in one step", xlabel="learning rate")
     left.set_yscale("symlog", linthresh=0.01)
     left.legend(frameon=False, fontsize=8, loc="lower left")
     right.plot(tried, errors, "o-", label=[f"layer {name}" for name in later])

@@ -233,7 +233,7 @@ def test_names_with_html_unicode_and_markup(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_of_many_layers_the_terminal_shows_some(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_some_of_many_layers(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--model-args", '{"layers": 80}', "--steps", "1")
     assert run(f"{HERE}:many", *options) == 0
     assert len(report().record.reports[0].layers) == 80
@@ -283,7 +283,7 @@ def test_the_losses_of_ones_own_run_reach_the_report(capsys: pytest.CaptureFixtu
     assert "--losses none.json: can't be read" in capsys.readouterr().err
 
 
-def test_it_tries_fixes_unless_told_not_to() -> None:
+def test_fixes_are_tried_unless_switched_off() -> None:
     assert main([NET, "--steps", "4", "--out", "out"]) == 0
     assert report().record.rates
     assert run(NET) == 0

@@ -295,7 +295,7 @@ def test_momentum_that_outlasts_the_run_is_to_be_acted_on() -> None:
     assert diagnose(short) == ()
 
 
-def test_of_a_loss_whose_parts_oppose_each_other_its_fall_is_not_judged() -> None:
+def test_the_fall_of_a_loss_whose_parts_oppose_each_other_is_not_judged() -> None:
     faulty = {
         "losses": RISING,
         "rates": trials(own=2.3, x10=0.1),

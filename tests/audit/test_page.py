@@ -291,7 +291,7 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at() -> None:
     }
 
 
-def test_an_advice_tells_what_trying_it_gave() -> None:
+def test_advice_has_the_result_of_its_trial() -> None:
     (first, *_) = small().findings
     better, worse = (
         replace(first.advice[0], trial=Trial("rms-norm", 50, loss, 0.93, 0.88, 0.02))

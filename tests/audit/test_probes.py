@@ -52,7 +52,7 @@ def test_a_planted_bug_is_named(case: Case) -> None:
 
 @pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("twin", TWINS.values(), ids=lambda twin: twin.name)
-def test_of_a_fixed_twin_no_probe_says_anything(twin: Healthy) -> None:
+def test_no_probe_finds_a_fault_in_a_fixed_twin(twin: Healthy) -> None:
     record = looked_at(twin)
     said = found(twin).keys() & TOLD
     assert said == ({"order-ignored"} if twin.name in SETS else set())
@@ -457,7 +457,7 @@ class Loses(nn.Module):
         return (z - z.mean(0)).square().mean()
 
 
-def test_of_a_model_that_gives_its_loss_it_can_not_be_told_whether_inputs_matter() -> None:
+def test_whether_inputs_matter_is_unknown_for_a_model_that_returns_its_loss() -> None:
     of = setup(model=Loses(), loss=lambda model, batch: model(batch[0]))
     assert math.isnan(input_matters(of.fork(), list(of.batches[:2])))
     assert "input-ignored" not in {f.name for f in diagnose(observe(of, every_n_steps=6))}

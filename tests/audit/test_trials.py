@@ -80,7 +80,7 @@ def test_a_loss_that_grows_without_bound_has_diverged() -> None:
     assert compared("a", [2.0, 1.0, 1.0, 1.0], [2.0, 9.0, 1e3, 1e3], 4).loss_without == 1e3
 
 
-def test_one_step_tells_nothing() -> None:
+def test_one_step_has_no_standard_error_and_does_not_pay() -> None:
     assert math.isnan(compared("a", [1.0], [2.0], 1).error)
     assert not compared("a", [1.0], [2.0], 1).pays
 

@@ -133,7 +133,7 @@ def test_modules_put_together_from_functions_count_as_what_they_are() -> None:
     assert found == {"0": "gelu", "1": "quick_gelu", "2": "hardswish"}
 
 
-def test_of_a_run_it_is_the_trained_model_that_counts() -> None:
+def test_the_trained_model_of_a_run_counts() -> None:
     model, loss = dying()
     record = seen(model, batches(6, 64), loss=loss, optimizer=sgd(1e3), steps=6)
     assert record.units["1"].dead == 9

@@ -114,7 +114,7 @@ ARCHITECTURES: dict[str, Callable[[], Setup]] = {
 
 @pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_of_an_untrained_architecture_no_probe_says_anything(name: str) -> None:
+def test_no_probe_finds_a_fault_in_an_untrained_architecture(name: str) -> None:
     pytest.importorskip("torchvision")
     pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -132,7 +132,7 @@ def test_dictionaries_and_lists_are_exchanged_too() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 10])
-def test_samples_that_are_all_alike_tell_nothing(size: int) -> None:
+def test_equal_samples_do_not_show_whether_inputs_matter(size: int) -> None:
     data = [(torch.ones(size, 6), y[:size]) for _, y in batches()]
     assert math.isnan(seen(nn.Linear(6, 3), data).wiring.input_matters)
 

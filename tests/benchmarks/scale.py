@@ -344,15 +344,13 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
         _, gathered, joined = found[world][1][width]
         job = Job(((width, width, DEPTH),), TOKENS, processes=world, shards=world)
         expected = cost(job).gathered
-        rows.append([width, world, "made whole", *_ratio(expected, gathered)])
+        rows.append([width, world, "all-gathered: parameters", *_ratio(expected, gathered)])
         expected += put_together(width, width, 128, TOKENS, world)
-        rows.append(
-            [width, world, "made whole and rows, of layers in parts", *_ratio(expected, joined)]
-        )
+        rows.append([width, world, "all-gathered: parameters and rows", *_ratio(expected, joined)])
     for width, world in product(WIDTHS, WORLDS):
         sent = len(encode(_thinned(found[2][1][width][0], world)))
         job = Job(((width, width, DEPTH),), TOKENS, processes=world)
-        rows.append([width, world, "part of a report", *_ratio(cost(job).sent, sent)])
+        rows.append([width, world, "rank contribution", *_ratio(cost(job).sent, sent)])
     times = []
     for world in (2, 8, 64):
         part = _thinned(found[2][1][1024][0], world)
@@ -405,14 +403,14 @@ _SMALLER = Job(_7B, 8_192, processes=8, shards=8, looked_up=32_000 * 4096)
 _LARGER = Job(_405B, 1_024, processes=16_384, shards=512, looked_up=128_256 * 16_384)
 # A block has nine modules with parameters, including norms; then embedding, norm and readout.
 LARGE = {
-    "7B, 8 processes, `fully_shard` over 8": _SMALLER,
+    "7B, 8 ranks, `fully_shard` over 8": _SMALLER,
     "the same, `layers_per_step=16`": replace(_SMALLER, due=16 / (32 * 9 + 3)),
-    "405B, 16,384 processes, `fully_shard` over 512": _LARGER,
+    "405B, 16,384 ranks, `fully_shard` over 512": _LARGER,
     "the same, `layers_per_step=4`": replace(_LARGER, due=4 / (126 * 9 + 3)),
 }
 LARGE_COLUMNS = (
     *("training", "plain step, PFLOP", "extra, TFLOP", "extra, %"),
-    *("moved, GiB", "held, GiB", "made whole, GiB", "sent, MiB", "first process receives, GiB"),
+    *("moved, GiB", "held, GiB", "all-gathered, GiB", "sent, MiB", "rank 0 receives, GiB"),
 )
 
 
@@ -444,12 +442,12 @@ def main(given: list[str] | None = None) -> None:
     lines += table(header, compared(jobs))
     if not arguments.quick:
         rows, times = several()
-        lines += ["What travels, in bytes, for each process and measured step.", ""]
-        lines += table(("width", "processes", "what", "model", "count", "ratio"), rows)
-        lines += ["What the first process takes to read all parts and make one report.", ""]
-        lines += table(("processes", "layers", "ms per layer and process"), times)
+        lines += ["Bytes sent, for each rank and measured step.", ""]
+        lines += table(("width", "ranks", "what", "model", "count", "ratio"), rows)
+        lines += ["How long rank 0 takes to read and merge all contributions.", ""]
+        lines += table(("ranks", "layers", "ms per layer and rank"), times)
     lines += [
-        "The model at scale, for each process and measured step. Nothing here is measured.",
+        "The model at scale, for each rank and measured step. Nothing here is measured.",
         "",
     ]
     lines += table(LARGE_COLUMNS, at_scale())

@@ -77,7 +77,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
         torch.testing.assert_close(found[path].scales.entries, entries, equal_nan=True)
 
 
-def test_of_very_many_scales_some_are_told() -> None:
+def test_some_of_very_many_scales_are_kept() -> None:
     """Of very many scales a random sample is kept, another at every step, without repetitions."""
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)

@@ -611,7 +611,7 @@ def test_what_can_not_be_measured_is_said(name: str) -> None:
     report = monitored(model, x.transpose(0, 1).contiguous() if name == "length first" else x)
     assert not report.attention
     [note] = [note for note in report.notes if "ttention" in note]
-    assert note.startswith("Attention of parts.0 is not measured: ")
+    assert note.startswith("Attention of 'parts.0' is not measured: ")
     assert re.search(reason, note)
     # Everything else is measured and trained.
     assert report.coverage == 1
@@ -647,7 +647,9 @@ def test_a_weight_in_common_leaves_the_scale_untold() -> None:
     [reading] = report.attention.values()
     assert set(reading.measures()) == {"attention_cosine", "attention_gradient_cosine"}
     [note] = [note for note in report.notes if "ttention" in note]
-    assert note.startswith("The attention scale of parts.0 is not measured: it is not the sum over")
+    assert note.startswith(
+        "The attention scale of 'parts.0' is not measured: it is not the sum over"
+    )
 
 
 class Odd(nn.MultiheadAttention):
@@ -663,7 +665,7 @@ def test_what_is_like_attention_and_is_none_does_no_harm() -> None:
     model = Inside(Odd(12, 3)).double()
     report = monitored(model)
     assert not report.attention
-    assert [note for note in report.notes if "parts.0 is not measured" in note]
+    assert [note for note in report.notes if "parts.0' is not measured" in note]
 
 
 def test_attention_that_the_loss_does_not_see_is_said() -> None:
@@ -674,7 +676,8 @@ def test_attention_that_the_loss_does_not_see_is_said() -> None:
     report = monitored(model, step=step)
     assert not report.attention
     assert (
-        "Attention of parts.1 is not measured: no gradient reached it in this step." in report.notes
+        "Attention of 'parts.1' is not measured: no gradient reached it in this step."
+        in report.notes
     )
 
 

@@ -428,7 +428,7 @@ def test_functions_before_the_scores_need_no_forward_mode_derivative() -> None:
     torch.testing.assert_close(same.change(again), change, rtol=1e-12, atol=1e-14)
 
 
-def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:
+def test_each_row_of_scores_has_its_keys_sampled_without_repetition() -> None:
     generator = np.random.default_rng(0)
     for queries, keys in ((4, 4), (3, 5), (5, 3)):
         size = max(queries, keys)

@@ -375,7 +375,7 @@ def many_layers(count: int = 300) -> StepReport:
     return report(layers={f"blocks.{i // 6}.part{i % 6}": one(i) for i in range(count)})
 
 
-def test_one_ill_layer_of_300_is_seen_in_the_overview() -> None:
+def test_one_faulty_layer_of_300_is_seen_in_the_overview() -> None:
     """A faulty layer is visible in the overview, although it has less than a row of pixels."""
     layers = {f"layer{i}": reading(idle_share=0.0, update_ratio=0.1) for i in range(300)}
     layers["layer151"] = reading(idle_share=1.0, update_ratio=0.1)

@@ -156,7 +156,7 @@ def test_the_ceiling_of_several_passes_through_one_graph_is_missed_with_a_word()
         lambda m: zeroed_between(m, another=True),
     ):
         found = one_step(copy.deepcopy(model), passes, attainable=True)
-        assert [note for note in found.notes if "attainable_cosine of 0, 2" in note]
+        assert [note for note in found.notes if "attainable_cosine of '0', '2'" in note]
         assert all(reading.attainable_cosine is None for reading in found.layers.values())
     same(one_step(model, lambda m: twice(m, zeroed=True), attainable=True), expected)
 

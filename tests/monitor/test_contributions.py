@@ -21,7 +21,7 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.gradient_shares import GradientShare, follow
 from adiv_monitor.capture.selection import listed
 
-FROM_ROWS = "estimated from their rows alone"
+FROM_ROWS = "estimated from rows alone"
 MORE, APART, EDITED, OTHER = (
     "holds more than these rows",
     "multiplied by different factors",
@@ -92,7 +92,7 @@ def test_what_is_not_of_the_rows_is_told_at_once(change: str, max_rows: int | No
 
     found = one_step(model, backward, between or (lambda model: None), max_rows=max_rows)
     (note,) = found.notes
-    assert expected in note and " of 0, 2 " in note
+    assert expected in note and " of '0', '2' " in note
     if max_rows is not None:
         for reading in found.layers.values():
             assert reading.standard_error["effective_lr"] > 0
@@ -111,7 +111,7 @@ class Keys(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_a_gradient_that_is_rounding_nothing_is_concluded(dtype: torch.dtype) -> None:
+def test_a_gradient_of_rounding_errors_leads_to_no_conclusion(dtype: torch.dtype) -> None:
     """A gradient of rounding errors differs between devices and ranks; it changes no reading."""
     torch.manual_seed(0)
     model, x = Keys().to(dtype), torch.randn(16, 12, 8, dtype=dtype)
@@ -129,7 +129,7 @@ def test_of_a_gradient_that_is_rounding_nothing_is_concluded(dtype: torch.dtype)
     assert not step(lambda other: eps * other).notes
     assert not step(lambda other: -eps * other).notes
     (note,) = step(lambda other: 1e5 * eps * other).notes  # beside a weight's gradient of norm 10
-    assert MORE in note and "of key " in note
+    assert MORE in note and "of 'key' " in note
 
 
 class Gain(nn.Module):
@@ -245,7 +245,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_it_is_told_of_every_kind_of_layer(layer: str) -> None:
+def test_a_penalty_is_noted_for_every_kind_of_layer(layer: str) -> None:
     """A penalty is noted for every kind of layer; without it there is no such note."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), LAYERS[layer]())
@@ -341,7 +341,7 @@ def test_what_backward_passes_do_is_followed(passes: str) -> None:
 
     assert not [note for note in step(copy.deepcopy(model), 0).notes if FROM_ROWS in note]
     (note,) = [note for note in step(model, 0.001).notes if FROM_ROWS in note]
-    assert MORE in note and " of 0, 2 " in note
+    assert MORE in note and " of '0', '2' " in note
 
 
 def test_several_gradients_summed_by_hand_are_not_the_last_one() -> None:
@@ -358,7 +358,7 @@ def test_several_gradients_summed_by_hand_are_not_the_last_one() -> None:
                 parameter.grad = held + gradient
 
     (note,) = one_step(model, backward, max_rows=16).notes
-    assert OTHER in note and " of 0, 2 " in note
+    assert OTHER in note and " of '0', '2' " in note
 
 
 def test_hooks_that_scale_are_followed_if_they_were_there_in_time() -> None:
@@ -386,7 +386,7 @@ def test_hooks_that_scale_are_followed_if_they_were_there_in_time() -> None:
 
     found = one_step(model, lambda m: backward(m, late=True), clip, max_rows=None)
     (note,) = found.notes
-    assert "in units that are not known" in note and " of 0, 2 " in note
+    assert "in units that are not known" in note and " of '0', '2' " in note
     for path, reading in found.layers.items():
         assert math.isnan(reading.effective_lr) and math.isnan(reading.gradient_factor)
         for name in ("update_cosine", "gradient_cosine", "diagonal_cosine"):
@@ -401,7 +401,7 @@ def test_a_penalty_is_all_that_a_gradient_holds() -> None:
         (0 * model(x).sum() + penalised(0.1)(model)).backward()
 
     (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert MORE in note and " of 0, 2 " in note
+    assert MORE in note and " of '0', '2' " in note
 
 
 class Late(nn.Module):
@@ -471,7 +471,7 @@ def test_contributions_that_no_node_hands_on_are_not_known() -> None:
     assert mine.is_known and not others.is_known
 
 
-def test_of_a_parameter_that_was_handed_nothing_nothing_is_said() -> None:
+def test_a_parameter_without_a_contribution_leads_to_no_conclusion() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     found = GradientShare(parameter)
     with torch.no_grad():
@@ -484,7 +484,7 @@ def test_of_a_parameter_that_was_handed_nothing_nothing_is_said() -> None:
     assert found.entries() is None
 
 
-def test_of_gradients_that_lie_otherwise_nothing_is_known() -> None:
+def test_gradients_of_another_memory_layout_have_no_entries() -> None:
     parameter = nn.Parameter(torch.rand(3, 4))
     found = GradientShare(parameter)
     (parameter * 2).sum().backward()
@@ -505,7 +505,7 @@ def test_a_penalty_on_gradients_goes_through_the_same_weights() -> None:
         (loss + 5000 * slope.square().sum()).backward()
 
     (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert MORE in note and " of 0, 2 " in note
+    assert MORE in note and " of '0', '2' " in note
 
 
 def test_a_cast_may_be_shared_with_another_use() -> None:
@@ -519,7 +519,7 @@ def test_a_cast_may_be_shared_with_another_use() -> None:
         loss.backward()
 
     (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert MORE in note and " of 2 " in note
+    assert MORE in note and " of '2' " in note
 
 
 def test_parameters_of_a_layer_may_have_their_gradients_from_different_passes() -> None:
@@ -532,7 +532,7 @@ def test_parameters_of_a_layer_may_have_their_gradients_from_different_passes() 
         (3 * loss).backward(inputs=[p for p in model.parameters() if p.dim() == 1])
 
     (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert " of 0, 2 " in note
+    assert " of '0', '2' " in note
 
 
 def test_a_few_long_rows_raise_no_false_alarm() -> None:

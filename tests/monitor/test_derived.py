@@ -620,7 +620,7 @@ def truth(case: Case, taken: Step) -> LayerTruth:
 
 
 NEED_SCALES = {"diagonal_cosine", "interference_ratio", "scale_mean", "scale_cv", "scale_p50"}
-ANY = "whether those can make any weight is not known"
+ANY = "whether these can produce any weight is not known"
 
 
 def known(case: Case, taken: Step) -> bool:
@@ -890,7 +890,7 @@ def test_a_function_that_cannot_be_followed_is_named() -> None:
         return functional.linear(x, torch.segment_reduce(m.weight, "sum", lengths=lengths))
 
     found = reason(summed, weight=real(6, 4))
-    assert "made of parameters by torch's segment_reduce" in found
+    assert "computed from parameters by torch's segment_reduce" in found
     assert "derivative for aten::_segment_reduce_backward is not implemented" in found
 
 
@@ -936,7 +936,7 @@ def test_what_never_reaches_a_use_is_named_with_the_function_it_ended_in() -> No
         (module(torch.randn(5, 4, dtype=torch.float64)) * module.kept).sum().backward()
         optimizer.step()
     (found,) = monitor.latest.unsupported.values()
-    assert "it went through torch's sigmoid, whose result no function was seen to use" in found
+    assert "it is an input of torch's sigmoid, whose result no function was seen to use" in found
 
 
 def test_what_is_written_after_a_reading_is_no_part_of_it() -> None:

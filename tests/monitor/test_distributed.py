@@ -545,7 +545,7 @@ TASKS = (
     many_reports,
     messages_that_are_none,
 )
-ALONE = ("Rows of rank 0 alone: 2 ranks train together.",)
+ALONE = ("This report has only the rows of rank 0: 2 ranks train together.",)
 
 
 def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[Found]]) -> None:
@@ -642,7 +642,9 @@ def test_an_evaluation_by_the_first_process_delays_none(found: dict[int, list[Fo
 def test_a_monitor_that_leaves_is_not_waited_for(found: dict[int, list[Found]]) -> None:
     first, second = (own["monitor_that_leaves"] for own in found[2])
     assert [notes[:1] for notes in first] == [(), ALONE, ALONE]
-    assert [notes[0] for notes in second] == ["Rows of rank 1 alone: 2 ranks train together."]
+    assert [notes[0] for notes in second] == [
+        "This report has only the rows of rank 1: 2 ranks train together."
+    ]
 
 
 def test_monitors_that_come_and_go_are_not_taken_for_each_other(
@@ -673,7 +675,7 @@ def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
     first, second = (own["layer_that_fails_in_one"] for own in found[2])
     assert first == second
     assert first.notes == (
-        "Rows of 0 are missing from other ranks: estimated from their rows alone.",
+        "Rows of '0' are missing from other ranks. Their readings are estimated from rows alone.",
     )
     assert [reading.rows_seen for reading in first.layers.values()] == [4, 8]
     assert first.unsupported == {}
@@ -707,7 +709,7 @@ def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
         assert own["training_of_its_own"][0].notes == ()
 
 
-def test_one_process_alone_in_its_group_is_told_nothing() -> None:
+def test_one_rank_alone_in_its_group_receives_nothing() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model, optimizer, x = small(0)
@@ -731,7 +733,10 @@ def test_processes_whose_turns_differ_each_speak_for_themselves(
         for step, report in enumerate(own["turns_that_differ"]):
             assert report.turn is not None
             assert report.turn.first == (step + rank) % 2 + 1
-            assert f"Rows of rank {rank} alone: 2 ranks train together." in report.notes
+            assert (
+                f"This report has only the rows of rank {rank}: 2 ranks train together."
+                in report.notes
+            )
             assert len(report.layers) == 1
 
 
@@ -748,7 +753,7 @@ def test_what_is_no_message_is_as_if_the_process_had_not_come(
 ) -> None:
     (first, code), (second, more) = (own["messages_that_are_none"] for own in found[2])
     assert [*code, *more] == []
-    unread = "What rank {} sent can't be read, so it is not in this report."
+    unread = "The message of rank {} can't be read, so its rows are not in this report."
     assert [notes[0] for notes in first[:3]] == [ALONE[0]] * 3
     assert all(unread.format(1) in notes for notes in first[:3])
     assert first[3:] == [(), ()]

@@ -101,7 +101,7 @@ def test_a_gradient_that_was_turned_round_is_no_multiple() -> None:
 
 
 @pytest.mark.parametrize(("now", "then"), [(GAMMA, 0 * GAMMA), (0 * GAMMA, GAMMA)])
-def test_of_zeros_nothing_is_known(now: np.ndarray, then: np.ndarray) -> None:
+def test_zero_gradients_give_no_factor(now: np.ndarray, then: np.ndarray) -> None:
     assert all(map(math.isnan, as_multiple(now, then)))
 
 
@@ -118,7 +118,7 @@ def test_nothing_speaks_against_the_gradient_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, math.inf, math.nan])
-def test_of_no_gradient_nothing_is_said(gamma: float) -> None:
+def test_a_zero_or_non_finite_gradient_leads_to_no_conclusion(gamma: float) -> None:
     assert against(SEEN, math.nan, gamma) == ""
 
 
@@ -221,7 +221,7 @@ OTHER = across(GAMMA, 1.0)
         replace(SEEN, probe=np.array([[30.0, 0.0], [3.0, 4.0]])),
     ],
 )
-def test_of_a_gradient_that_may_be_rounding_alone_nothing_is_concluded(
+def test_a_gradient_that_may_be_rounding_leads_to_no_conclusion(
     found: Evidence[Array],
 ) -> None:
     assert against(found) != ""

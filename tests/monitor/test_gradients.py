@@ -225,7 +225,7 @@ def test_weights_that_are_changed_before_the_step_are_told() -> None:
 
     found = one_step(model, lambda m: loss_of(m, batch).backward(), decay)
     (note,) = found.notes
-    assert "weights of 0 were written to between" in note
+    assert "weights of '0' were written to between" in note
     same(found, plain)
 
 

@@ -201,7 +201,7 @@ def test_a_legend_says_what_colours_mean(measure: str) -> None:
         every = {"NaN or infinite", "no comparable value"}
         assert every <= words
         limits = {"as in healthy runs", "too little", "too much"}
-        order = {"30 healthy runs read"}
+        order = {"range of 30 healthy runs"}
         assert (limits if measure == GRADIENT else order) <= words
         assert not (order if measure == GRADIENT else limits) & words
 

@@ -203,7 +203,7 @@ def test_attention_and_what_really_happened_are_in_it(tmp_path: Path) -> None:
     sink.close()
     text = (tmp_path / "run.html").read_text()
     assert "block.<wbr>0" in text
-    assert "really -0.250" in text
+    assert "real change -0.250" in text
 
 
 def test_nothing_is_written_without_a_report(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_what_is_looked_for_are_findings() -> None:
     assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
 
 
-def test_of_a_model_without_maps_only_what_was_looked_at_is_ticked() -> None:
+def test_a_model_without_maps_has_ticks_only_at_what_was_examined() -> None:
     running = Running()
     layers = {"a": reading(kind="embedding")}
     running.add(report(layers=layers, losses=dict.fromkeys(range(20), 1.0)))
@@ -299,7 +299,7 @@ def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["run.json", "run.md"])
 def test_no_file_of_somebody_else_is_replaced_beside_the_page(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"mine": 1}')
-    with pytest.raises(FileExistsError, match=f"{name}, which is another's file"):
+    with pytest.raises(FileExistsError, match=f"{name}, which it did not write"):
         HtmlSink(tmp_path / "run.html")
     (tmp_path / name).unlink()
     for _ in range(2):  # the sink's own pages are replaced

@@ -487,7 +487,7 @@ def test_other_products_get_the_layers(make: Make, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "product", Product)
     product = Product()
     trainer = make(product, DivergenceTrainerCallback(4, measures=["scale_cv"], on_error="raise"))
-    with pytest.warns(UserWarning, match=r"Product takes numbers alone; .*HtmlSink"):
+    with pytest.warns(UserWarning, match=r"Product takes numbers only; .*HtmlSink"):
         trainer.train()
     tags = {"adiv.scale_cv/net.0", "adiv.scale_cv/net.3", *summary_tags("scale_cv").values()}
     tags |= {"adiv.summary/coverage", "epoch"}
@@ -562,7 +562,9 @@ def test_an_unknown_measure_is_refused() -> None:
 
 
 def test_an_event_from_elsewhere_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no transformers\.Trainer.*adiv_monitor\.Monitor"):
+    with pytest.raises(
+        ValueError, match=r"not called by a transformers\.Trainer.*adiv_monitor\.Monitor"
+    ):
         DivergenceTrainerCallback(1).on_train_begin(None, None, None)  # type: ignore[arg-type]
 
 
@@ -789,7 +791,7 @@ def test_what_a_checkpoint_cannot_hold_is_said(
     trainer = make(
         DivergenceTrainerCallback(3, **lost), restore_callback_states_from_checkpoint=True
     )
-    with pytest.raises(ValueError, match=rf"can't hold its {next(iter(lost))}; expected False"):
+    with pytest.raises(ValueError, match=rf"without its {next(iter(lost))}; expected False"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
 
 

@@ -330,7 +330,7 @@ def test_by_hand_the_loss_is_known_where_one_step_was_taken(
 
 
 @pytest.mark.filterwarnings("ignore:.*was not measured. the optimizer evaluated")
-def test_of_several_evaluations_of_a_batch_no_loss_is_known() -> None:
+def test_several_evaluations_of_a_batch_have_no_known_loss() -> None:
     """Lightning keeps the last evaluation's loss, whose weights are not those before the step."""
     model = collecting(
         pl, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)
@@ -520,7 +520,7 @@ def test_a_client_that_takes_files_gets_them(tmp_path: Path) -> None:
 def test_few_scalars_are_logged_unless_all_are_asked_for(tmp_path: Path) -> None:
     logger = CSVLogger(str(tmp_path))
     run = trainer(callbacks=DivergenceCallback(4, on_error="raise"), logger=logger)
-    with pytest.warns(UserWarning, match=r"CSVLogger takes numbers alone; .*HtmlSink"):
+    with pytest.warns(UserWarning, match=r"CSVLogger takes numbers only; .*HtmlSink"):
         run.fit(module(pl), loader())
     columns = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"adiv.update_ratio/net.0", "adiv.summary/coverage"} <= set(columns)

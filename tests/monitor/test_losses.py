@@ -135,7 +135,7 @@ def one_step(monitor: Monitor, optimizer: Any, losses: Sequence[Tensor], say: bo
 
 @pytest.mark.parametrize("source", ["said as a tensor", "module inside", "function"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_of_micro_batches_and_of_samples_it_is_the_mean(source: str, reduction: str) -> None:
+def test_the_loss_is_the_mean_over_micro_batches_and_samples(source: str, reduction: str) -> None:
     model = WithLoss(reduction)
     optimizer, collected = optimizer_of(model), []
     options = SOURCES[source](model)
@@ -216,7 +216,7 @@ def test_a_resumed_run_counts_on() -> None:
 
 @pytest.mark.parametrize("source", ["said as a tensor", "module inside", "function"])
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
-def test_of_a_closures_evaluations_the_first_counts(kind: Any, source: str) -> None:
+def test_the_first_evaluation_of_a_closure_counts(kind: Any, source: str) -> None:
     """The first evaluation's loss counts, besides values logged before the step.
 
     The weights have moved before the later evaluations.

@@ -399,7 +399,7 @@ def test_a_sound_part_that_fits_no_other_costs_no_report(
 
     found, alone = assembled(), assembled()  # it is removed
     (note,) = set(found.notes) - set(alone.notes)
-    assert note.startswith("What ranks 1 sent can't be put together with the rest (")
+    assert note.startswith("The messages of ranks 1 can't be merged with the rest (")
     assert set(found.layers) == set(alone.layers) and found.layers
     assert same(replace(found, notes=alone.notes).to_dict(), alone.to_dict())
 

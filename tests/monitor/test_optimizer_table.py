@@ -226,7 +226,7 @@ def compare(reading: LayerReading, expected: dict[str, float]) -> None:
 def test_every_measure_is_what_the_step_really_did(name: str) -> None:
     for report, truth in zip(reports(TABLE[name]), truths(TABLE[name]), strict=True):
         assert report.coverage == 1
-        estimated = any("estimated from their rows" in note for note in report.notes)
+        estimated = any("estimated from rows" in note for note in report.notes)
         assert estimated == (name == "clipping by value")
         for path, reading in report.layers.items():
             expected = truth.of(path)

@@ -189,7 +189,7 @@ def trained(
 
 
 def check(report: StepReport, expected: dict[str, dict[str, float]]) -> None:
-    assert not [note for note in report.notes if "really" in note]
+    assert not [note for note in report.notes if "real change" in note]
     assert expected.keys() <= report.layers.keys()
     for path, values in expected.items():
         for name, value in values.items():
@@ -657,7 +657,9 @@ def test_failures_of_the_repetition_leave_training_alone() -> None:
     with pytest.warns(UserWarning, match="not again; training goes on"):
         monitor.close()
     assert monitor.latest is not None
-    assert any("it failed: RuntimeError: not again" in note for note in monitor.latest.notes)
+    assert any(
+        "failed when it ran again: RuntimeError: not again" in note for note in monitor.latest.notes
+    )
     assert monitor.latest.layers[""].update_cosine is not None
     assert torch.equal(model.weight, weight)
     now = {name: dict(table) for name, table in vars(model).items() if isinstance(table, dict)}
@@ -711,7 +713,9 @@ def test_checkpointing(reentrant: bool) -> None:
                 assert value == pytest.approx(getattr(reading, name), **EXACT), (path, name)
     if reentrant:  # it is unknown which forward pass is recomputed
         report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulated)
-        assert any("inner.0" in n and "its rows were is not known" in n for n in report.notes)
+        assert any(
+            "inner.0" in n and "to which its rows belong is not known" in n for n in report.notes
+        )
         assert report.layers["inner.0"].realised_cosine is None
 
         def first(model: nn.Module) -> Tensor:
@@ -736,7 +740,7 @@ def test_recomputations_that_are_not_told_apart_are_said() -> None:
     model, x = Twice(), torch.ones(2, 5)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     report = trained(model, sgd, lambda m: m(x).square().sum())
-    assert any("inner" in n and "its rows were is not known" in n for n in report.notes)
+    assert any("inner" in n and "to which its rows belong is not known" in n for n in report.notes)
     assert report.layers["inner"].realised_cosine is None
     assert report.layers["enter"].realised_cosine is not None
 
@@ -773,10 +777,10 @@ def test_autocast_is_on_again() -> None:
     report = trained(model, torch.optim.SGD(model.parameters(), lr=0.0), run)
     assert all(math.isnan(r.realised_cosine) for r in report.layers.values())
     report = trained(model, torch.optim.SGD(model.parameters(), lr=1e-4), run)
-    assert any("hardly more than rounding" in note for note in report.notes)
+    assert any("hardly larger than rounding" in note for note in report.notes)
 
 
-def test_of_several_losses_those_count_that_made_the_gradient() -> None:
+def test_the_losses_that_made_the_gradient_count() -> None:
     """A loss that is only read, one of another model and one of an evaluation do not count."""
     model, batches = made("residual")
     model.eval()
@@ -801,7 +805,7 @@ def test_a_loss_that_was_not_seen_is_said() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     report = trained(model, sgd, seeded(batches[:1]), realised=nn.CrossEntropyLoss())
     assert report.realised_loss_change is None
-    assert any("How the loss really changed is not known" in note for note in report.notes)
+    assert any("The real change of the loss is not known" in note for note in report.notes)
     assert report.layers["head"].realised_cosine is not None
 
 

@@ -603,7 +603,7 @@ def test_a_replay_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPa
         f"rnn.{part}_l{k}" for k in (0, 1) for part in ("input", "hidden")
     }
     for reason in report.unsupported.values():
-        assert "a replay of its call does not give what the call gave" in reason
+        assert "a rerun of its call does not return what the call returned" in reason
     assert report.coverage < 0.2
 
 

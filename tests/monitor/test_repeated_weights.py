@@ -68,7 +68,7 @@ PRODUCTS: dict[str, Function] = {
 
 @pytest.mark.parametrize("max_rows", [None, 7], ids=["all-rows", "sampled"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_it_is_the_linear_layer_that_it_is(name: str, max_rows: int | None) -> None:
+def test_a_product_is_measured_like_matmul(name: str, max_rows: int | None) -> None:
     found = stepped(PRODUCTS[name], max_rows=max_rows).layers
     plain = stepped(torch.matmul, max_rows=max_rows).layers
     assert found.keys() == plain.keys() == {"w"}
@@ -106,7 +106,7 @@ OTHERS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_else_it_is_an_offset(name: str) -> None:
+def test_a_repeated_row_is_an_offset(name: str) -> None:
     """A row is one repetition of a row of w, counted once, whatever uses it."""
     report = stepped(OTHERS[name], max_rows=None)
     (reading,) = report.layers.values()

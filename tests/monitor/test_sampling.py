@@ -229,7 +229,7 @@ def test_keys_are_the_smallest_of_even_numbers(total: int) -> None:
     assert np.mean([d.bound for d in draws]) == pytest.approx(expected[5], rel=0.05)
 
 
-def test_of_a_single_call_too_rows_stay_that_lie_below_the_bound() -> None:
+def test_rows_below_the_bound_stay_with_a_single_call_too() -> None:
     """Rows below the bound are kept, as before a rank sends its rows to another."""
     keys = np.arange(10) / 10
     for most in (None, 8):

@@ -185,7 +185,7 @@ def test_uses_that_cannot_be_told_apart_are_named() -> None:
     model = nn.Sequential(first, Mixed(first.weight)).double()
     report = one_step(model, lambda m: m(X).square().sum().backward())
     assert report.layers.keys() == {"0", "0+1"}
-    assert any("Not all uses of 1.weight are measured" in note for note in report.notes)
+    assert any("Not all uses of '1.weight' are measured" in note for note in report.notes)
 
 
 class Merged(nn.Module):

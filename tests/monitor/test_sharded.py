@@ -447,7 +447,7 @@ def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]])
     assert [len(report.layers) for report in reports] == [2, 2, 0]
 
 
-NOTE = "Rows of {} are missing from other ranks: estimated from their rows alone."
+NOTE = "Rows of {} are missing from other ranks. Their readings are estimated from rows alone."
 
 
 def test_hooks_that_fail_in_one_process_keep_no_other_waiting(
@@ -466,7 +466,7 @@ def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
     assert first == second
     assert len(first) == 2
     for report in first:
-        assert report.notes == (NOTE.format("0"),)
+        assert report.notes == (NOTE.format("'0'"),)
         assert report.layers["0"].parameter_cosine is None, "a part of the parameters is missing"
         assert report.layers["0"].applied_cosine is None
         assert report.layers["2"].parameter_cosine == pytest.approx(1.0)
@@ -480,7 +480,7 @@ def test_where_all_layers_fail_in_one_process_the_others_have_reports(
     assert repr(first) == repr(second), "units are not known: NaN"
     assert len(first) == 2
     for report in first:
-        assert report.notes == (NOTE.format("0, 2"),)
+        assert report.notes == (NOTE.format("'0', '2'"),)
         assert report.layers.keys() == {"0", "2"}
         assert all(reading.applied_cosine is None for reading in report.layers.values())
         assert all(reading.update_cosine is not None for reading in report.layers.values())

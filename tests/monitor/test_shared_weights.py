@@ -182,7 +182,7 @@ def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
         in_three(model)
 
     report, expected = Step().measured(SEEN, backward=late)
-    assert any("embed" in note and "from their rows alone" in note for note in report.notes)
+    assert any("embed" in note and "from rows alone" in note for note in report.notes)
     reading = report.layers["embed"]
     assert reading.standard_error["descent"] > 0
     off = abs(reading.descent - expected["embed"])
@@ -282,7 +282,7 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
         assert reading.effective_lr == pytest.approx(whole.layers[path].effective_lr, rel=1e-6)
 
 
-def test_of_uses_in_unknown_units_no_descent_is_told() -> None:
+def test_uses_in_unknown_units_have_no_descent() -> None:
     """With hand-set, then clipped gradients, only a weight with one use knows its descent."""
     torch.manual_seed(0)
     first, second = (nn.Linear(8, 8, bias=False).double() for _ in range(2))

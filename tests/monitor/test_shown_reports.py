@@ -123,7 +123,7 @@ def test_names_are_no_markup_and_nothing_is_asked_for() -> None:
     )
 
 
-def test_one_line_says_what_it_is() -> None:
+def test_repr_is_one_line() -> None:
     assert repr(report(50)) == "<StepReport: step 50, 4 layers, coverage 0.875>"
     broken = {**report().layers, "head": reading(non_finite=("update",))}
     odd = report(7, layers=broken, losses={7: 0.5}, alarms=(Alarm("x", "head"),))

@@ -152,7 +152,7 @@ def test_one_file_says_what_a_plain_loop_would(way: str, written: Path) -> None:
 
 
 @pytest.mark.slow
-def test_so_does_that_of_processes_which_the_trainer_starts(tmp_path: Path) -> None:
+def test_ddp_spawn_reports_what_a_plain_loop_would(tmp_path: Path) -> None:
     fit("ddp_spawn", "ddp_spawn", tmp_path)
     assert_a_plain_loop_would_say(tmp_path / "ddp_spawn.jsonl")
 

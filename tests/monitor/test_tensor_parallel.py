@@ -506,7 +506,7 @@ def test_in_half_precision(found: dict[int, list[Found]]) -> None:
             assert reading.gradient_cosine == pytest.approx(value, abs=0.05), path
 
 
-def test_what_takes_all_rows_is_said_to_be_missing(found: dict[int, list[Found]]) -> None:
+def test_a_note_names_measures_that_need_all_rows(found: dict[int, list[Found]]) -> None:
     reports, _, _ = found[2][0]["all_that_can_be_asked"]
     for report in reports:
         for path, reading in report.layers.items():

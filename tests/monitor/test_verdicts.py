@@ -131,7 +131,7 @@ def outside(reports: list[StepReport], found: Seen) -> set[tuple[str, str]]:
 # Tests of every run
 
 
-def test_all_that_people_see_says_the_same(case: Case) -> None:
+def test_all_views_of_a_run_agree(case: Case) -> None:
     (headline,) = re.findall(r'<h1 id="headline">(.*?)</h1>', case.seen.page)
     assert html.unescape(headline) == case.headline
     assert case.seen.findings_text.startswith(f"### {case.headline}\n")
@@ -161,7 +161,7 @@ def test_the_headline_agrees_with_the_map(case: Case) -> None:
     assert everywhere or {layer for layer, _ in drawn} <= named
 
 
-def test_it_is_as_strong_as_the_state_is_ill(case: Case) -> None:
+def test_the_strength_follows_from_how_faulty_the_state_is(case: Case) -> None:
     assert case.strength in STRENGTHS[case.state][not case.knows_loss], case.findings
 
 

@@ -790,10 +790,10 @@ def generator() -> object:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "a state": (Changing, {}, "gave another output"),
-    "an input": (InPlace, {}, "gave another output"),
+    "a state": (Changing, {}, "returned another output"),
+    "an input": (InPlace, {}, "returned another output"),
     "a backward": (lambda: Custom(OnlyOnce), {}, "can't be run again with derivatives"),
-    "an argument": (Unsaid, {"more": generator()}, "got a generator, of which no copy"),
+    "an argument": (Unsaid, {"more": generator()}, "received a generator, of which no copy"),
 }
 
 

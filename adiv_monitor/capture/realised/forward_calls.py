@@ -72,7 +72,7 @@ class _Given:
     def again(self, given: dict[int, list[Tensor]]) -> Tensor:
         tensor = given[self.output.call][self.output.number]
         if (tensor.shape, tensor.stride()) != self.output.layout:
-            raise NotRepeatable("a module gives a tensor of another shape when run again")
+            raise NotRepeatable("a module returns a tensor of another shape when it runs again")
         return tensor.as_strided(*self.layout, _offset(tensor) + self.offset)
 
 
@@ -258,7 +258,7 @@ class ForwardCalls:
             number = waiting.pop()
             call = self.calls[number]
             if call.outputs is None:
-                raise NotRepeatable(f"{type(call.module).__name__} gave nothing: did it raise?")
+                raise NotRepeatable(f"{type(call.module).__name__} returned nothing: did it raise?")
             needed.add(number)
             waiting |= call.needs - needed
         return sorted(needed)
@@ -276,7 +276,8 @@ class ForwardCalls:
         if _depends_on(tensor, self.parameters):
             raise NotRepeatable(
                 f"an input of {type(module).__name__} was computed, outside of the modules that "
-                "are called, from what one of them gave; a module that does both has one forward"
+                "are called, from an output of one of them; move that code into a module that "
+                "also calls them"
             )
         return _Data.of(tensor)
 

@@ -48,7 +48,7 @@ class Loss:
         """
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"Monitor(realised=…): the loss gave a {type(value).__name__}, expected a tensor"
+                f"Monitor(realised=…): the loss is a {type(value).__name__}, expected a tensor"
             )
         whole = to_compute_dtype(value.detach())
         each = whole if samples is None else to_compute_dtype(samples.detach())
@@ -121,11 +121,13 @@ class Losses:
         pairs: list[tuple[Loss, Loss]] = []
         for call in sorted(self.needed):
             if len(before[call]) != len(after[call]):
-                raise NotRepeatable("it was not computed as often when its forward pass ran again")
+                raise NotRepeatable(
+                    "the loss was computed another number of times when its forward pass ran again"
+                )
             both = zip(before[call], after[call], strict=True)
             pairs += [(old, new) for old, new in both if old.reached]
         if not pairs:
-            raise NotRepeatable("no gradient was seen to come from it")
+            raise NotRepeatable("no backward pass from the loss was seen")
         whole = torch.stack([new.whole - old.whole for old, new in pairs]).mean()
         samples = [
             new.samples - old.samples

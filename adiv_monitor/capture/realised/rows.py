@@ -111,11 +111,11 @@ class RerunRows:
         parts, found = [], self._counts[path]
         for place, _ in self._wanted[path]:
             if place is None or (place.recomputed and counts[place[:2]] > 1):
-                raise NotRepeatable("in which forward pass its rows were is not known")
+                raise NotRepeatable("the forward pass to which its rows belong is not known")
             if found[place[:2]] != counts[place[:2]]:
                 raise NotRepeatable(
-                    f"called {counts[place[:2]]} times at first and {found[place[:2]]} "
-                    "times when the forward pass ran again"
+                    f"called {counts[place[:2]]} times at first, and {found[place[:2]]} times "
+                    "when the forward pass ran again"
                 )
             parts.append(self._found[place])
         return joined(parts)
@@ -177,7 +177,7 @@ class RerunRows:
         if tuple(z.shape[:-1]) == rows.shape:
             self._found[place] = rows.take(z.detach())
         else:
-            self._lost[layer.path] = "it had other rows when the forward pass ran again"
+            self._lost[layer.path] = "it has other rows when the forward pass ran again"
 
 
 def _raised(error: Exception) -> None:

@@ -122,8 +122,8 @@ class Derived:
         except RuntimeError as error:
             functions = ", ".join(dict.fromkeys(call.name for call in self._calls))
             raise Refused(
-                f"its weight is made of parameters by torch's {functions}, through which a change "
-                f"of those can't be followed: {error}"
+                f"its weight is computed from parameters by torch's {functions}, through which a "
+                f"change of the parameters can't be followed: {error}"
             ) from error
 
     def _made_again(self, leaves: Parts) -> Tensor:
@@ -191,7 +191,7 @@ def _before(piece: Piece, taken: Parts) -> Tensor:
 def _constant(root: Root) -> Tensor:
     assert root.constant is not None
     if root.constant._version != root.version:
-        raise Refused("a constant that its weight is made with was changed in place since")
+        raise Refused("a constant from which its weight is computed was changed in place since")
     return floats_to_compute_dtype(root.constant)
 
 

@@ -167,8 +167,8 @@ class Provenance:
             return None
         if is_shard(value) and id(value) not in self._trained:
             raise Refused(
-                "its weight is made of a parameter of which each rank has a part and no more "
-                "(tensor parallelism): only the parameter itself can be put together"
+                "its weight is computed from a parameter of which each rank holds a part (tensor "
+                "parallelism): only a parameter itself can be all-gathered"
             )
         ref = self.tape.ref(value)
         parameter = ref.root.parameter
@@ -180,8 +180,8 @@ class Provenance:
             lies = piece.view is None or not is_shard(piece.parameter) or piece.contiguous_range
             if is_shard(piece.parameter) and not (source.is_view and lies):
                 raise Refused(
-                    "its weight is made of a parameter of which each rank holds a part: only a "
-                    "whole one, or one after the other in memory, can be put together"
+                    "its weight is computed from a parameter of which each rank holds a part: "
+                    "only a whole parameter, or a contiguous range of one, can be all-gathered"
                 )
         return source
 

@@ -257,11 +257,11 @@ def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | Non
     if id(parameter) in managed:
         alike = 1 if peers is None or is_parallel else peers.count  # groups that compute the same
         if len(split) > 1 + is_parallel or alike * mesh.size() != world_size():
-            return "is spread over the ranks in more ways than FSDP and one of another kind"
+            return "is sharded in more ways than by FSDP and one other kind"
     elif not is_parallel:
         return (
-            "is a DTensor that is never all-gathered, spread over other ranks than the model's "
-            "first one, or over a mesh of several dimensions"
+            "is a DTensor that is never all-gathered, or is sharded over other ranks than the "
+            "model's first DTensor, or over a mesh of several dimensions"
         )
     return None
 

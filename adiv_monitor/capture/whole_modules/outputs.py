@@ -58,7 +58,7 @@ class Outputs:
         """Return the same tensors of another call's output."""
         every = list(tensors_in(output))
         if len(every) != self._count:
-            raise ValueError(f"its forward gave {self._count} tensors, then {len(every)}")
+            raise ValueError(f"its forward returned {self._count} tensors, then {len(every)}")
         return [every[place] for place in self._places]
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:

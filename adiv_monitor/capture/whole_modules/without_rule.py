@@ -103,7 +103,7 @@ class ParametersWithoutRule:
         if key in self._unexplained and key in self._reached:
             return (
                 f"it is used by {self._reached[key]}, for which there is no rule, and no module "
-                "that holds it returns what comes of that as rows"
+                "that holds it returns the result as rows"
             )
         return self._refused.get(key)
 
@@ -175,9 +175,9 @@ class ParametersWithoutRule:
             raise Refused("its output is not finite")
         if world_size() > 1:
             raise Refused(
-                "no rule describes what it computes, and it is not run again in one of several "
-                "ranks, since it may wait for the others; register_features can teach the "
-                "monitor its class"
+                "no rule describes what it computes, and with several ranks it is not run again, "
+                "because it may wait for the other ranks; register_features adds a rule for its "
+                "class"
             )
         reason, surroundings = "", Surroundings(began.random)
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
@@ -193,11 +193,11 @@ class ParametersWithoutRule:
             if away <= tolerance(max(twin.precision, outputs.precision)) * length:
                 return JacobianFeatures(partial(_moved, run))
             reason = (
-                f"its forward, run again, gave another output (off by {away:.2g} of {length:.2g}): "
-                "a hook changes it, or it changes its input or a state that is no buffer, or draws "
-                "from generators that are not torch's"
+                f"its forward, run again, returned another output (off by {away:.2g} of "
+                f"{length:.2g}): a hook changes it, or it changes its input or a state that is no "
+                "buffer, or draws random numbers from other generators than torch's"
             )
-        raise Refused(f"{reason}; register_features can teach the monitor its class")
+        raise Refused(f"{reason}; register_features adds a rule for its class")
 
 
 def _run(
@@ -234,7 +234,7 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception as error:
         raise TypeError(
-            f"its forward got a {type(value).__name__}, of which no copy can be made"
+            f"its forward received a {type(value).__name__}, of which no copy can be made"
         ) from error
 
 
