@@ -421,6 +421,12 @@ def test_layers_that_move_unlike_the_others_once_are_noted() -> None:
     assert found(replace(once, reports=once.reports[:1]))["uneven-rates"].strength == "note"
 
 
+def test_layers_are_compared_with_those_that_move() -> None:
+    still = {f"frozen{i}": reading(update_ratio=0.0) for i in range(9)}
+    finding = found(record({**still, "c": reading(update_ratio=9.0)}))["uneven-rates"]
+    assert finding.layers == ("c",) and "450 times as far" in finding.summary
+
+
 def test_frozen_parameters_are_for_you_to_judge() -> None:
     frozen = found(record(wiring=Wiring(frozen=("a.weight",), input_matters=0.5)))
     assert frozen["frozen"].strength == "watch"
