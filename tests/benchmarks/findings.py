@@ -435,7 +435,7 @@ def uphill(record: Record) -> float:
 
 
 def gradient_ratio(record: Record) -> float:
-    return next(iter(initialisation.gradient_ratios(record)), math.nan)
+    return next(iter(initialisation.gradient_ratios(record).values()), math.nan)
 
 
 @dataclass(frozen=True)
