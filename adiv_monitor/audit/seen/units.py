@@ -126,7 +126,7 @@ class _Sums:
         self._batches: set[int] = set()
 
     def add(self, name: str, flat: Tensor, batch: int) -> bool:
-        """Add a call's entries (units, rows); return False if function or number of units differ."""
+        """Add a call's entries (units, rows); return False if its function or units differ."""
         self._batches.add(batch)
         if name != self._name or len(flat) != len(self._awake):
             return False

@@ -141,7 +141,7 @@ def errors(fork: Fork, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
         for part in parts:
             with torch.no_grad():
                 fork.loss(heard, part)
-            each.append(_error(heard.output.detach().float(), part[1]))
+            each.append(error_of(heard.output.detach().float(), part[1]))
         found.append(fmean(each))
     return found
 
@@ -150,7 +150,7 @@ def _is_text(targets: Tensor) -> bool:
     return not targets.dtype.is_floating_point and targets.ndim == 2
 
 
-def _error(output: Tensor, targets: Tensor) -> float:
+def error_of(output: Tensor, targets: Tensor) -> float:
     if not output.isfinite().all():
         return math.inf
     if _is_text(targets):
