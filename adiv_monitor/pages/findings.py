@@ -88,7 +88,8 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     ("Finite values", "Are losses, activations and gradients finite?", ("non-finite",), _always),
     (
         "Inputs",
-        "Are they of a suitable scale, centred and shuffled? Are rows of similar length?",
+        "Are they of a suitable scale, centred and shuffled? Are rows of similar length? Do labels "
+        "belong to their inputs?",
         (
             *("input-scale", "input-mean", "row-spread", "same-batch", "unshuffled"),
             "labels-unrelated",

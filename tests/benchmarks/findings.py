@@ -797,7 +797,7 @@ PICTURES: dict[str, Picture] = {
         (loss_rules, ("EXPLAINS", "BEHIND")),
     ),
     "labels-unrelated": Picture(
-        "inputs and labels are shuffled each by itself",
+        "inputs and labels are shuffled separately",
         lambda: replace(HEALTHY.setup(), batches=labels_apart(HEALTHY.setup().batches)),
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),

@@ -180,15 +180,15 @@ def decay_fights(record: Record) -> Iterator[Finding]:
 
 
 def _decay_words(decay: float, pull: float, shrunk: float) -> str:
-    norm = f"he norm of the parameters ends at {shrunk:.3g} times its first value"
+    norm = f"the norm of the parameters ends at {shrunk:.3g} times its first value"
     if pull > DECAY_WATCH:
         return (
             f"At the first step, weight decay ({decay:g}) pulls {pull:.3g} times as hard as the "
-            f"gradient. T{norm}."
+            f"gradient, and {norm}."
         )
     if decay:
-        return f"T{norm}, with a weight decay of {decay:g}."
-    return f"T{norm}, without weight decay: a penalty in the loss may shrink them."
+        return f"With a weight decay of {decay:g}, {norm}."
+    return f"Without weight decay, {norm}: a penalty in the loss may shrink them."
 
 
 def first_pull(record: Record, decay: float) -> float:
