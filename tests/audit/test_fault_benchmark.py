@@ -3,6 +3,8 @@
 All of them, with several seeds: `python tests/audit/fault_benchmark/benchmark.py`.
 """
 
+import math
+
 import pytest
 import torch
 from audit.fault_benchmark import reported_page, verdicts
@@ -201,6 +203,8 @@ def test_bugs_of_the_loss_and_of_the_batches_are_judged_by_the_error(name: str) 
     assert case.judged_by == "error" and another.end() > 0.1
     assert another.outcome("in words", another.without_fault())["pays"]
     assert not another.outcome("nothing", another.without)["pays"]
+    diverged = [math.inf] * len(another.without)
+    assert not another.outcome("divergence", diverged)["pays"]
 
 
 def test_sources_are_those_of_cases_there_are() -> None:

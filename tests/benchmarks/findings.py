@@ -740,7 +740,8 @@ PICTURES: dict[str, Picture] = {
         faulty(model=partial(gained, by=10.0)),
         {"loss of a constant prediction": lambda r: math.nan if r.chance is None else r.chance,
          "largest gain": lambda r: max(w.gain for w in r.weights.values())},
-        (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "LARGE_GAIN", "LARGE_BIAS", "ALIKE")),
+        (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "USUAL_RMS", "LARGE_GAIN",
+                          "LARGE_BIAS", "ALIKE")),
     ),
     "vanishing": Picture(
         "ten sigmoid layers; the healthy net has two ReLU layers",

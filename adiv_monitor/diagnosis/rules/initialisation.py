@@ -21,6 +21,9 @@ FAR = 3.0  # times that limit is far beyond it
 # rms of a weight's entries · √fan-in, the factor on the length of signals: 0.58 as torch
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
+# Transformers draw all weights with a standard deviation of 0.02: those of few inputs have a small
+# gain, as in the position biases of Swin Transformer V2, which have two.
+USUAL_RMS = 0.018
 LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
 ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
@@ -67,14 +70,20 @@ def _gains(record: Record) -> Iterator[Evidence]:
     """Yield evidence of gains and biases out of range.
 
     The last layer is exempt, since it may begin small. A gain of zero is accepted, since ends of
-    branches may begin at zero. In front of a normalisation any gain is accepted.
+    branches may begin at zero, and so is a small one of entries of a usual size. Weights may be
+    scaled by their fan-out, so that a gain is too large only if that of gradients is, too. In front
+    of a normalisation any gain is accepted. A parameter that no layer holds may be scaled by other
+    code, so that only large gains count, and only if the run suffers.
     """
-    for path, weight in list(record.weights.items())[:-1]:
+    for path, weight in record.weights.items():
+        if weight.bare and weight.gain > LARGE_GAIN and suffers(record):
+            yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
+    for path, weight in [pair for pair in record.weights.items() if not pair[1].bare][:-1]:
         if weight.normalised:
             continue
-        if weight.gain > LARGE_GAIN:
+        if min(weight.gain, weight.gradient_gain) > LARGE_GAIN:
             yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
-        elif 0 < weight.gain < SMALL_GAIN:
+        elif 0 < weight.gain < SMALL_GAIN and weight.rms < USUAL_RMS:
             yield Evidence("gain", weight.gain, SMALL_GAIN, path, 0)
         if weight.bias > LARGE_BIAS:
             yield Evidence("bias", weight.bias, LARGE_BIAS, path, 0)
@@ -85,8 +94,9 @@ def _alike(record: Record) -> Iterator[Evidence]:
 
     Such units get the same gradient and stay alike if those of the next layer are alike, too.
     """
-    alike = [path for path, weight in record.weights.items() if weight.alike > ALIKE]
-    if len(alike) > 1 and next(iter(record.weights)) in alike:
+    layers = [path for path, weight in record.weights.items() if not weight.bare]
+    alike = [path for path in layers if record.weights[path].alike > ALIKE]
+    if len(alike) > 1 and layers[0] in alike:
         yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
 
 

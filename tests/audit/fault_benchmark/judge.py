@@ -202,9 +202,12 @@ class Another:
         if self._case.judged_by == "loss":
             trial = compared(change, judged, self.without, LONGER)
             return {"change": change, "loss": trial.loss, "pays": trial.pays}
+        loss = fmean(judged)
+        if not math.isfinite(loss + fmean(self.without)):  # of a model that diverged
+            return {"change": change, "loss": loss, "pays": math.isfinite(loss)}
         less = [a - b for a, b in zip(self.without, judged, strict=True)]
         limit = max(2 * stdev(less) / math.sqrt(len(less)), 0.02 * fmean(self.without))
-        return {"change": change, "loss": fmean(judged), "pays": fmean(less) > limit}
+        return {"change": change, "loss": loss, "pays": fmean(less) > limit}
 
     def end(self) -> float:
         """Return the loss, or the error, without a change."""
