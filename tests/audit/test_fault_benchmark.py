@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from audit.fault_benchmark import reported_page, verdicts
+from audit.fault_benchmark.benchmark import tasks
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course
 from audit.fault_benchmark.every_run import every_run
@@ -48,6 +49,12 @@ def test_there_are_enough_of_each() -> None:
     kinds = {case.kind for case in CASES.values()}
     assert {"MLP", "CNN", "transformer"} <= kinds
     assert len({case.expected[0] for case in CASES.values()}) >= 17
+
+
+def test_a_sample_is_every_nth_run() -> None:
+    whole = list(tasks(["names"], [], range(1), None))
+    assert list(tasks(["names"], [], range(1), None, 4)) == whole[::4]
+    assert len(whole) == len(CASES) + len(HEALTHY)
 
 
 def test_equal_seeds_make_equal_runs() -> None:
