@@ -24,9 +24,10 @@ ways to make the same mistakes. The authors of the rules also wrote its cases, s
 cases of others would. Two rules were changed after a look at this table. A fact whose fix helps now
 ranks before "cannot overfit", which came first in both halves for logits without a temperature
 (23 of 24 and 26 of 27 before). And `input-partly-ignored` has strength "watch" if units are dead or
-saturated, as in a case of the second half. Autoencoder, pairs and two players (`vae-adam`, `pairs-adamw`,
-`gan-adam`) came last, with the audit as it is; only the rule on initial weights changed after the other
-rows were measured.
+saturated, as in a case of the second half. The autoencoder, the pairs and the two players
+(`vae-adam`, `pairs-adamw`, `gan-adam`) came last, and nothing was changed for them. After the other
+rows were measured, the rule on initial weights changed, and what rules do with values that are not
+finite.
 """
 
 ADVICE = """
