@@ -105,7 +105,10 @@ class UnitStatistics:
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """Statistics of the weight of one linear or convolutional layer before training.
+    """Statistics of the weight of one linear map before training.
+
+    The map is a linear layer, a convolution, or a product with a parameter that no such layer
+    holds.
 
     Attributes:
         gain: rms of its entries · √fan-in: the ratio of the rms of outputs to that of inputs. About
@@ -113,12 +116,19 @@ class WeightStatistics:
         bias: rms of the bias; 0 without one.
         alike: share of its output units that are equal to another one to the last digit.
         normalised: whether its outputs go directly into a normalisation, which removes their scale.
+        bare: whether it is a parameter that no linear or convolutional layer holds.
+        rms: rms of its entries.
+        gradient_gain: rms of its entries · √fan-out: the ratio of the rms of gradients before the
+            map to that behind it.
     """
 
     gain: float
     bias: float
     alike: float
     normalised: bool = False
+    bare: bool = False
+    rms: float = 0.0
+    gradient_gain: float = float("inf")
 
 
 @dataclass(frozen=True)

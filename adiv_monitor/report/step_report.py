@@ -202,6 +202,8 @@ class StepReport:
         micro-batches, its units differ from those of `realised_loss_change`.
         """
         descents = [r.descent for r in self.layers.values() if r.descent is not None]
+        if not all(map(math.isfinite, descents)):
+            return sum(descents)  # fsum raises an error for ∞ − ∞
         return math.fsum(descents) if descents else None
 
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
 from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.trials.fixes import FIXES
 
 
 def net(*behind: nn.Module) -> nn.Module:
@@ -42,6 +43,15 @@ def test_gains_are_those_that_initialisations_promise() -> None:
     assert (constant.alike, constant.bias) == (1, 3)
 
 
+def test_the_gain_of_gradients_is_that_by_the_fan_out() -> None:
+    conv = nn.Conv2d(6, 4, 3)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out")
+    model = nn.Sequential(nn.Unflatten(1, (6, 5, 10)), conv, nn.Flatten(), nn.Linear(96, 5))
+    found = weights(setup(model))["1"]
+    assert found.gradient_gain == pytest.approx(2**0.5, rel=0.1)
+    assert found.gain == pytest.approx(found.gradient_gain * (6 / 4) ** 0.5)
+
+
 def test_layers_in_front_of_a_normalisation_are_told() -> None:
     model = net()
     model.insert(1, nn.BatchNorm1d(200))  # type: ignore[operator]
@@ -49,6 +59,33 @@ def test_layers_in_front_of_a_normalisation_are_told() -> None:
     assert [path for path, weight in found.items() if weight.normalised] == ["0"]
     model.insert(1, nn.Tanh())  # type: ignore[operator]  # which knows how long its inputs are
     assert not any(weight.normalised for weight in weights(setup(model)).values())
+
+
+class Bare(nn.Module):
+    """Multiplies by parameters that no layer holds; the first is drawn without a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Parameter(torch.randn(300, 200)), nn.Linear(200, 5)
+        self.latents = nn.Parameter(torch.randn(200))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((x @ self.first + self.latents).relu())
+
+
+def test_parameters_that_no_layer_holds_have_gains() -> None:
+    torch.manual_seed(0)
+    of = setup(Bare())
+    found = weights(of)
+    assert list(found) == ["head", "first"] and found["first"].bare
+    assert found["first"].gain == pytest.approx(math.sqrt(300), rel=0.02)
+    fork = of.fork()
+    FIXES["reinitialise"].apply(fork, ("first",))
+    drawn = fork.model.get_parameter("first").detach()
+    assert float(drawn.square().mean().sqrt()) == pytest.approx(math.sqrt(2 / 300), rel=0.02)
+    assert torch.equal(
+        fork.model.get_parameter("head.weight"), of.model.get_parameter("head.weight")
+    )
 
 
 @pytest.mark.parametrize("behind", [(), (nn.LogSoftmax(1),), (nn.Softmax(1),)])

@@ -308,7 +308,7 @@ def test_compare_overwrites_its_own_pages_alone(capsys: pytest.CaptureFixture[st
     for own in ("mine.html", "out/report.html", "out/report.json"):
         before = Path(own).read_text()
         assert main([*given, own]) == 2
-        assert "is no page that compare wrote" in capsys.readouterr().err
+        assert "was not written by compare" in capsys.readouterr().err
         assert Path(own).read_text() == before
     assert main([*given, "mine.html", "--force"]) == 0
     assert "<html" in Path("mine.html").read_text()

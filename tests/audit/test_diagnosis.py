@@ -341,6 +341,42 @@ def test_weights_that_begin_badly() -> None:
     assert diagnose(record(weights=alike, losses=STILL))[0].name == "bad-initialisation"
 
 
+def test_few_inputs_have_a_small_gain_at_the_usual_standard_deviation() -> None:
+    def drawn(rms: float) -> Record:
+        weights = {**record().weights, "a": WeightStatistics(0.028, 0.0, 0.0, rms=rms)}
+        return record(weights=weights, losses=STILL)
+
+    assert "bad-initialisation" not in found(drawn(0.02))
+    assert found(drawn(0.002))["bad-initialisation"].strength == "act"
+
+
+def test_weights_may_be_scaled_by_their_fan_out() -> None:
+    def drawn(gradient_gain: float) -> Record:
+        odd = WeightStatistics(7.0, 0.0, 0.0, gradient_gain=gradient_gain)
+        return record(weights={**record().weights, "a": odd}, losses=STILL)
+
+    assert "bad-initialisation" not in found(drawn(1.4))
+    assert found(drawn(7.0))["bad-initialisation"].strength == "act"
+
+
+def test_a_parameter_that_no_layer_holds_begins_badly_where_the_run_suffers() -> None:
+    def bare(gain: float, losses: tuple[float, ...]) -> Record:
+        odd = WeightStatistics(gain, 0.0, 1.0, bare=True)
+        return record(weights={**record().weights, "mix": odd}, losses=losses)
+
+    finding = diagnose(bare(17.0, STILL))[0]
+    assert (finding.name, finding.strength, finding.layers) == (
+        "bad-initialisation",
+        "act",
+        ("mix",),
+    )
+    for healthy in (bare(17.0, WELL), bare(0.01, STILL), bare(1.0, STILL)):
+        assert "bad-initialisation" not in found(healthy)
+    small = replace(record().weights["c"], gain=0.01)  # the last layer is still exempt
+    weights = {**record().weights, "c": small, "mix": WeightStatistics(1.0, 0.0, 0.0, bare=True)}
+    assert "bad-initialisation" not in found(record(weights=weights, losses=STILL))
+
+
 def test_what_is_still_falling_or_was_cut_short_may_yet_be_overfitted() -> None:
     stuck = Trial("overfit", 100, 2.0, 2.3, None, 0.01)
     assert found(record(overfit=stuck))["cannot-overfit"].strength == "act"
@@ -419,6 +455,12 @@ def test_layers_that_move_unlike_the_others_once_are_noted() -> None:
     once = record(far)
     assert found(once)["uneven-rates"].strength == "act"
     assert found(replace(once, reports=once.reports[:1]))["uneven-rates"].strength == "note"
+
+
+def test_layers_are_compared_with_those_that_move() -> None:
+    still = {f"frozen{i}": reading(update_ratio=0.0) for i in range(9)}
+    finding = found(record({**still, "c": reading(update_ratio=9.0)}))["uneven-rates"]
+    assert finding.layers == ("c",) and "450 times as far" in finding.summary
 
 
 def test_frozen_parameters_are_for_you_to_judge() -> None:

@@ -3,18 +3,21 @@
 All of them, with several seeds: `python tests/audit/fault_benchmark/benchmark.py`.
 """
 
+import math
+
 import pytest
 import torch
 from audit.fault_benchmark import reported_page, verdicts
+from audit.fault_benchmark.benchmark import tasks
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course
 from audit.fault_benchmark.every_run import every_run
-from audit.fault_benchmark.judge import diagnosed, judge
+from audit.fault_benchmark.judge import Another, diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY
 from audit.fault_benchmark.reported_sources import SOURCES
 from audit.fault_benchmark.reports import reported
-from audit.fault_benchmark.run import BATCHES
+from audit.fault_benchmark.run import BATCHES, error_of
 
 from adiv_monitor.diagnosis.verdict import NOTHING
 
@@ -46,6 +49,12 @@ def test_there_are_enough_of_each() -> None:
     kinds = {case.kind for case in CASES.values()}
     assert {"MLP", "CNN", "transformer"} <= kinds
     assert len({case.expected[0] for case in CASES.values()}) >= 17
+
+
+def test_a_sample_is_every_nth_run() -> None:
+    whole = list(tasks(["names"], [], range(1), None))
+    assert list(tasks(["names"], [], range(1), None, 4)) == whole[::4]
+    assert len(whole) == len(CASES) + len(HEALTHY)
 
 
 def test_equal_seeds_make_equal_runs() -> None:
@@ -163,6 +172,46 @@ def test_the_page_of_reported_bugs_counts_both_halves_and_the_twins() -> None:
         f"| {other.name} | {other.kind} |" in text and "dead-units (act), a (note) | no |" in text
     )
     assert "benchmark.py --reported all`" in text
+
+
+def test_the_page_of_reported_bugs_counts_advice_that_was_tried_or_applied_literally() -> None:
+    paid, failed = ({"change": "x", "loss": loss, "pays": loss < 1} for loss in (0.5, 1.0))
+    rows = []
+    for case, advice in zip(SET_BY, (paid, failed, failed), strict=False):
+        row = {"name": case.name, "seed": 0, "findings": [[case.expected[0], "act"]]}
+        rows.append({**row, "without": 1.0, "advice": advice, "random": failed, "rate": paid})
+    rows[1]["literally"] = {**paid, "change": "in words"}
+    text = reported_page.page(rows, [])
+    assert "The first advice pays: 2 of 3 (1 of them in words" in text
+    assert "One random fix: 0. The best learning rate: 3." in text
+    assert "| yes | x | yes | 1 | 0.5 |" in text and "| yes | in words | yes | 1 | 0.5 |" in text
+
+
+def test_errors_are_those_of_answers_whatever_the_loss_is() -> None:
+    numbers = torch.tensor([[0.0], [2.0], [4.0]])
+    wrong = error_of(torch.tensor([0.0, 2.0, 4.0]), numbers)
+    assert wrong == 0.0, "shapes that differ are no error"
+    assert error_of(torch.tensor([[2.0], [2.0], [2.0]]), numbers) == 1.0
+    answers = torch.tensor([0.0, 1.0, 1.0])
+    assert error_of(torch.tensor([-9.0, 1.0, 3.0]), answers) == 0.0
+    assert error_of(torch.tensor([1.0, 1.0, 1.0]), answers) == 0.5
+    words = torch.tensor([[1, 0], [1, 1]])
+    assert error_of(torch.tensor([[[0.0, 1.0], [1.0, 0.0]]] * 2), words) == 0.5, "the last place"
+    assert error_of(torch.full((3, 1), torch.inf), numbers) == torch.inf
+
+
+@pytest.mark.slow(one_in=2)
+@pytest.mark.parametrize(
+    "name", ["mlp-momentum: one batch again and again", "two-circles-adamw: softmax over one unit"]
+)
+def test_bugs_of_the_loss_and_of_the_batches_are_judged_by_the_error(name: str) -> None:
+    case = REPORTED[name]
+    another = Another(case, 0)
+    assert case.judged_by == "error" and another.end() > 0.1
+    assert another.outcome("in words", another.without_fault())["pays"]
+    assert not another.outcome("nothing", another.without)["pays"]
+    diverged = [math.inf] * len(another.without)
+    assert not another.outcome("divergence", diverged)["pays"]
 
 
 def test_sources_are_those_of_cases_there_are() -> None:

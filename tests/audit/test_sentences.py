@@ -254,42 +254,43 @@ ROWS: list[Row] = [
         "the loss",
         by_reports(layers(), losses=(1.0, math.nan)),
         by_reports(layers(), losses=(1.0, 0.5))),
-    Row("non-finite", "The loss was not finite in 1 step, first at step 1, and was so again later: "
-        "these steps were skipped, as gradient scalers skip them in half precision",
+    Row("non-finite", "The loss was not finite in 1 step, first at step 1, and was finite again "
+        "later: these steps were skipped, as a gradient scaler does in half precision",
         by_reports(layers(), losses=(1.0, math.inf, 0.9)),
         by_reports(layers(), losses=(1.0, 0.9, math.inf))),
     Row("non-finite", "The loss was not finite in 2 steps, first at step 0",
         by_reports(layers(), losses=(math.inf, 0.9, math.nan, 0.8)),
         by_reports(layers(), losses=(1.0, math.inf, 0.9))),
-    Row("non-finite", "if no gradient scaler skips such steps, look at their batches",
+    Row("non-finite", "look at the batches of these steps, unless a gradient scaler skips them",
         by_reports(layers(), losses=(1.0, math.inf, 0.9)),
         by_reports(layers(), losses=(1.0, 0.9, math.inf))),
     # What a small network tells
-    Row("behind-reference", "A small network explains 66% of the labels of samples that it has not "
-        "seen, this model 10% of them, though it has trained on these: the fault is in the model, "
-        "the loss or the optimizer, not in the data. Which of them can't be told",
+    Row("behind-reference", "A small network explains 66% of the labels of samples that it was not "
+        "trained on. This model explains 10% of them, although it was trained on them. So the "
+        "fault is in the model, the loss or the optimizer, not in the data; the audit can't tell "
+        "in which of them",
         explained(0.66, 0.1), explained(0.66, 0.2)),
     Row("behind-reference", "A small network explains", explained(0.4, 0.05), explained(0.2, 0.0)),
-    Row("behind-reference", "begin with a model, a loss and an optimizer that are known to work on "
-        "these data, and exchange one of them at a time", explained(0.66, 0.1),
+    Row("behind-reference", "start from a model, a loss and an optimizer that work on these data, "
+        "and exchange one of them at a time", explained(0.66, 0.1),
         explained(0.66, 0.2)),
-    Row("behind-reference", "More data: these are enough for a small network",
+    Row("behind-reference", "More data do not help: a small network learns from these",
         explained(0.66, 0.1), explained(0.66, 0.2)),
     Row("behind-reference", "fix the findings above first, because they may cause this one",
         replace(explained(0.66, 0.1), probed={**HIDDEN.probed, **explained(0.66, 0.1).probed}),
         explained(0.66, 0.1)),
     Row("labels-unrelated", "Neither a small network nor this model predicts the labels of 200 "
-        "samples better than a constant prediction does: look whether labels belong to their "
-        "inputs. If they do, the task takes more than these samples can show",
+        "samples better than a constant prediction does. Check whether the labels belong to their "
+        "inputs. If they do, the task is too hard to learn from so few samples",
         explained(0.01, 0.02), explained(0.1, 0.02)),
-    Row("labels-unrelated", "look at ten samples with their labels", explained(0.01, 0.1),
+    Row("labels-unrelated", "look at ten samples and their labels", explained(0.01, 0.1),
         explained(0.01, 0.3)),
     Row("labels-unrelated", "Neither a small network", explained(0.01, 0.02),
         explained(0.01, 0.02, per_class=5.0)),
-    Row("unbounded-loss", "The loss has no lowest value: 1 at first, -2.9 at the end, and -90 "
-        "where the weights of a copy go 64 times as far in the direction in which they went. Its "
-        "fall does not show that the model learns", GOES_ON, replace(GOES_ON, losses=WELL)),
-    Row("unbounded-loss", "The loss has no lowest value", GOES_ON,
+    Row("unbounded-loss", "The loss has no lower bound: 1 at first, -2.9 at the end, and -90 "
+        "if the weights of a copy move 64 times as far in the same direction. A lower loss does "
+        "not show that the model learns", GOES_ON, replace(GOES_ON, losses=WELL)),
+    Row("unbounded-loss", "The loss has no lower bound", GOES_ON,
         replace(GOES_ON, descent_share=0.5)),
     # stands-still, outside-healthy, rate-decayed
     Row("stands-still", "In a step, the activations of layer 'a' move by 0.004 times their length. "
@@ -580,7 +581,7 @@ ROWS: list[Row] = [
         "recurrent layers", probed("future-leak", Fact("", {"change": 0.5})), record()),
     # The loss
     Row("unbounded-loss", "The loss falls without bound, ever faster: 2 at first, -1e+06 at the "
-        "end. Its fall does not show that the model learns",
+        "end. A lower loss does not show that the model learns",
         record(losses=UNBOUNDED), record(losses=DENSITY)),
     Row("unbounded-loss", "look for a term with the wrong sign (an error or a penalty that is "
         "subtracted instead of added), and for a learnt variance or temperature without a lower "
@@ -801,15 +802,16 @@ ROWS: list[Row] = [
     Row("optimizer-turns", "look for code that changes gradients or weights between backward() and",
         replace(LATER_UP, facts=PLAIN), LATER_UP),
     Row("decay-fights", "At the first step, weight decay (0.5) pulls 5 times as hard as the "
-        "gradient. The norm of the parameters ends at 1 times its first value",
+        "gradient, and the norm of the parameters ends at 1 times its first value",
         record(facts=decayed(0.5)),
         record(facts=decayed(0.01), parameter_norms=SHRUNK)),
-    Row("decay-fights", "The norm of the parameters ends at 0.2 times its first value, with a "
-        "weight decay of 0.01.", record(facts=decayed(0.01), parameter_norms=SHRUNK),
+    Row("decay-fights", "With a weight decay of 0.01, the norm of the parameters ends at 0.2 times "
+        "its first value.", record(facts=decayed(0.01), parameter_norms=SHRUNK),
         record(facts=decayed(0.5))),
-    Row("decay-fights", "he norm of the parameters ends at 1 times its first value",
+    Row("decay-fights", "the norm of the parameters ends at 1 times its first value",
         record(facts=decayed(0.5)), record()),
-    Row("decay-fights", "without weight decay: a penalty in the loss may shrink them",
+    Row("decay-fights", "Without weight decay, the norm of the parameters ends at 0.2 times its "
+        "first value: a penalty in the loss may shrink them",
         record(parameter_norms=SHRUNK), record(facts=decayed(0.01), parameter_norms=SHRUNK)),
     Row("decay-fights", "no weight decay", record(facts=decayed(0.5)),
         record(parameter_norms=SHRUNK)),

@@ -1,7 +1,7 @@
-"""Of public architectures, untrained and as they are meant to be, no probe says anything."""
+"""Of public architectures, untrained and as they are meant to be, nothing is to be acted on."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,10 +10,14 @@ from made_records import record
 from torch import Tensor, nn
 from trial_setups import loss, setup
 
+from adiv_monitor import audit
 from adiv_monitor.audit.audit import loss_of_output
+from adiv_monitor.audit.seen.beginning import chance, weights
 from adiv_monitor.audit.seen.probes import asked
+from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.record import Probed, Record
 
 SAMPLES, CLASSES, WORDS, PLACES = 6, 10, 64, 16
 VISION = (
@@ -126,3 +130,31 @@ def test_no_probe_finds_a_fault_in_an_untrained_architecture(name: str) -> None:
     assert not failed
     findings = diagnose(record(probed=told))
     assert {f"{finding.name}: {finding.summary}" for finding in findings} == set()
+    assert acts(begun(of, told)) == [], "even if the loss did not fall"
+
+
+def begun(of: Setup, told: Mapping[str, Probed]) -> Record:
+    """The record of a run that begins as this one does, and whose loss does not fall."""
+    fork = of.fork()
+    with torch.no_grad():
+        first = float(fork.loss(fork.model, copied(of.batches[0])))
+    still = tuple(first + 0.01 * (-1) ** step for step in range(40))
+    return record(probed=told, weights=weights(of), chance=chance(of), losses=still)
+
+
+def acts(of: Record) -> list[str]:
+    found = [finding for finding in diagnose(of) if finding.strength == "act"]
+    return [f"{finding.name}: {finding.summary}" for finding in found]
+
+
+@pytest.mark.slow(one_in=15, first=12)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_of_an_untrained_architecture_an_audit_has_nothing_to_act_on(name: str) -> None:
+    pytest.importorskip("torchvision")
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        of = ARCHITECTURES[name]()
+        report = audit(of.model, of.batches, loss=of.loss, steps=12, what_if=False, try_fixes=False)
+    assert acts(report.record) == []

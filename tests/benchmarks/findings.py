@@ -435,7 +435,7 @@ def uphill(record: Record) -> float:
 
 
 def gradient_ratio(record: Record) -> float:
-    return next(iter(initialisation.gradient_ratios(record)), math.nan)
+    return next(iter(initialisation.gradient_ratios(record).values()), math.nan)
 
 
 @dataclass(frozen=True)
@@ -740,7 +740,8 @@ PICTURES: dict[str, Picture] = {
         faulty(model=partial(gained, by=10.0)),
         {"loss of a constant prediction": lambda r: math.nan if r.chance is None else r.chance,
          "largest gain": lambda r: max(w.gain for w in r.weights.values())},
-        (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "LARGE_GAIN", "LARGE_BIAS", "ALIKE")),
+        (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "USUAL_RMS", "LARGE_GAIN",
+                          "LARGE_BIAS", "ALIKE")),
     ),
     "vanishing": Picture(
         "ten sigmoid layers; the healthy net has two ReLU layers",
@@ -797,7 +798,7 @@ PICTURES: dict[str, Picture] = {
         (loss_rules, ("EXPLAINS", "BEHIND")),
     ),
     "labels-unrelated": Picture(
-        "inputs and labels are shuffled each by itself",
+        "inputs and labels are shuffled separately",
         lambda: replace(HEALTHY.setup(), batches=labels_apart(HEALTHY.setup().batches)),
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),

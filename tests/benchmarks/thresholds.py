@@ -183,7 +183,7 @@ def read(record: Record) -> Iterator[tuple[str, float]]:
     yield "optimizer-turns: steps uphill, share", fmean(uphill)
     cosines = readings.by_layer(record, "parameter_cosine")
     yield "optimizer-turns: smallest parameter_cosine", min(t.value for t in cosines.values())
-    for ratio in initialisation.gradient_ratios(record):
+    for ratio in initialisation.gradient_ratios(record).values():
         yield "vanishing, exploding: gradient, first layer over last", ratio
     assert record.chance is not None
     yield "bad-initialisation: first loss over chance", record.losses[0] / record.chance

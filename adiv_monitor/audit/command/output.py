@@ -164,8 +164,8 @@ def write_page(file: str, text: str, *, force: bool = False) -> None:
     path = Path(file)
     if os.path.lexists(path) and not force and not _is_comparison(path):
         raise UsageError(
-            f"--out {file}: is no page that compare wrote; give another name, or --force to "
-            "overwrite it"
+            f"--out {file}: this file was not written by compare; choose another name, or pass "
+            "--force to overwrite it"
         )
     try:
         write_whole({Path(file): text})

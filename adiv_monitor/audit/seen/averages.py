@@ -1,4 +1,4 @@
-"""Networks beside the model whose weights only the user's loop moves: teachers, averages (EMA)."""
+"""Networks whose weights only the user's loop updates: teachers and averages of weights (EMA)."""
 
 import functools
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def averages(model: nn.Module, loss: Loss) -> list[str]:
-    """Return the names of networks that are as the model is, or as a part of it, and not trained.
+    """Return the names of untrained networks with the shapes of the model, or of a part of it.
 
-    Those that the loss refers to, and parts of the model that begin with the weights of another.
-    What a loop averages into them is not in a copy. An average that neither the model nor the loss
-    refers to can't be seen, and changes no step.
+    These are networks that the loss refers to, and parts of the model whose weights equal those of
+    another part. The user's loop may update them; the audit's does not. An average that neither the
+    model nor the loss refers to is not found, and changes no step.
     """
     found = [
         name for name, module in _referred(loss)
@@ -35,7 +35,7 @@ def averages(model: nn.Module, loss: Loss) -> list[str]:
 
 
 def _is_copy(some: nn.Module, other: nn.Module) -> bool:
-    """Whether a trained module begins with the same weights."""
+    """Return whether the other module is trained and has the same weights."""
     pairs = zip(some.parameters(), other.parameters(), strict=False)
     is_trained = any(p.requires_grad for p in other.parameters())
     alike = _shapes(some) == _shapes(other)

@@ -7,24 +7,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import WeightStatistics
 
 _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+# Functions that multiply by a weight, and the place of the weight among their arguments.
+_RIGHT = {"linear": 1, "matmul": 1, "__matmul__": 1, "mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
 _BATCHES = 4  # number of batches for the loss of a constant prediction
 
 
 def weights(setup: Setup) -> dict[str, WeightStatistics]:
-    """Return statistics of the initial weights of linear and convolutional layers, by path."""
+    """Return statistics of the initial weights of linear maps, by path.
+
+    These are linear layers, convolutions, and parameters that no such layer holds but that inputs
+    are multiplied by, under the parameter's name.
+    """
     fork = setup.fork()
     normalised = _normalised(fork, setup)
-    return {
-        path: _statistics(module, path in normalised)
+    found = {
+        path: _of_layer(module, normalised=path in normalised)
         for path, module in fork.model.named_modules()
         if isinstance(module, _MAPS) and module.weight.numel()
     }
+    bare = bare_weights(setup.fork())
+    return found | {
+        name: _statistics(rows, None, rows.shape[-2], bare=True) for name, rows in bare.items()
+    }
+
+
+def _of_layer(layer: Any, *, normalised: bool) -> WeightStatistics:
+    weight: Tensor = layer.weight
+    fan_out = len(weight) * weight[0, 0].numel()
+    return _statistics(weight.flatten(1), layer.bias, fan_out, normalised=normalised)
+
+
+def bare_weights(fork: Fork) -> dict[str, Tensor]:
+    """Return parameters by which a pass multiplies on the right and that no layer holds.
+
+    Each is viewed as (…, outputs, inputs), by its name, in the order of the products.
+    """
+    owned = {id(m.weight) for m in fork.model.modules() if isinstance(m, _MAPS)}
+    names = {id(p): name for name, p in fork.model.named_parameters() if id(p) not in owned}
+    found: dict[str, Tensor] = {}
+
+    def look(call: Call) -> None:
+        place = _RIGHT.get(call.name)
+        if place is None or len(call.args) <= place:
+            return
+        weight = call.args[place]
+        if id(weight) in names and weight.ndim >= 2 and weight.numel() and weight.requires_grad:
+            found[names[id(weight)]] = weight if call.name == "linear" else weight.mT
+
+    with torch.no_grad():
+        try:
+            see_calls(fork, look)
+        except Exception:  # the training run reports errors of the loss
+            return {}
+    return found
 
 
 def _normalised(fork: Fork, setup: Setup) -> frozenset[str]:
@@ -54,15 +96,29 @@ def _normalised(fork: Fork, setup: Setup) -> frozenset[str]:
 
 
 @torch.no_grad()
-def _statistics(module: nn.Module, normalised: bool) -> WeightStatistics:
-    weight: Any = module.weight
-    bias: Any = module.bias
-    rows = weight.detach().flatten(1).double()
+def _statistics(
+    weight: Tensor,
+    bias: Tensor | None,
+    fan_out: int,
+    *,
+    normalised: bool = False,
+    bare: bool = False,
+) -> WeightStatistics:
+    """Return the statistics of a weight (…, outputs, inputs)."""
+    rows = weight.detach().flatten(0, -2).double()
     distinct = len(torch.unique(rows, dim=0))
-    gain = float(rows.square().mean().sqrt()) * math.sqrt(rows.shape[1])
-    rms = 0.0 if bias is None else float(bias.detach().double().square().mean().sqrt())
+    rms = float(rows.square().mean().sqrt())
+    of_bias = 0.0 if bias is None else float(bias.detach().double().square().mean().sqrt())
     alike = (len(rows) - distinct) / (len(rows) - 1) if len(rows) > 1 else 0.0
-    return WeightStatistics(gain, rms, alike, normalised)
+    return WeightStatistics(
+        gain=rms * math.sqrt(rows.shape[1]),
+        bias=of_bias,
+        alike=alike,
+        normalised=normalised,
+        bare=bare,
+        rms=rms,
+        gradient_gain=rms * math.sqrt(fan_out),
+    )
 
 
 def chance(setup: Setup) -> float | None:

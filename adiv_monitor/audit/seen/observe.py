@@ -221,7 +221,7 @@ def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
     if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
         found.append("no scheduler runs")
     if names := averages(setup.model, setup.loss):
-        found.append(f"what your loop averages into {listed(names)} is not averaged")
+        found.append(f"your loop updates the averages in {listed(names)}, and the copy does not")
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -105,8 +106,11 @@ class Units:
         key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
         places = max(x.ndim - 2, 0) if self._places is None and x.ndim > 3 else self._places or 0
         unit = x.ndim - 1 - places if x.ndim > places else x.ndim - 1
-        flat = ((x <= ends[0]) | (x >= ends[1])).movedim(unit, -1).flatten(0, -2)
-        sums = self._sums.setdefault(key, _Sums(name, flat.shape[-1]))
+        flat = x <= ends[0]
+        if ends[1] != inf:
+            flat |= x >= ends[1]
+        flat = flat.movedim(unit, 0).flatten(1)
+        sums = self._sums.setdefault(key, _Sums(name, len(flat)))
         if sums is not None and not sums.add(name, flat, self._batches):
             self._sums[key] = None
 
@@ -122,12 +126,12 @@ class _Sums:
         self._batches: set[int] = set()
 
     def add(self, name: str, flat: Tensor, batch: int) -> bool:
-        """Add a call's rows (rows, units); return False if function or number of units differ."""
+        """Add a call's entries (units, rows); return False if its function or units differ."""
         self._batches.add(batch)
-        if name != self._name or flat.shape[-1] != len(self._awake):
+        if name != self._name or len(flat) != len(self._awake):
             return False
-        self._awake |= (~flat).any(0).cpu()
-        self._flat += int(flat.sum())
+        self._awake |= ~flat.all(1).cpu()
+        self._flat += int(flat.count_nonzero())
         self._entries += flat.numel()
         return True
 

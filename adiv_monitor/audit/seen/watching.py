@@ -42,7 +42,10 @@ class Watching(Watch):
 
     def begins(self, step: int, batch: Any) -> None:
         """Keep the random numbers and buffers that the forward pass begins with."""
-        self._repeated = RepeatedLoss(self._fork)
+        if self._repeated is None:  # the first batch may make parameters of lazy modules
+            self._repeated = RepeatedLoss(self._fork)
+        else:
+            self._repeated.keep()
         self.inputs.watching = True
 
     def has_loss(self, step: int, batch: Any, loss: float) -> None:

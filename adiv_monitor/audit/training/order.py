@@ -1,4 +1,4 @@
-"""The order in which a loader gives its samples, and the random numbers that it is drawn with."""
+"""The order in which a loader returns its samples, and the generators that draw it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 @contextmanager
 def as_drawn(batches: object) -> Iterator[None]:
-    """Restore the generators of a loader after the block, which draws the order of the run."""
+    """Restore the generators of a loader after the block, in which they draw the run's order."""
     before = [(generator, generator.get_state()) for generator in _generators(batches)]
     try:
         yield

@@ -1,5 +1,6 @@
 """Rules about the code of a run, from the facts that probes of copies found, with their places."""
 
+import math
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
@@ -176,6 +177,10 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
         worst = max(facts, key=lambda fact: fact.numbers["rate"])
         rate, with_it, without = (worst.numbers[name] for name in ("rate", "with", "without"))
         costs = with_it > DROPOUT_COSTS * without > 0
+        losses = (
+            f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
+            "without."
+        ) * (math.isfinite(with_it) and math.isfinite(without))
         yield Finding(
             "dropout-too-high",
             (),
@@ -187,8 +192,7 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
                     "dropout-0.1",
                 ),
             ),
-            f"{worst.place} drops {rate:.0%} of its input. The loss of the trained model is "
-            f"{with_it:.3g} with dropout and {without:.3g} without.",
+            f"{worst.place} drops {rate:.0%} of its input.{losses}",
             since=0,
         )
 

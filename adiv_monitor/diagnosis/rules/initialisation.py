@@ -1,5 +1,6 @@
 """Rules about how signals pass through the layers at initialisation."""
 
+import math
 from collections.abc import Iterator
 from itertools import takewhile
 
@@ -20,6 +21,9 @@ FAR = 3.0  # times that limit is far beyond it
 # rms of a weight's entries · √fan-in, the factor on the length of signals: 0.58 as torch
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
+# Transformers draw all weights with a standard deviation of 0.02: those of few inputs have a small
+# gain, as in the position biases of Swin Transformer V2, which have two.
+USUAL_RMS = 0.018
 LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
 ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
@@ -66,14 +70,20 @@ def _gains(record: Record) -> Iterator[Evidence]:
     """Yield evidence of gains and biases out of range.
 
     The last layer is exempt, since it may begin small. A gain of zero is accepted, since ends of
-    branches may begin at zero. In front of a normalisation any gain is accepted.
+    branches may begin at zero, and so is a small one of entries of a usual size. Weights may be
+    scaled by their fan-out, so that a gain is too large only if that of gradients is, too. In front
+    of a normalisation any gain is accepted. A parameter that no layer holds may be scaled by other
+    code, so that only large gains count, and only if the run suffers.
     """
-    for path, weight in list(record.weights.items())[:-1]:
+    for path, weight in record.weights.items():
+        if weight.bare and weight.gain > LARGE_GAIN and suffers(record):
+            yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
+    for path, weight in [pair for pair in record.weights.items() if not pair[1].bare][:-1]:
         if weight.normalised:
             continue
-        if weight.gain > LARGE_GAIN:
+        if min(weight.gain, weight.gradient_gain) > LARGE_GAIN:
             yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
-        elif 0 < weight.gain < SMALL_GAIN:
+        elif 0 < weight.gain < SMALL_GAIN and weight.rms < USUAL_RMS:
             yield Evidence("gain", weight.gain, SMALL_GAIN, path, 0)
         if weight.bias > LARGE_BIAS:
             yield Evidence("bias", weight.bias, LARGE_BIAS, path, 0)
@@ -84,8 +94,9 @@ def _alike(record: Record) -> Iterator[Evidence]:
 
     Such units get the same gradient and stay alike if those of the next layer are alike, too.
     """
-    alike = [path for path, weight in record.weights.items() if weight.alike > ALIKE]
-    if len(alike) > 1 and next(iter(record.weights)) in alike:
+    layers = [path for path, weight in record.weights.items() if not weight.bare]
+    alike = [path for path in layers if record.weights[path].alike > ALIKE]
+    if len(alike) > 1 and layers[0] in alike:
         yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
 
 
@@ -118,14 +129,16 @@ def vanishing(record: Record) -> Iterator[Finding]:
     long path, but met dead units or a cut, which another rule finds.
     """
     ratios = gradient_ratios(record)
-    if ratios and max(ratios) < VANISHED and (record.is_audited or max(ratios) > 0):
-        norms = gradients(record, record.reports[0])
-        first, last = _first(record.reports[0], norms), list(norms)[-1]
+    largest = max(ratios.values(), default=math.inf)
+    if largest < VANISHED and (record.is_audited or largest > 0):
+        report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
+        norms = gradients(record, report)
+        first, last = _first(report, norms), list(norms)[-1]
         yield Finding(
             "vanishing",
             tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
             "act" if suffers(record) else "watch",
-            _evidence(norms, first, max(ratios), VANISHED),
+            _evidence(norms, first, ratio, VANISHED),
             (
                 _everywhere("add layer normalisation in front of all layers", "layer-norm"),
                 _everywhere("add batch normalisation in front of all layers", "batch-norm"),
@@ -135,11 +148,11 @@ def vanishing(record: Record) -> Iterator[Finding]:
                     "connections"
                 ),
             ),
-            f"The gradient at {named(record, first)} is {max(ratios):.3g} times as large as that "
+            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that "
             f"at {named(record, last)}: the first layers receive almost no gradient.",
             "With a higher learning rate for all layers, the last layers move too far before the "
             "first ones move at all.",
-            record.reports[0].step,
+            report.step,
             HIGHER_RATES,
         )
 
@@ -147,23 +160,24 @@ def vanishing(record: Record) -> Iterator[Finding]:
 def exploding(record: Record) -> Iterator[Finding]:
     """Find gradients that grow on their way to the first layers from the start."""
     ratios = gradient_ratios(record)
-    if ratios and min(ratios) > EXPLODED:
-        norms = gradients(record, record.reports[0])
-        first, last = _first(record.reports[0], norms), list(norms)[-1]
+    if min(ratios.values(), default=0.0) > EXPLODED:
+        report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
+        norms = gradients(record, report)
+        first, last = _first(report, norms), list(norms)[-1]
         yield Finding(
             "exploding",
             tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
             "act" if suffers(record) else "watch",
-            _evidence(norms, first, min(ratios), EXPLODED),
+            _evidence(norms, first, ratio, EXPLODED),
             (
                 _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise"),
                 _everywhere("add layer normalisation in front of all layers", "layer-norm"),
                 Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip"),
             ),
-            f"The gradient at {named(record, first)} is {min(ratios):.3g} times as large as that "
+            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that "
             f"at {named(record, last)}.",
             "Clipping alone does not change the ratio of the layers' gradients.",
-            record.reports[0].step,
+            report.step,
             ("clip",),
         )
 
@@ -176,20 +190,22 @@ def _everywhere(text: str, fix: str) -> Advice:
     return Advice(text, fix, everywhere=True)
 
 
-def gradient_ratios(record: Record) -> list[float]:
-    """Return ‖gradient‖ of the first layer over that of the last at the first two measured steps.
+def gradient_ratios(record: Record) -> dict[int, float]:
+    """Return ‖gradient‖ of the first layer over that of the last by step, at two steps at most.
+
+    A step at which the last layer receives no gradient is left out.
 
     If a look-up table gets a larger gradient than the first map, it takes the map's place: queries
     and keys, the first maps of many transformers, get little gradient while all tokens attend
     alike. Two steps are used because a last layer that begins at zero passes no gradient at first;
     later steps show effects of training.
     """
-    found = []
+    found = {}
     for report in record.reports[:2]:
         norms = gradients(record, report)
         if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
             heard = (norms[_first(report, norms)], *looked_up(report).values())
-            found.append(max(heard) / last)
+            found[report.step] = max(heard) / last
     return found
 
 

@@ -78,7 +78,7 @@ def _scale_by_measures(record: Record) -> Iterator[Finding]:
 def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
     if seen.std / long_rows > LARGE_STD:
         yield Evidence("input std", seen.std, LARGE_STD, name)
-    elif 0 < seen.std < SMALL_STD and seen.std**2 * seen.features < SHORT_ROW:
+    elif 0 < seen.std < SMALL_STD and seen.std * seen.std * seen.features < SHORT_ROW:
         yield Evidence("input std", seen.std, SMALL_STD, name)
     if seen.feature_std_ratio > UNEVEN_FEATURES:
         yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
@@ -200,9 +200,10 @@ def _mean_finding(
 
 def common_share(seen: InputStatistics) -> float:
     """Return the share of the inputs' mean square that is due to their features' means, 0 to 1."""
-    means = seen.mean**2 + seen.feature_mean_spread**2
-    whole = seen.mean**2 + seen.std**2
-    return min(1.0, means / whole) if whole > 0 else 0.0
+    # A product overflows to infinity, where a power raises an error.
+    square, spread = seen.mean * seen.mean, seen.feature_mean_spread * seen.feature_mean_spread
+    share = (square + spread) / whole if (whole := square + seen.std * seen.std) > 0 else 0.0
+    return 0.0 if math.isnan(share) else min(1.0, share)
 
 
 def row_spread(record: Record) -> Iterator[Finding]:
@@ -290,8 +291,10 @@ def _costs(record: Record, first: str | None) -> bool:
     """
     if first is not None and _is_normalised(record, first):
         return False
-    bad_start = record.chance is not None and (
-        record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
+    bad_start = (
+        record.chance is not None
+        and bool(record.losses)
+        and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
     )
     if bad_start or suffers(record) or dead_share(record) > DEAD_ACT:
         return True

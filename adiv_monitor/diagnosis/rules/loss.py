@@ -80,7 +80,10 @@ def activated_logits(record: Record) -> Iterator[Finding]:
 
 
 def unbounded(record: Record) -> Iterator[Finding]:
-    """Find a loss without a minimum: it falls ever faster, or would fall on without a limit."""
+    """Find a loss without a lower bound: it falls ever faster, or keeps falling on a straight line.
+
+    The line is that from the first weights through the last ones.
+    """
     if not is_unbounded(record):
         return
     lowest = min(loss for loss in record.losses if math.isfinite(loss))
@@ -90,10 +93,10 @@ def unbounded(record: Record) -> Iterator[Finding]:
     if not falls_ever_faster(record):
         fact = record.found_by("unbounded-loss")[0].numbers
         summary = (
-            f"The loss has no lowest value: {course}, and {fact['loss']:.3g} where the weights of "
-            f"a copy go {fact['times']:.0f} times as far in the direction in which they went."
+            f"The loss has no lower bound: {course}, and {fact['loss']:.3g} if the weights of a "
+            f"copy move {fact['times']:.0f} times as far in the same direction."
         )
-        evidence = Evidence("loss of weights that went on", fact["loss"], 0.0)
+        evidence = Evidence("loss of weights moved further", fact["loss"], 0.0)
     yield Finding(
         "unbounded-loss",
         (),
@@ -104,7 +107,7 @@ def unbounded(record: Record) -> Iterator[Finding]:
                    "instead of added), and for a learnt variance or temperature without a lower "
                    "limit"),
         ),
-        f"{summary} Its fall does not show that the model learns.",
+        f"{summary} A lower loss does not show that the model learns.",
         "Another learning rate only changes how fast the loss falls.",
         against=RATES,
     )  # fmt: skip
@@ -137,7 +140,10 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
 
 
 def behind_reference(record: Record) -> Iterator[Finding]:
-    """Find a model that explains far less than a small network does: a symptom of any fault."""
+    """Find a model that explains far less of the labels than a small network does.
+
+    This is a symptom of any fault.
+    """
     for fact in record.found_by("behind-reference"):
         reference, own = fact.numbers["reference"], fact.numbers["model"]
         if reference > EXPLAINS and own < BEHIND * reference and not tells_nothing(record):
@@ -146,19 +152,19 @@ def behind_reference(record: Record) -> Iterator[Finding]:
                 (),
                 "watch",
                 (Evidence("share of the labels that the model explains", own, BEHIND * reference),),
-                (Advice("begin with a model, a loss and an optimizer that are known to work on "
-                        "these data, and exchange one of them at a time"),),
-                f"A small network explains {reference:.0%} of the labels of samples that it has "
-                f"not seen, this model {own:.0%} of them, though it has trained on these: the "
-                "fault is in the model, the loss or the optimizer, not in the data. Which of "
-                "them can't be told.",
-                "More data: these are enough for a small network.",
+                (Advice("start from a model, a loss and an optimizer that work on these data, and "
+                        "exchange one of them at a time"),),
+                f"A small network explains {reference:.0%} of the labels of samples that it was "
+                f"not trained on. This model explains {own:.0%} of them, although it was trained "
+                "on them. So the fault is in the model, the loss or the optimizer, not in the "
+                "data; the audit can't tell in which of them.",
+                "More data do not help: a small network learns from these.",
                 against=(),
             )  # fmt: skip
 
 
 def labels_unrelated(record: Record) -> Iterator[Finding]:
-    """Find labels that neither a small network nor the model predicts."""
+    """Find labels that neither a small network nor the model predicts better than by chance."""
     for fact in record.found_by("behind-reference"):
         reference, own, error = (fact.numbers[name] for name in ("reference", "model", "error"))
         enough = fact.numbers["per class"] >= PER_CLASS
@@ -169,11 +175,11 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
                 "watch",
                 (Evidence("share of unseen labels that a small network explains", reference,
                           error),),
-                (Advice("look at ten samples with their labels"),),
-                f"Neither a small network nor this model predicts the labels of "
-                f"{fact.numbers['held out']:.0f} samples better than a constant prediction does: "
-                "look whether labels belong to their inputs. If they do, the task takes more "
-                "than these samples can show.",
+                (Advice("look at ten samples and their labels"),),
+                "Neither a small network nor this model predicts the labels of "
+                f"{fact.numbers['held out']:.0f} samples better than a constant prediction does. "
+                "Check whether the labels belong to their inputs. If they do, the task is too hard "
+                "to learn from so few samples.",
                 against=(),
             )  # fmt: skip
 

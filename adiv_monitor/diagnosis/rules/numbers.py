@@ -24,7 +24,7 @@ def became_non_finite(record: Record) -> Iterator[Finding]:
 
 
 def skipped_steps(record: Record) -> Iterator[Finding]:
-    """Find steps whose loss was not finite, though those after it were: no weight was reached."""
+    """Find steps whose loss was not finite while later losses were: the weights stayed finite."""
     if record.skipped is not None and not _seen(record):
         step, count = record.skipped
         yield Finding(
@@ -32,10 +32,10 @@ def skipped_steps(record: Record) -> Iterator[Finding]:
             (),
             "note",
             (Evidence("losses that are not finite", float(count), 0.0, step=step),),
-            (Advice("if no gradient scaler skips such steps, look at their batches"),),
-            f"The loss was not finite in {count:,} step{'s' * (count > 1)}, first at step "
-            f"{step:,}, and was so again later: these steps were skipped, as gradient scalers "
-            "skip them in half precision.",
+            (Advice("look at the batches of these steps, unless a gradient scaler skips them"),),
+            f"The loss was not finite in {count:,} {'steps' if count > 1 else 'step'}, first at "
+            f"step {step:,}, and was finite again later: these steps were skipped, as a gradient "
+            "scaler does in half precision.",
             since=step,
         )
 

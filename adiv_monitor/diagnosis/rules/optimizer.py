@@ -143,12 +143,13 @@ def _late_cosine(record: Record) -> float:
 
 def decay_fights(record: Record) -> Iterator[Finding]:
     """Find weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
-    if not record.parameter_norms or record.parameter_norms[0] == 0:
+    norms = [norm for norm in record.parameter_norms if math.isfinite(norm)]
+    if not norms or norms[0] == 0:
         return
     setting = record.facts.settings.get("weight_decay")
     decay = float(setting) if isinstance(setting, int | float) else 0.0
     pull = first_pull(record, decay)
-    shrunk = record.parameter_norms[-1] / record.parameter_norms[0]
+    shrunk = norms[-1] / norms[0]
     if decay == 0 and any(
         t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
     ):
@@ -179,15 +180,15 @@ def decay_fights(record: Record) -> Iterator[Finding]:
 
 
 def _decay_words(decay: float, pull: float, shrunk: float) -> str:
-    norm = f"he norm of the parameters ends at {shrunk:.3g} times its first value"
+    norm = f"the norm of the parameters ends at {shrunk:.3g} times its first value"
     if pull > DECAY_WATCH:
         return (
             f"At the first step, weight decay ({decay:g}) pulls {pull:.3g} times as hard as the "
-            f"gradient. T{norm}."
+            f"gradient, and {norm}."
         )
     if decay:
-        return f"T{norm}, with a weight decay of {decay:g}."
-    return f"T{norm}, without weight decay: a penalty in the loss may shrink them."
+        return f"With a weight decay of {decay:g}, {norm}."
+    return f"Without weight decay, {norm}: a penalty in the loss may shrink them."
 
 
 def first_pull(record: Record, decay: float) -> float:
@@ -290,10 +291,11 @@ def _first_cosines(record: Record) -> dict[str, Typical]:
 def clipping_always(record: Record) -> Iterator[Finding]:
     """Find clipping of most steps, so that the gradient's length no longer counts."""
     limit = record.facts.clip_norm
-    if limit is None or not record.gradient_norms:
+    norms = [norm for norm in record.gradient_norms if not math.isnan(norm)]
+    if limit is None or not norms:
         return
-    share = fmean(norm > limit for norm in record.gradient_norms)
-    far = median(record.gradient_norms) / limit
+    share = fmean(norm > limit for norm in norms)
+    far = median(norms) / limit
     if not share > CLIPPED:
         return
     costs = far > CLIPPED_FAR and not scale_free(record.facts)

@@ -266,9 +266,10 @@ def _too_low(
 def uneven_rates(record: Record) -> Iterator[Finding]:
     """Find layers whose activations move far less, or far more, than those of the others.
 
-    The first measured step decides, since training has broken nothing yet. A layer whose output
-    begins near zero moves far there and is healthy. So the finding is only a note unless the layer
-    also does so at the next measured step, or the loss goes badly.
+    Layers that do not move at all are left out, here and in the median. The first measured step
+    decides, since training has broken nothing yet. A layer whose output begins near zero moves far
+    there and is healthy. So the finding is only a note unless the layer also does so at the next
+    measured step, or the loss goes badly.
     """
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
@@ -281,7 +282,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     if suffers(record) or max(lasting.values(), default=0.0) > UNEVEN_ACT:
         strength = "act"
     layers = worst_first(off)
-    ratios = at_first(record, "update_ratio")[0]
+    ratios = _moving(at_first(record, "update_ratio")[0])
     middle = median(t.value for t in ratios.values())
     rates = at_first(record, "effective_lr")[0]
     starved = all(ratios[p].value < middle for p in layers)
@@ -311,7 +312,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
 
 def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:
     """Return the layers that move unlike the median layer, with the factor, at least 1."""
-    ratios = {path: ratio for path, ratio in ratios.items() if ratio.value > 0}
+    ratios = _moving(ratios)
     if len(ratios) < 3:
         return {}
     middle = median(ratio.value for ratio in ratios.values())
@@ -320,6 +321,11 @@ def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:
         for path, ratio in ratios.items()
         if ratio.above(middle * OVERDRIVEN) or ratio.below(middle / STARVED)
     }
+
+
+def _moving(ratios: dict[str, Typical]) -> dict[str, Typical]:
+    """Return the layers that move."""
+    return {path: ratio for path, ratio in ratios.items() if ratio.value > 0}
 
 
 def _limit(ratio: Typical, middle: float) -> float:

@@ -143,4 +143,4 @@ def _ignored(record: Record) -> Iterator[Finding]:
 def _several(names: tuple[str, ...]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"the parameter{'s' * (len(names) > 1)} {shown}{more}"
+    return f"the {'parameters' if len(names) > 1 else 'parameter'} {shown}{more}"

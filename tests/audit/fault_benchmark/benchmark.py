@@ -1,7 +1,7 @@
 """The fault benchmark: planted faults and healthy runs, judged with several seeds, as one table.
 
     python tests/audit/fault_benchmark/benchmark.py [--seeds 5] [--first-seed 0]
-        [--only NAME …] [--jobs 2] [--parts sweep course audit] [--rows FILE]
+        [--only NAME …] [--one-in 4] [--jobs 2] [--parts sweep course audit] [--rows FILE]
         [--write docs/fault-benchmark.md]
         [--write-runs tests/benchmarks/results/fault-benchmark.md]
 
@@ -48,11 +48,13 @@ HALVES["held-out"] = {case.name for case in HELD_OUT} | {case.twin.name for case
 PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed, "reports": reported}
 
 
-def tasks(parts: list[str], only: list[str], seeds: range, half: str | None) -> Iterator[Task]:
+def tasks(
+    parts: list[str], only: list[str], seeds: range, half: str | None, one_in: int = 1
+) -> Iterator[Task]:
     beds = BEDS if half is None else {name: OTHERS[name] for name in OTHERS if name in HALVES[half]}
     for seed in seeds:
         for part in parts:
-            for name in beds:
+            for name in list(beds)[::one_in]:
                 if part == "sweep" and name in (*CASES, *REPORTED):
                     continue
                 if not only or any(each in name for each in only):
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=[], help="names that hold one of these")
+    parser.add_argument("--one-in", type=int, default=1, help="take every n-th run only")
     parser.add_argument(
         "--reported", choices=HALVES, help="bugs that people report, in their place"
     )
@@ -92,7 +95,7 @@ def main() -> None:
     given = parser.parse_args()
 
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    wanted = list(tasks(given.parts, given.only, seeds, given.reported))
+    wanted = list(tasks(given.parts, given.only, seeds, given.reported, given.one_in))
     rows = read(given.rows)
     given.rows.parent.mkdir(parents=True, exist_ok=True)
     left = [task for task in wanted if task not in rows]

@@ -9,21 +9,26 @@ The first advice is that of the first finding that names a fix. It is compared w
   it pays.
 
 All choices are made with the audit's own seed. The reported results are runs with another seed and
-three times as many steps.
+three times as many steps. They are judged by the loss, or, where the fault changes what the loss
+means, by the error on unseen batches of the run without the fault.
+
+An advice in words is applied literally: the run without the fault stands for it, if the first
+finding is the planted fault, and for no change otherwise.
 """
 
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 from audit.fault_benchmark.course import at_the_end, losses_of
-from audit.fault_benchmark.run import LONGER, STEPS, Case, Healthy, Run
+from audit.fault_benchmark.run import LONGER, STEPS, Case, Healthy, Run, errors
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.bench import Bench
 from adiv_monitor.audit.trials.budget import Budget
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
@@ -78,8 +83,11 @@ def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     }
     if seed % SEARCHED == 0:
         changed["search"] = searched(bench, chance, runs_of(report))
-    another = bed.build(seed + ANOTHER).setup(LONGER, seed)
-    return _found(report) | outcomes(another, record, changed)
+    another = Another(bed, seed)
+    row = _found(report) | outcomes(another, record, changed)
+    if changed["advice"] is None and _says_what(report, bed):
+        row["literally"] = another.outcome("in words", another.without_fault())
+    return row
 
 
 def _found(report: AuditReport) -> dict[str, Any]:
@@ -165,28 +173,71 @@ def searched(bench: Bench, chance: random.Random, runs: int) -> Change | None:
     return best[1]
 
 
-def outcomes(setup: Setup, record: Record, changed: dict[str, Change | None]) -> dict[str, Any]:
+class Another:
+    """The run on another seed, with other weights and data, for more steps."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self._case, self._seed = case, seed
+        self._twin = case.twin.build(seed + ANOTHER)
+        self._setup = case.build(seed + ANOTHER).setup(LONGER, seed)
+        self.without = self._judged(self._setup.fork())
+
+    def changed(self, change: Change, record: Record) -> Sequence[float]:
+        """Return what the run with a change is judged by."""
+        fork = self._setup.fork()
+        try:
+            FIXES[change.fix].apply(fork, change.layers, record)
+        except DoesNotApply:
+            return self.without
+        if change.rate != 1:
+            scale_rate(fork.optimizer, change.rate)
+        return self._judged(fork)
+
+    def without_fault(self) -> Sequence[float]:
+        """Return what the run without the fault is judged by."""
+        return self._judged(self._twin.setup(LONGER, self._seed).fork())
+
+    def outcome(self, change: str, judged: Sequence[float]) -> dict[str, Any]:
+        """Return the end of a run with a change, and whether it pays."""
+        if self._case.judged_by == "loss":
+            trial = compared(change, judged, self.without, LONGER)
+            return {"change": change, "loss": trial.loss, "pays": trial.pays}
+        loss = fmean(judged)
+        if not math.isfinite(loss + fmean(self.without)):  # of a model that diverged
+            return {"change": change, "loss": loss, "pays": math.isfinite(loss)}
+        less = [a - b for a, b in zip(self.without, judged, strict=True)]
+        limit = max(2 * stdev(less) / math.sqrt(len(less)), 0.02 * fmean(self.without))
+        return {"change": change, "loss": loss, "pays": fmean(less) > limit}
+
+    def end(self) -> float:
+        """Return the loss, or the error, without a change."""
+        if self._case.judged_by == "loss":
+            return at_the_end(self.without, LONGER)
+        return fmean(self.without)
+
+    def _judged(self, fork: Fork) -> Sequence[float]:
+        losses = losses_of(fork)
+        if self._case.judged_by == "loss":
+            return losses
+        return errors(fork, self._twin.batches[LONGER:])
+
+
+def outcomes(another: Another, record: Record, changed: dict[str, Change | None]) -> dict[str, Any]:
     """Return the loss of a longer run without and with each change, and whether it pays."""
-    without = losses_of(setup.fork())
-    row: dict[str, Any] = {"without": at_the_end(without, setup.steps)}
+    row: dict[str, Any] = {"without": another.end()}
     known: dict[Change, Sequence[float]] = {}
     for name, change in changed.items():
         if change is None:
             row[name] = {"change": None, "loss": row["without"], "pays": False}
             continue
         if change not in known:
-            known[change] = _with(change, setup, record)
-        trial = compared(change.fix, known[change], without, setup.steps)
-        row[name] = {"change": str(change), "loss": trial.loss, "pays": trial.pays}
+            known[change] = another.changed(change, record)
+        row[name] = another.outcome(str(change), known[change])
     return row
 
 
-def _with(change: Change, setup: Setup, record: Record) -> Sequence[float]:
-    fork = setup.fork()
-    try:
-        FIXES[change.fix].apply(fork, change.layers, record)
-    except DoesNotApply:
-        return losses_of(setup.fork())
-    if change.rate != 1:
-        scale_rate(fork.optimizer, change.rate)
-    return losses_of(fork)
+def _says_what(report: AuditReport, case: Case) -> bool:
+    """Return whether the first finding is the planted fault, with advice that was not refuted."""
+    if not report.findings or report.findings[0].name not in case.expected:
+        return False
+    return any(advice.trial is None for advice in report.findings[0].advice)

@@ -62,9 +62,9 @@ samples have the distribution p(x)·p(y). If nothing was shuffled but x has no i
 distribution is p(x)·p(y) as well. Whatever is computed from the samples, including a model's whole
 training, has the same distribution in both cases, so a rule that is right in one case is wrong in
 the other equally often. An audit can only find that no relation was learned. A hard task and a
-short run give that result too. So the finding is `loss-stuck` with strength "watch", and adds that
-the model overfits one small batch, which rules out most other causes. If some labels are more
-frequent than others, the loss falls to their entropy, and the audit finds nothing.
+short run give that result too. So the finding is `labels-unrelated` with strength "watch", if there
+are enough samples to tell, else `loss-stuck`, which adds that the model overfits one small batch:
+that rules out most other causes.
 
 **Adversarial losses** are recognised, but not judged: the audit says nothing about their learning
 rates or about what is learned.

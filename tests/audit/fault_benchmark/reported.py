@@ -193,9 +193,19 @@ ADAMW = Healthy("mlp-adamw", "MLP", _bfloat16)
 DROPPED = Healthy("dropped-adamw", "MLP", _dropped)
 
 
+# Bugs that change what the loss, its batches or its lowest value mean: judged by the error.
+BY_ERROR = frozenset(
+    {
+        *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples", "target-is-input"),
+        *("future-leak", "same-batch", "unshuffled", "unbounded-loss", "labels-unrelated"),
+    }
+)
+
+
 def _case(twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str) -> Case:
     because = "the first is the cause, the others follow from it" * (len(expected) > 1)
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because)
+    judged_by = "error" if expected[0] in BY_ERROR else "loss"
+    return Case(f"{twin.name}: {what}", twin, expected, plant, because, judged_by=judged_by)
 
 
 def _one_value() -> Run:

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.training.setup import Loss, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
 
 STEPS = 60  # of an audit
 LONGER = 3 * STEPS  # of a run that judges its advice
@@ -100,10 +101,67 @@ class Case:
         return self.twin.kind
 
     def build(self, seed: int) -> Run:
+        """Return the twin with the fault in it."""
         run = self.twin.build(seed)
         with seeded(seed):
             self.plant(run)
         return run
+
+
+class _Heard(nn.Module):
+    """A model that keeps what it returned last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.output: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.output = self.model(*args, **kwargs)
+        return self.output
+
+
+def errors(fork: Fork, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """Return the error of each batch: what the answers are worth, whatever the loss is.
+
+    It is the share of wrong answers; of sequences, of those at the last place of each second half's
+    beginnings, where no input tells the answer. For targets of 0 and 1 it is the share of pairs in
+    the wrong order, for other numbers the share of their variance that remains. The model runs
+    inside the loss, since a fix may change functions that are called there.
+    """
+    heard = _Heard(fork.model).eval()
+    dtype = fork.batches[0][0].dtype
+    found = []
+    for inputs, targets in batches:
+        parts = [(inputs.to(dtype), targets)]
+        if _is_text(targets):
+            ends = range(targets.shape[1] // 2, targets.shape[1] + 1)
+            parts = [(inputs[:, :end], targets[:, :end]) for end in ends]
+        each = []
+        for part in parts:
+            with torch.no_grad():
+                fork.loss(heard, part)
+            each.append(error_of(heard.output.detach().float(), part[1]))
+        found.append(fmean(each))
+    return found
+
+
+def _is_text(targets: Tensor) -> bool:
+    return not targets.dtype.is_floating_point and targets.ndim == 2
+
+
+def error_of(output: Tensor, targets: Tensor) -> float:
+    if not output.isfinite().all():
+        return math.inf
+    if _is_text(targets):
+        return float((output[:, -1].argmax(-1) != targets[:, -1]).float().mean())
+    if not targets.dtype.is_floating_point:
+        return float((output.argmax(-1) != targets).float().mean())
+    output = output.reshape(targets.shape)
+    if set(targets.unique().tolist()) == {0.0, 1.0}:
+        pairs = output[targets == 1][:, None] - output[targets == 0][None]
+        return float((pairs < 0).float().mean() + (pairs == 0).float().mean() / 2)
+    return float((output - targets).square().mean() / targets.var(correction=0))
 
 
 def error(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -26,6 +26,8 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     own, changed, between = dots
     if not own > 0:
         return Probed(untold="the gradient is zero without hooks, too")
+    if not math.isfinite(changed):
+        return Probed(untold="the gradient is not finite")
     cosine = between / math.sqrt(own * changed) if changed > 0 else 0.0
     return Probed((Fact("", {"ratio": math.sqrt(changed / own), "cosine": cosine}),))
 

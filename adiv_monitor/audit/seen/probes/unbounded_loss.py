@@ -1,4 +1,4 @@
-"""Does the loss fall on without a limit where the weights go on as they went?"""
+"""Does the loss keep falling if the weights move on in the direction of the run?"""
 
 import math
 
@@ -14,10 +14,10 @@ PACE = 0.5  # of the run's own decrease by distance, at least, in each doubling
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """The first batch's loss far along the line from the first weights through the last ones.
+    """Compute the first batch's loss further along the line from the first to the last weights.
 
-    A loss with a lowest value rises there, or slows down; one without falls at least as fast as it
-    did on the way.
+    A loss with a minimum rises there, or falls more slowly. One without a lower bound falls by at
+    least `PACE` times as much per distance as in the run.
     """
     fork = setup.fork()
     loss, batch = RepeatedLoss(fork), setup.batches[0]

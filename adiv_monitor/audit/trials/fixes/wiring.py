@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from adiv_monitor.audit.seen.beginning import bare_weights
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.audit.trials.fixes.places import AFFINE, affine_at, modules_at, parameters_at
@@ -43,13 +44,21 @@ def hold(fork: Fork, parameters: Sequence[Tensor]) -> bool:
 
 
 def _reinitialise(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Draw affine layers from N(0, gain²/fan-in) with bias 0; reset other modules as torch does.
+    """Draw weights from N(0, gain²/fan-in), biases as 0; reset other modules as torch does.
+
+    Weights are those of affine layers, and parameters that no such layer holds, if they are named.
 
     The initialisation is that of He et al. 2015 and Glorot and Bengio 2010. The gain is √2, but 1
     if the model has saturating activations, and for the layer that runs last; if that is unknown,
     for the one that is registered last.
     """
     saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
+    bare = {name: rows for name, rows in bare_weights(fork).items() if name in layers}
+    for rows in bare.values():
+        nn.init.normal_(rows, std=(1 if saturating else 2) ** 0.5 * rows.shape[-1] ** -0.5)
+    layers = [path for path in layers if path not in bare]
+    if bare and not layers:
+        return
     named = list(modules_at(fork.model, layers).values()) if layers else []
     others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, AFFINE)]
     for module in others:

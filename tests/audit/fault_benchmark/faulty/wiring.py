@@ -139,7 +139,7 @@ def _case(
     return Case(f"{twin.name}: {what}", twin, expected, plant, because, judged_by=judged_by)
 
 
-UNRELATED = ("loss-stuck", "input-ignored")
+UNRELATED = ("labels-unrelated", "loss-stuck", "input-ignored")
 FLOOR = ("double-softmax", "cannot-overfit", "loss-stuck")
 CUT = "activated-logits"
 soft = ending(lambda: nn.Softmax(-1))
