@@ -42,7 +42,12 @@ LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 
 def double_softmax(record: Record) -> Iterator[Finding]:
     """Find probabilities whose softmax the loss takes again, so that it can't come near zero."""
-    if record.double_softmax:
+    output = record.activated_output
+    in_loss = output is not None and output.function == "softmax" and output.module is None
+    if record.double_softmax or (output is not None and output.function == "softmax"):
+        given = "The loss function takes a softmax of the outputs" if in_loss else (
+            "The model's outputs are already probabilities"
+        )
         yield Finding(
             "double-softmax",
             (),
@@ -50,7 +55,7 @@ def double_softmax(record: Record) -> Iterator[Finding]:
             (Evidence("number of softmaxes before that of the loss", 1.0),),
             (Advice("pass the inputs of the softmax to the loss, not its outputs",
                     "plain-outputs"),),
-            "The model's outputs are already probabilities, and the loss applies a second softmax "
+            f"{given}, and the loss applies a second softmax "
             "to them: they differ by at most 1 between classes, so the loss can't come near zero.",
             "A higher learning rate only saturates the first softmax.",
             0,

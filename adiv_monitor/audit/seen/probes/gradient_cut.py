@@ -17,7 +17,10 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return the cosine of the gradient with the gradient without the cut, for each cut."""
+    """Return the cosine of the gradient with the gradient without the cut, for each cut.
+
+    Only parameters whose gradient the cut changes count: in front of it there may be few.
+    """
     found = cuts(setup.fork())
     if not found:
         return Probed()
@@ -27,6 +30,8 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     undone = _gradients(fork)
     dots = [0.0, 0.0, 0.0]
     for g, h in zip(as_it_is, undone, strict=True):
+        if torch.equal(g, h):
+            continue
         for i, (a, b) in enumerate(((g, g), (h, h), (g, h))):
             dots[i] += float((a.double() * b.double()).sum())
     own, other, between = dots
