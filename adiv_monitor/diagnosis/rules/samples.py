@@ -9,12 +9,16 @@ from adiv_monitor.diagnosis.rules import units
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 SAID = 3  # most ignored parts that a finding names
+PLACED = 0.5  # share of the outputs that depend on the place in the batch
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
 def samples_mixed(record: Record) -> Iterator[Finding]:
     """Find predictions for one sample that change with another sample's input."""
     for fact in record.found_by("samples-mixed"):
+        if fact.words.get("by") == "place":
+            yield _placed(record, fact)
+            continue
         share, independent = fact.numbers["share"], fact.numbers["independent"]
         ordered = "batch_first" in fact.words
         begins = f" The first function that mixes samples is {fact.place}." * bool(fact.place)
@@ -36,6 +40,24 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             0,
             RATES,
         )  # fmt: skip
+
+
+def _placed(record: Record, fact: Fact) -> Finding:
+    share = fact.numbers["share"]
+    return Finding(
+        "samples-mixed",
+        (),
+        "act" if suffers(record) else "watch",
+        (Evidence("share of outputs that change with the place in the batch", share, PLACED,
+                  step=0),),
+        (Advice("look in forward() for positions, an arange or a table that is indexed along axis "
+                "0, the axis of the samples"),),
+        f"The predictions for a sample change if the batch is put in another order ({share:.0%} of "
+        "the outputs do): they depend on the sample's place in the batch.",
+        "Another learning rate does not make the samples' order irrelevant.",
+        0,
+        RATES,
+    )  # fmt: skip
 
 
 def reshape_scrambles(record: Record) -> Iterator[Finding]:
