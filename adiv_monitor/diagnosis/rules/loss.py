@@ -92,8 +92,17 @@ def unbounded(record: Record) -> Iterator[Finding]:
     course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
     summary = f"The loss falls without bound, ever faster: {course}."
     evidence = Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0])))
-    if not falls_ever_faster(record):
-        fact = record.found_by("unbounded-loss")[0].numbers
+    found = record.found_by("unbounded-loss")
+    if not falls_ever_faster(record) and not found:
+        rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
+        far = record.rates[rate].loss
+        summary = (
+            f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
+            "rate."
+        )
+        evidence = Evidence("loss at another learning rate", far, evidence.limit)
+    elif not falls_ever_faster(record):
+        fact = found[0].numbers
         summary = (
             f"The loss has no lowest value: {course}, and {fact['loss']:.3g} where the weights of "
             f"a copy go {fact['times']:.0f} times as far in the direction in which they went."

@@ -19,7 +19,9 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 def ask(setup: Setup, trained: Fork) -> Probed:
     """Return the cosine of the gradient with the gradient without the cut, for each cut.
 
-    Only parameters whose gradient the cut changes count: in front of it there may be few.
+    Only parameters whose gradient the cut changes count: in front of it there may be few. Also
+    return the cosine of the gradient with the part that the cut removes: two players oppose each
+    other.
     """
     found = cuts(setup.fork())
     if not found:
@@ -36,8 +38,11 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             dots[i] += float((a.double() * b.double()).sum())
     own, other, between = dots
     cosine = between / math.sqrt(own * other) if own > 0 and other > 0 else 0.0
+    apart = own * (other - 2 * between + own)  # squares of the gradient and of the removed part
+    removed = (between - own) / math.sqrt(apart) if apart > 0 else 0.0
+    numbers = {"cosine": cosine, "removed": removed}
     places = dict.fromkeys(call.place.replace("__get__", ".data") for call in found)
-    return Probed(tuple(Fact(place, {"cosine": cosine}) for place in places))
+    return Probed(tuple(Fact(place, numbers) for place in places))
 
 
 def cuts(fork: Fork) -> list[Call]:

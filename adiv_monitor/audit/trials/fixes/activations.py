@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.seen.outputs import WITH_THEIR_OWN, activated_output
+from adiv_monitor.audit.seen.probes.no_activation import maps_that_run
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
@@ -138,7 +139,19 @@ def _number(fork: Fork, function: str) -> int:
     return found[-1]
 
 
+def _relu_between(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Put a ReLU behind each linear or convolutional layer that runs, but the last."""
+    before = maps_that_run(fork)[:-1]
+    if not before:
+        raise DoesNotApply("fewer than two layers run")
+    for path in before:
+        fork.model.get_submodule(path).register_forward_hook(
+            lambda module, args, output: functional.relu(output)
+        )
+
+
 FIXES = [
+    Fix("relu-between", "a ReLU between the layers", _relu_between, rescales=True),
     Fix("leaky-relu", "leaky ReLU in place of ReLU", partial(_replaced, _RELUS, 0.1)),
     Fix(
         "relu",
