@@ -28,7 +28,7 @@ Rule = Callable[[Record], Iterable[Finding]]
 # A fault that exists before training, or at its first step, is not caused by the learning rate.
 # The rules before `input_ignored` find the causes of ignored inputs. `rate_too_low` comes late:
 # whatever hinders training makes a higher learning rate look better. Where not even a small network
-# predicts the labels, a fix that lowers the loss only learns them by heart: `labels_unrelated`
+# predicts the labels, a fix that lowers the loss only memorises them: `labels_unrelated`
 # stands before the findings of the step.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,

@@ -25,7 +25,8 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     batches = [setup.batches[i * len(setup.batches) // count] for i in range(count)]
     if sum(map(size_of, batches)) < SAMPLES or size_of(batches[0]) < 2:
         return Probed(untold="too few samples")
-    return Probed(tuple([*_inputs(setup, batches), *_targets(setup, batches)] or _labels(setup)))
+    found = _inputs(setup, batches) or _targets(setup, batches) or _labels(setup)
+    return Probed(tuple(found))
 
 
 def _inputs(setup: Setup, batches: Sequence[Any]) -> list[Fact]:

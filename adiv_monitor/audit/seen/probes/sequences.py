@@ -60,9 +60,14 @@ def _ahead(setup: Setup, shift: int) -> float | str | None:
         is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
         if not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
             continue
-        if shift in {shift_of(tokens, x) for x in targets}:
-            ahead = _looks_ahead(changed, number, tokens)
-            return _NO_PLACES if ahead is None else ahead
+        if shift not in {shift_of(tokens, x) for x in targets}:
+            continue
+        change = _change(changed, number, tokens)
+        if change is None:
+            return _NO_PLACES
+        earlier, later = change
+        if later > _SAME:  # labels, which a model may receive too, change no output
+            return earlier
     return None
 
 
@@ -94,10 +99,10 @@ def _share(labels: Tensor, tokens: Tensor) -> float:
     return float((labels == tokens)[real].float().mean()) if bool(real.any()) else 0.0
 
 
-def _looks_ahead(changed: ChangedInputs, number: int, tokens: Tensor) -> float | None:
-    """Return how far outputs of the first half change if tokens of the second half change.
+def _change(changed: ChangedInputs, number: int, tokens: Tensor) -> tuple[float, float] | None:
+    """Return how far outputs of the first and second half change with tokens of the second half.
 
-    The change is relative to their length; None if no output has the places of the tokens.
+    The changes are relative to their length; None if no output has the places of the tokens.
     """
     half = tokens.shape[1] // 2
 
@@ -107,10 +112,13 @@ def _looks_ahead(changed: ChangedInputs, number: int, tokens: Tensor) -> float |
         return later
 
     seen = [
-        x[:, :half]
+        x
         for outputs in (changed.own, changed.outputs(number, other))
         for x in [x for x in outputs if x.ndim >= 3 and x.shape[:2] == tokens.shape][:1]
     ]
-    if len(seen) != 2 or not bool(seen[0].any()):
+    if len(seen) != 2:
         return None
-    return float((seen[0] - seen[1]).norm() / seen[0].norm())
+    own, moved = seen
+    parts = ((own[:, :half], moved[:, :half]), (own[:, half:], moved[:, half:]))
+    earlier, later = (float((x - y).norm() / x.norm().clamp(min=1e-30)) for x, y in parts)
+    return earlier, later

@@ -102,7 +102,7 @@ def _no_projection(fork: Fork, layers: Sequence[str], record: Record | None) -> 
 FIXES = [
     Fix("no-decay", "no weight decay", _decay(0.0)),
     Fix("less-decay", "a tenth of the weight decay", _decay(0.1)),
-    Fix("less-momentum", "momentum of 0.9, or half of less", _less_momentum),
+    Fix("less-momentum", "momentum of 0.9, or half of less", _less_momentum, rescales=True),
     Fix("no-clip", "no clipping of gradients", _no_clip),
     Fix("clip", "gradients clipped at the 90th percentile of their norms", _clip),
     Fix("plain-sgd", "plain SGD, without momentum or decay", _plain_sgd, rescales=True),
