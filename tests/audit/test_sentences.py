@@ -858,6 +858,8 @@ ROWS: list[Row] = [
         record(layers(descent=-0.01), losses=RISING), record(facts=LONG, losses=STILL)),
     Row("optimizer-turns", "less momentum: 0.9",
         replace(LATER_UP, facts=LONG), replace(LATER_UP, facts=PLAIN)),
+    Row("optimizer-turns", "use a momentum of 0.9 at the same learning rate",
+        replace(LATER_UP, facts=LONG), replace(LATER_UP, facts=PLAIN)),
     Row("optimizer-turns", "use less momentum (a smaller β₁)",
         replace(LATER_UP, facts=adam()), LATER_UP),
     Row("optimizer-turns", "less momentum: β₁ = 0.9",
