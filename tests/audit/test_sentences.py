@@ -640,8 +640,8 @@ ROWS: list[Row] = [
     Row("unbounded-loss", "The loss falls without bound, ever faster: 2 at first, -1e+06 at the "
         "end. Its fall does not show that the model learns",
         record(losses=UNBOUNDED), record(losses=DENSITY)),
-    Row("unbounded-loss", "The loss has no lowest value: 2 at first, 1 at the end, and -1e+06 at 10 "
-        "times the learning rate",
+    Row("unbounded-loss", "The loss has no lowest value: 2 at first, 1 at the end, and -1e+06 at "
+        "10 times the learning rate",
         record(losses=(2.0, 1.0) * (STEPS // 2), rates={10.0: Trial("rate*10", STEPS, -1e6, 1.5,
                                                                     None, 0.1)}),
         record(losses=(2.0, 1.0) * (STEPS // 2), rates={10.0: Trial("rate*10", STEPS, -1.0, 1.5,

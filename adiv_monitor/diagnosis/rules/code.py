@@ -28,7 +28,8 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
             (Advice("make the module or the parameter once, in __init__(), then the optimizer"),),
             f"{anew[0].place} uses a parameter that forward() makes anew in each step: its values "
             "are random each time, and no step trains them."
-            + f" Number of further such places: {len(anew) - 1}." * (len(anew) > 1),
+            + f" Number of further such places: {len(anew) - 1}."
+            * (len(anew) > 1),
             "No learning rate trains a parameter that lives for one step.",
             0,
             RATES,

@@ -21,30 +21,43 @@ def constant_data(record: Record) -> Iterator[Finding]:
                 f"All inputs of {numbers['samples']:.0f} samples are equal: no model can tell the "
                 "samples apart."
             )
-            check = (Advice("print two samples as the model receives them, and look for the step "
-                            "of the preparation after which they are equal"),)
+            check = (
+                Advice(
+                    "print two samples as the model receives them, and look for the step "
+                    "of the preparation after which they are equal"
+                ),
+            )
         elif of == "labels":
             said = (
                 f"All labels of {numbers['samples']:.0f} samples are {numbers['value']:g}: a "
                 "constant prediction is right, and nothing else is learned."
             )
-            check = (Advice("print the labels where they are read, and look for the step of the "
-                            "preparation after which they are equal"),)
+            check = (
+                Advice(
+                    "print the labels where they are read, and look for the step of the "
+                    "preparation after which they are equal"
+                ),
+            )
         elif of == "ignored":
             said = (
                 f"In {numbers['share']:.0%} of the batches, the loss ignores all targets: they "
                 f"equal ignore_index ({numbers['index']:.0f}). Its mean over none is NaN."
             )
-            check = (Advice("check the mask that chooses the targets to ignore: it may be "
-                            "inverted"),)
+            check = (
+                Advice("check the mask that chooses the targets to ignore: it may be inverted"),
+            )
         else:
             said = (
                 f"The loss ignores {numbers['share']:.0%} of the targets (ignore_index is "
                 f"{numbers['index']:.0f}), and all others are {numbers['value']:g}: a constant "
                 "prediction is right, and nothing else is learned."
             )
-            check = (Advice("choose an ignore_index that is no class of the data, such as the "
-                            "default of -100"),)
+            check = (
+                Advice(
+                    "choose an ignore_index that is no class of the data, such as the "
+                    "default of -100"
+                ),
+            )
         yield Finding(
             "constant-data",
             (),

@@ -45,8 +45,10 @@ def double_softmax(record: Record) -> Iterator[Finding]:
     output = record.activated_output
     in_loss = output is not None and output.function == "softmax" and output.module is None
     if record.double_softmax or (output is not None and output.function == "softmax"):
-        given = "The loss function takes a softmax of the outputs" if in_loss else (
-            "The model's outputs are already probabilities"
+        given = (
+            "The loss function takes a softmax of the outputs"
+            if in_loss
+            else ("The model's outputs are already probabilities")
         )
         yield Finding(
             "double-softmax",
