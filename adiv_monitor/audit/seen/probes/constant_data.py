@@ -46,10 +46,13 @@ def _inputs(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
 def _labels(setup: Setup) -> list[Fact]:
     """Return a fact if all labels are the same, and the loss changes where they change."""
     found = [labels for labels in map(labels_of, setup.batches) if labels is not None]
-    values = torch.cat(found).unique() if len(found) == len(setup.batches) else torch.empty(0)
-    if len(values) != 1 or not _counts(setup, float(values[0])):
+    values = {value for labels in found for value in labels.tolist()}
+    if len(found) < len(setup.batches) or len(values) != 1:
         return []
-    numbers = {"samples": sum(map(len, found)), "value": float(values[0])}
+    (value,) = values
+    if not _counts(setup, value):
+        return []
+    numbers = {"samples": sum(map(len, found)), "value": value}
     return [Fact("", numbers, {"of": "labels"})]
 
 
@@ -75,7 +78,8 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     Targets that the loss makes itself, such as the place of the right pair, may all be the same.
     """
     fork = setup.fork()
-    left: list[Tensor] = []
+    left: set[int] = set()  # targets of the batches that count
+    made = []  # whether the loss made the targets of a call itself
     shares: list[float] = []
     index: list[int] = []
 
@@ -85,9 +89,8 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
             index.append(int(call.argument(3, "ignore_index", -100)))
             ignored = target == index[-1]
             shares.append(float(ignored.float().mean()))
-            if any(x.numel() == target.numel() and bool((x.flatten() == target.flatten()).all())
-                   for x in given):  # fmt: skip
-                left.append(target[~ignored].unique())
+            made.append(not any(_are_equal(x, target) for x in given))
+            left.update(target[~ignored].tolist())
 
     with torch.no_grad():
         for batch in batches:
@@ -96,9 +99,12 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     if any(share == 1 for share in shares):
         numbers = {"share": fmean(share == 1 for share in shares), "index": index[0]}
         return [Fact("", numbers, {"of": "ignored"})]
-    values = torch.cat(left).unique() if left and len(left) == len(shares) else torch.empty(0)
-    if len(values) != 1:
+    if len(left) != 1 or any(made):
         return []
-    numbers = {"share": fmean(shares), "index": index[0], "value": float(values[0])}
+    numbers = {"share": fmean(shares), "index": index[0], "value": float(left.pop())}
     numbers["samples"] = sum(map(size_of, batches))
     return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
+
+
+def _are_equal(x: Tensor, target: Tensor) -> bool:
+    return x.numel() == target.numel() and bool((x.flatten() == target.flatten()).all())
