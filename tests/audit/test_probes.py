@@ -335,6 +335,32 @@ class Unassigned(nn.Module):
         return self.head(z)
 
 
+class Doubled(torch.autograd.Function):
+    """Calls functions that are not seen, as a compiled extension does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+class ByCustomFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Doubled.apply(self.first(x).relu()))  # type: ignore[no-untyped-call]
+
+
+def test_what_a_custom_function_uses_is_not_lost() -> None:
+    assert asked_one("no-activation", setup(model=ByCustomFunction())) == Probed()
+
+
 def test_a_lost_activation_is_told_from_one_in_place() -> None:
     lost, affine = asked_one("no-activation", setup(model=Unassigned(inplace=False))).facts
     assert lost.words == {"by": "lost"} and lost.place.startswith("relu in 'relu'")

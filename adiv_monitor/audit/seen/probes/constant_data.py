@@ -32,12 +32,13 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 def _inputs(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     """Return a fact if no input of the model differs between any two samples."""
     fork = setup.fork()
-    given = [ChangedInputs(fork, batch).inputs for batch in batches]
-    if not given[0]:
-        return []
-    for number, x in enumerate(given[0]):
-        for inputs in given:
-            y = inputs[number]
+    first: list[Tensor] = []
+    for batch in batches:
+        inputs = ChangedInputs(fork, batch).inputs
+        first = first or inputs
+        if not inputs or len(inputs) != len(first):
+            return []
+        for x, y in zip(first, inputs, strict=True):
             if y.shape[1:] != x.shape[1:] or not bool((y == x[:1]).all()):
                 return []
     return [Fact("", {"samples": sum(map(size_of, batches))}, {"of": "inputs"})]
@@ -96,6 +97,8 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
         for batch in batches:
             given = list(tensors(batch))[1:]
             see_calls(fork, look, batch)
+            if len(left) > 1 or (not shares and batch is batches[0]):
+                break
     if any(share == 1 for share in shares):
         numbers = {"share": fmean(share == 1 for share in shares), "index": index[0]}
         return [Fact("", numbers, {"of": "ignored"})]

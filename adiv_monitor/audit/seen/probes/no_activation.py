@@ -28,7 +28,10 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def lost(fork: Fork) -> list[Fact]:
-    """Return the activation functions whose results no other function uses, nor the loss."""
+    """Return the activation functions whose results no other function uses, nor the loss.
+
+    A custom function, whose call is not seen, shows in the graph of the loss.
+    """
     made: dict[int, tuple[Call, Tensor]] = {}  # tensors are held so that ids stay unique
     used: set[int] = set()
 
@@ -36,15 +39,18 @@ def lost(fork: Fork) -> list[Fact]:
         used.update(id(x) for x in _flat([*call.args, *call.kwargs.values()]))
         x, given = call.result, call.argument(0, "input")
         known = ends_of_function(call.name, call.kwargs) is not None
-        if known and isinstance(x, Tensor) and x is not given and call.path is not None:
+        is_new = isinstance(x, Tensor) and x is not given and x.requires_grad
+        if known and is_new and call.path is not None:
             made[id(x)] = call, x
 
     given_out: list[Tensor] = []
     fork.model.register_forward_hook(lambda module, args, out: given_out.extend(_flat([out])))
-    with torch.no_grad():
-        see_calls(fork, look)
+    with torch.enable_grad():
+        loss = see_calls(fork, look)
     used.update(map(id, given_out))
-    calls = [call for key, (call, _) in made.items() if key not in used]
+    reached = _graph(loss)
+    calls = [call for key, (call, x) in made.items() if key not in used | {id(loss)}
+             and x.grad_fn not in reached]  # fmt: skip
     return [*{c.place: Fact(c.place, {}, {"by": "lost"}) for c in calls}.values()]
 
 
@@ -81,6 +87,18 @@ def is_affine(fork: Fork, batch: Any) -> bool:
         s > _SAME * float(x.norm()) and float((x - y).norm()) <= _SAME * s
         for (x, y), s in zip(pairs, spread, strict=True)
     )
+
+
+def _graph(loss: Tensor) -> set[Any]:
+    """Return the nodes of the loss's graph."""
+    seen: set[Any] = set()
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return seen
 
 
 def _flat(values: Any) -> list[Tensor]:
