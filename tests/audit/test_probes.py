@@ -370,6 +370,27 @@ def test_a_lost_activation_is_told_from_one_in_place() -> None:
     assert asked_one("no-activation", one_layer) == Probed()
 
 
+class Scaled(torch.autograd.Function):
+    """Has a backward pass of its own, as some models' activation functions do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0 * torch.ones(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -2.0 * grads[0]
+
+
+class WithItsOwnBackward(ByCustomFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Scaled.apply(self.first(x)))  # type: ignore[no-untyped-call]
+
+
+def test_a_custom_function_is_no_cut() -> None:
+    assert asked_one("gradient-cut", setup(model=WithItsOwnBackward())) == Probed()
+
+
 def looked_at_none() -> Record:
     return observe(setup(), every_n_steps=8)
 

@@ -58,7 +58,8 @@ def cuts(fork: Fork) -> list[Call]:
     def look(call: Call) -> None:
         made = [x for x in _plain(call.result) if x.is_floating_point()]
         given = _plain([*call.args, *call.kwargs.values()])
-        before = [without[id(x)][0] for x in given if id(x) in without]
+        # What a custom function computes without a graph has a gradient once it has returned.
+        before = [without[id(x)][0] for x in given if id(x) in without and not x.requires_grad]
         if is_cut(call, given):
             before = before or [call]
         elif any(x.requires_grad for x in made):
