@@ -27,7 +27,9 @@ Rule = Callable[[Record], Iterable[Finding]]
 
 # A fault that exists before training, or at its first step, is not caused by the learning rate.
 # The rules before `input_ignored` find the causes of ignored inputs. `rate_too_low` comes late:
-# whatever hinders training makes a higher learning rate look better.
+# whatever hinders training makes a higher learning rate look better. Where not even a small network
+# predicts the labels, a fix that lowers the loss only memorises them: `labels_unrelated`
+# stands before the findings of the step.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,
     code.hidden_parameters,
@@ -39,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     samples.samples_mixed,
     samples.reshape_scrambles,
     samples.gradient_cut,
+    samples.no_activation,
     targets.future_leak,
     targets.broadcast_loss,
     targets.no_log,
@@ -50,13 +53,15 @@ RULES: tuple[Rule, ...] = (
     targets.target_is_input,
     loss.unbounded,
     wiring.frozen,
+    data.constant_data,
     numbers.non_finite_from_the_start,
     data.same_batch,
     data.unshuffled,
     inputs.input_scale,
     inputs.input_mean,
-    inputs.row_spread,
     inputs.target_scale,
+    loss.labels_unrelated,
+    inputs.row_spread,
     code.batch_norm_starved,
     code.dropout_too_high,
     data.one_sided_weights,
@@ -81,7 +86,6 @@ RULES: tuple[Rule, ...] = (
     numbers.skipped_steps,
     loss.cannot_overfit,
     loss.behind_reference,
-    loss.labels_unrelated,
     loss.loss_stuck,
     interference.interference,
 )
@@ -98,7 +102,8 @@ CAUSES = frozenset(
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
         *("samples-mixed", "reshape-scrambles", "gradient-cut"),
-        *("targets-out-of-range", "target-is-input", "unbounded-loss"),
+        *("targets-out-of-range", "target-is-input", "unbounded-loss", "target-scale"),
+        *("no-activation", "constant-data"),
     }
 )
 FOLLOWS = frozenset(
@@ -113,6 +118,7 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "samples-mixed": frozenset({"input-partly-ignored"}),
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
+        "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated"}),
     }
 )
 FIRST_THAT = (

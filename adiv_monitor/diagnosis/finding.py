@@ -14,6 +14,7 @@ WIRING = frozenset(
         *("not-held", "unreached", "frozen", "input-ignored"),
         *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
         *("future-leak", "target-is-input", "softmax-over-samples", "same-batch", "unshuffled"),
+        "constant-data",
     }
 )
 # Facts that may be harmless: they are "watch" unless the run suffers, or a fix of theirs helps and
@@ -31,6 +32,7 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
         "samples-mixed": 1.0,
         "reshape-scrambles": 1.0,
         "gradient-cut": 0.95,
+        "no-activation": 0.8,
         "input-partly-ignored": 1.0,
         "order-ignored": 0.8,
     }

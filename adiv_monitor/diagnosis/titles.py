@@ -204,6 +204,8 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "dropout-too-high": "Dropout rate too high",
         "behind-reference": "The model learns less than a small network",
         "labels-unrelated": "Labels that no model predicts",
+        "constant-data": "Data without differences",
+        "no-activation": "Activation functions without effect",
     }
 )
 

@@ -91,7 +91,8 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         "Are they of a suitable scale, centred and shuffled? Are rows of similar length? Do labels "
         "belong to their inputs?",
         (
-            *("input-scale", "input-mean", "row-spread", "same-batch", "unshuffled"),
+            *("input-scale", "input-mean", "row-spread", "constant-data", "same-batch"),
+            "unshuffled",
             "labels-unrelated",
         ),
         _of_inputs,
@@ -137,7 +138,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         (
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
             *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
-            *("samples-mixed", "reshape-scrambles", "gradient-cut"),
+            *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
             *("input-partly-ignored", "order-ignored"),
         ),
         _of_probes,

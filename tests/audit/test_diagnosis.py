@@ -96,6 +96,10 @@ HITS = {
     "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0, losses=STILL),
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1, losses=STILL),
     "reshape-scrambles": probed("reshape-scrambles", permutes=1.0, losses=STILL),
+    "constant-data": record(probed={"constant-data": Probed(
+        (Fact("", {"samples": 64.0, "value": 0.0}, {"of": "labels"}),))}),
+    "no-activation": record(probed={"no-activation": Probed(
+        (Fact("", {"layers": 3.0}, {"by": "affine"}),))}, losses=STILL),
     "same-batch": probed("same-batch", different=1.0, batches=60.0),
     "unshuffled": probed("unshuffled", ratio=0.1, z=-20.0),
     "one-sided-weights": probed("one-sided-weights", share=0.87, losses=STILL),

@@ -33,6 +33,8 @@ NAMES = [
     "no-decay",
     "less-decay",
     "less-momentum",
+    "usual-momentum",
+    "relu-between",
     "no-clip",
     "clip",
     "leaky-relu",
@@ -517,6 +519,51 @@ def test_momentum_that_is_far_too_long_becomes_the_usual_one() -> None:
     FIXES["less-momentum"].apply(fork)
     group = fork.optimizer.param_groups[0]
     assert group["momentum"] == 0.9 and group["lr"] == pytest.approx(10 * rate)
+
+
+def test_a_momentum_typed_wrongly_becomes_the_usual_one_at_the_same_rate() -> None:
+    fork = setup(optimizer=sgd(momentum=0.999)).fork()
+    rate = fork.optimizer.param_groups[0]["lr"]
+    FIXES["usual-momentum"].apply(fork)
+    group = fork.optimizer.param_groups[0]
+    assert (group["momentum"], group["lr"]) == (0.9, rate)
+    with pytest.raises(DoesNotApply, match="no momentum is above"):
+        FIXES["usual-momentum"].apply(setup(optimizer=sgd(momentum=0.9)).fork())
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_softmax_that_is_called_before_the_loss_is_left_out(within: bool) -> None:
+    """In forward(), or in the loss."""
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.layer(x)
+            return z.softmax(1) if within else z
+
+    def taking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        z = model(batch[0])
+        return nn.functional.cross_entropy(z if within else z.softmax(1), batch[1])
+
+    fork = setup(model=Called(), loss=taking).fork()
+    x, y = fork.batches[0]
+    plain = nn.functional.cross_entropy(fork.model.layer(x), y)
+    assert fork.loss(fork.model, (x, y)) != plain
+    FIXES["plain-outputs"].apply(fork)
+    assert torch.equal(fork.loss(fork.model, (x, y)), plain)
+
+
+def test_a_relu_comes_behind_each_layer_but_the_last() -> None:
+    fork = setup(model=nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))).fork()
+    x = fork.batches[0][0]
+    expected = fork.model[1](fork.model[0](x).relu())
+    FIXES["relu-between"].apply(fork)
+    assert torch.equal(fork.model(x), expected)
+    with pytest.raises(DoesNotApply, match="fewer than two"):
+        FIXES["relu-between"].apply(setup(model=nn.Linear(12, 3)).fork())
 
 
 class StaysStill(nn.Module):

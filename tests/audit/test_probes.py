@@ -27,7 +27,7 @@ from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.record import Probed, Record
+from adiv_monitor.diagnosis.record import Fact, Probed, Record
 
 STEPS = 16
 SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
@@ -283,6 +283,202 @@ def test_normalisations_that_the_model_does_not_know_of_mix_no_samples() -> None
     told = asked(of, of.fork())
     assert told["hidden-parameters"].facts and not told["samples-mixed"].facts
     assert asked_one("samples-mixed", setup(model=InAList(nn.Softmax(0)))).facts
+
+
+class AtItsPlace(nn.Module):
+    """Adds noise, or a table's entry, to each sample's outputs, by its place in the batch."""
+
+    def __init__(self, noisy: bool = False) -> None:
+        super().__init__()
+        self.noisy, self.table, self.layer = noisy, nn.Embedding(64, 3), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.layer(x)
+        return z + (torch.randn_like(z) if self.noisy else self.table.weight[: len(x)])
+
+
+def test_what_depends_on_the_place_in_the_batch_is_told_from_random_numbers() -> None:
+    (fact,) = asked_one("samples-mixed", setup(model=AtItsPlace())).facts
+    assert fact.words == {"by": "place"} and fact.numbers["share"] == 1.0
+    noisy = asked_one("samples-mixed", setup(model=AtItsPlace(noisy=True)))
+    assert noisy == Probed(untold="the model draws random numbers")
+    assert asked_one("samples-mixed", setup()) == Probed()
+
+
+class Anew(nn.Module):
+    def __init__(self, anew: bool = True) -> None:
+        super().__init__()
+        self.first, self.head, self.kept = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 8)
+        self.anew = anew
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = nn.Linear(8, 8) if self.anew else self.kept
+        return self.head(layer(self.first(x)).relu())
+
+
+def test_a_layer_made_in_each_pass_is_named_with_its_place() -> None:
+    (fact,) = asked_one("hidden-parameters", setup(model=Anew())).facts
+    assert fact.words == {"made": "anew"} and "linear (test_probes.py:" in fact.place
+    assert asked_one("hidden-parameters", setup(model=Anew(anew=False))) == Probed()
+
+
+class Unassigned(nn.Module):
+    """Throws the result of an activation function away, or writes it into its input."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.first, self.head, self.relu = nn.Linear(12, 8), nn.Linear(8, 3), nn.ReLU(inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        self.relu(z)
+        return self.head(z)
+
+
+class Doubled(torch.autograd.Function):
+    """Calls functions that are not seen, as a compiled extension does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+class ByCustomFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Doubled.apply(self.first(x).relu()))  # type: ignore[no-untyped-call]
+
+
+def test_what_a_custom_function_uses_is_not_lost() -> None:
+    assert asked_one("no-activation", setup(model=ByCustomFunction())) == Probed()
+
+
+def test_a_lost_activation_is_told_from_one_in_place() -> None:
+    lost, affine = asked_one("no-activation", setup(model=Unassigned(inplace=False))).facts
+    assert lost.words == {"by": "lost"} and lost.place.startswith("relu in 'relu'")
+    assert affine.words == {"by": "affine"} and affine.numbers == {"layers": 2.0}
+    assert asked_one("no-activation", setup(model=Unassigned(inplace=True))) == Probed()
+    one_layer = setup(model=nn.Linear(12, 3))
+    assert asked_one("no-activation", one_layer) == Probed()
+
+
+class Scaled(torch.autograd.Function):
+    """Has a backward pass of its own, as some models' activation functions do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0 * torch.ones(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -2.0 * grads[0]
+
+
+class WithItsOwnBackward(ByCustomFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Scaled.apply(self.first(x)))  # type: ignore[no-untyped-call]
+
+
+def test_a_custom_function_is_no_cut() -> None:
+    assert asked_one("gradient-cut", setup(model=WithItsOwnBackward())) == Probed()
+
+
+def looked_at_none() -> Record:
+    return observe(setup(), every_n_steps=8)
+
+
+def small_cut(removed: float) -> Record:
+    fact = Fact("detach", {"cosine": 0.0, "removed": removed})
+    return replace(looked_at_none(), probed={"gradient-cut": Probed((fact,))}, descent_share=-1.0)
+
+
+def test_a_cut_between_two_players_is_left_alone_and_others_are_not() -> None:
+    assert [f.name for f in diagnose(small_cut(-1.0))] == []
+    assert [f.name for f in diagnose(small_cut(-0.1))] == ["gradient-cut"]
+
+
+def next_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    tokens = batch[0]
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def same_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten())
+
+
+class OfTokens(nn.Module):
+    def __init__(self, both_ways: bool) -> None:
+        super().__init__()
+        width = 4 if both_ways else 8
+        self.words = nn.Embedding(9, 8)
+        self.gru = nn.GRU(8, width, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        z = self.head(self.gru(self.words(tokens))[0])
+        return z if labels is None else (z, functional.cross_entropy(z.transpose(1, 2), labels))
+
+
+def own_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    tokens = batch[0]
+    result: Tensor = model(tokens[:, :-1], tokens[:, 1:])[1]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("both_ways", "of_batch", "name"),
+    [(True, next_token, "future-leak"), (False, next_token, ""), (False, same_token,
+     "target-is-input"), (True, same_token, ""), (True, own_loss, "future-leak"),
+     (False, own_loss, "")],
+)  # fmt: skip
+def test_targets_that_the_loss_makes_of_the_tokens_are_seen(
+    both_ways: bool, of_batch: Any, name: str
+) -> None:
+    text = [(torch.randint(9, (8, 11)),) for _ in range(4)]
+    of = setup(model=OfTokens(both_ways), loss=of_batch, batches=text)
+    names = ("future-leak", "target-is-input")
+    assert [x for x in names if asked_one(x, of).facts] == ([name] if name else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "of"),
+    [(lambda x, y: (0 * x, y), "inputs"), (lambda x, y: (x, 0 * y), "labels"),
+     (lambda x, y: (x, y.clamp(max=1)), "")],
+)  # fmt: skip
+def test_data_without_differences_are_named(change: Any, of: str) -> None:
+    changed = [change(x, y) for x, y in batches()]
+    facts = asked_one("constant-data", setup(batches=changed)).facts
+    assert [fact.words["of"] for fact in facts] == ([of] if of else [])
+
+
+@pytest.mark.parametrize(
+    ("index", "largest", "of"), [(0, 1, "rest"), (0, 0, "ignored"), (-100, 1, ""), (0, 2, "")]
+)
+def test_targets_that_the_loss_ignores_are_told_from_those_that_count(
+    index: int, largest: int, of: str
+) -> None:
+    def ignoring(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=index)
+
+    changed = [(x, y.clamp(max=largest)) for x, y in batches()]
+    facts = asked_one("constant-data", setup(batches=changed, loss=ignoring)).facts
+    assert [fact.words["of"] for fact in facts] == ([of] if of else [])
+
+
+def test_labels_that_no_loss_uses_may_all_be_the_same() -> None:
+    def copying(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[0][:, :3]).square().mean()
+
+    changed = [(x, 0 * y) for x, y in batches()]
+    assert asked_one("constant-data", setup(batches=changed, loss=copying)) == Probed()
 
 
 # Inputs

@@ -183,6 +183,17 @@ def in_order(ratio: float, z: float) -> Record:
     return probed("unshuffled", Fact("", {"ratio": ratio, "z": z}))
 
 
+PLACED = probed("samples-mixed", Fact("", {"share": 1.0}, {"by": "place"}))
+
+
+def constant(of: str) -> Record:
+    numbers = {"samples": 256.0, "share": 0.9, "index": 0.0, "value": 1.0}
+    return probed("constant-data", Fact("", numbers, {"of": of}))
+
+
+LOST = Fact("relu in 'a'", {}, {"by": "lost"})
+AFFINE = Fact("", {"layers": 3.0}, {"by": "affine"})
+ANEW = Fact("linear (net.py:7)", {"share": 0.1}, {"made": "anew"})
 SAME = probed("same-batch", Fact("", {"different": 1.0, "batches": 60.0}))
 BOUNDED = probed(
     "bounded-logits", Fact("cross_entropy", {"share": 1.0, "classes": 10.0, "floor": 0.8})
@@ -403,6 +414,16 @@ ROWS: list[Row] = [
         "plain lists",
         probed("hidden-parameters", *(Fact(f"a[{i}].weight", {"share": 0.1}) for i in range(4))),
         record(probed={"hidden-parameters": Probed()})),
+    Row("hidden-parameters", "linear (net.py:7) uses a parameter that forward() makes anew in each "
+        "step: its values are random each time, and no step trains them. Number of further such "
+        "places: 1.", probed("hidden-parameters", ANEW, ANEW), probed("hidden-parameters", ANEW)),
+    Row("hidden-parameters", "uses a parameter that forward() makes anew in each step: its values "
+        "are random each time, and no step trains them.", probed("hidden-parameters", ANEW),
+        HIDDEN),
+    Row("hidden-parameters", "make the module or the parameter once, in __init__(), then the "
+        "optimizer", probed("hidden-parameters", ANEW), HIDDEN),
+    Row("hidden-parameters", "No learning rate trains a parameter that lives for one step",
+        probed("hidden-parameters", ANEW), replace(probed("hidden-parameters", ANEW), rates=LOW)),
     Row("hidden-parameters", "Another learning rate does not train", HIDDEN,
         replace(HIDDEN, rates=LOW)),
     Row("hidden-parameters", "put modules into nn.ModuleList or nn.ModuleDict and tensors into "
@@ -471,6 +492,13 @@ ROWS: list[Row] = [
         mixed(), record()),
     Row("samples-mixed", "Another learning rate does not separate the samples", mixed(),
         replace(mixed(), rates=LOW)),
+    Row("samples-mixed", "The predictions for a sample change if the batch is put in another order "
+        "(100% of the outputs do): they depend on the sample's place in the batch", PLACED,
+        mixed()),
+    Row("samples-mixed", "look in forward() for positions, an arange or a table that is indexed "
+        "along axis 0, the axis of the samples", PLACED, mixed()),
+    Row("samples-mixed", "Another learning rate does not make the samples' order irrelevant",
+        PLACED, replace(PLACED, rates=LOW)),
     Row("reshape-scrambles", "view reshapes (8, 4, 4, 3) to (8, 3, 4, 4) across the axes: one "
         "position of the result holds entries of several positions and channels. Number of "
         "further such reshapes: 1.",
@@ -485,6 +513,36 @@ ROWS: list[Row] = [
     Row("gradient-cut", "remove the detach(), .data or torch.no_grad() there, unless it is "
         "intended",
         cut(0.5), cut(0.995)),
+    Row("constant-data", "All inputs of 256 samples are equal: no model can tell the samples apart",
+        constant("inputs"), constant("labels")),
+    Row("constant-data", "print two samples as the model receives them, and look for the step of "
+        "the preparation after which they are equal", constant("inputs"), constant("labels")),
+    Row("constant-data", "All labels of 256 samples are 1: a constant prediction is right, and "
+        "nothing else is learned", constant("labels"), constant("inputs")),
+    Row("constant-data", "print the labels where they are read, and look for the step of the "
+        "preparation after which they are equal", constant("labels"), constant("inputs")),
+    Row("constant-data", "In 90% of the batches, the loss ignores all targets: they equal "
+        "ignore_index (0). Its mean over none is NaN", constant("ignored"), constant("rest")),
+    Row("constant-data", "check the mask that chooses the targets to ignore: it may be inverted",
+        constant("ignored"), constant("rest")),
+    Row("constant-data", "The loss ignores 90% of the targets (ignore_index is 0), and all others "
+        "are 1: a constant prediction is right, and nothing else is learned", constant("rest"),
+        constant("labels")),
+    Row("constant-data", "choose an ignore_index that is no class of the data, such as the default "
+        "of -100", constant("rest"), constant("labels")),
+    Row("constant-data", "Another learning rate or model does not help: there is nothing to learn",
+        constant("rest"), replace(constant("rest"), rates=LOW)),
+    Row("no-activation", "Nothing uses the result of relu in 'a'.", probed("no-activation", LOST),
+        probed("no-activation", AFFINE)),
+    Row("no-activation", "assign the result: x = relu(x), not relu(x)",
+        probed("no-activation", LOST), probed("no-activation", AFFINE)),
+    Row("no-activation", "The outputs are an affine function of the inputs, though 3 layers "
+        "compute them: one linear layer can do the same", probed("no-activation", AFFINE),
+        probed("no-activation", LOST)),
+    Row("no-activation", "put an activation function between the layers, unless the model should "
+        "be linear", probed("no-activation", AFFINE), probed("no-activation", LOST)),
+    Row("no-activation", "More linear layers do not help: together they stay one",
+        probed("no-activation", AFFINE), probed("no-activation", LOST)),
     Row("same-batch", "The number of different batches is 1, out of 60: the model never sees the "
         "rest of the data. What it would learn from the rest is not known", SAME, record()),
     Row("same-batch", "check which samples the loader returns: it returns the same ones each time; "
@@ -583,6 +641,12 @@ ROWS: list[Row] = [
     Row("unbounded-loss", "The loss falls without bound, ever faster: 2 at first, -1e+06 at the "
         "end. A lower loss does not show that the model learns",
         record(losses=UNBOUNDED), record(losses=DENSITY)),
+    Row("unbounded-loss", "The loss has no lowest value: 2 at first, 1 at the end, and -1e+06 at "
+        "10 times the learning rate",
+        record(losses=(2.0, 1.0) * (STEPS // 2), rates={10.0: Trial("rate*10", STEPS, -1e6, 1.5,
+                                                                    None, 0.1)}),
+        record(losses=(2.0, 1.0) * (STEPS // 2), rates={10.0: Trial("rate*10", STEPS, -1.0, 1.5,
+                                                                    None, 0.1)})),
     Row("unbounded-loss", "look for a term with the wrong sign (an error or a penalty that is "
         "subtracted instead of added), and for a learnt variance or temperature without a lower "
         "limit", record(losses=UNBOUNDED), record(losses=DENSITY)),
@@ -590,6 +654,9 @@ ROWS: list[Row] = [
         record(losses=UNBOUNDED), record(losses=DENSITY)),
     Row("double-softmax", "The model's outputs are already probabilities",
         record(double_softmax=True), record(double_softmax=False)),
+    Row("double-softmax", "The loss function takes a softmax of the outputs, and the loss applies "
+        "a second softmax to them", record(activated_output=ActivatedOutput("softmax", None)),
+        record(double_softmax=True)),
     Row("double-softmax", "A higher learning rate only saturates the first softmax",
         record(double_softmax=True), record(double_softmax=True, rates=LOW)),
     Row("activated-logits", "outputs of the relu of 'head.1' as logits. Such logits are never "
@@ -791,6 +858,8 @@ ROWS: list[Row] = [
     Row("optimizer-turns", "look for maximize=True, or for code that changes the gradient's sign",
         record(layers(descent=-0.01), losses=RISING), record(facts=LONG, losses=STILL)),
     Row("optimizer-turns", "less momentum: 0.9",
+        replace(LATER_UP, facts=LONG), replace(LATER_UP, facts=PLAIN)),
+    Row("optimizer-turns", "use a momentum of 0.9 at the same learning rate",
         replace(LATER_UP, facts=LONG), replace(LATER_UP, facts=PLAIN)),
     Row("optimizer-turns", "use less momentum (a smaller β₁)",
         replace(LATER_UP, facts=adam()), LATER_UP),

@@ -28,7 +28,9 @@ from adiv_monitor.audit.seen.probes import (
     batch_norm_starved,
     batches_drawn,
     bounded_logits,
+    constant_data,
     input_partly_ignored,
+    no_activation,
     one_sided_weights,
 )
 from adiv_monitor.audit.training.setup import Setup
@@ -594,6 +596,13 @@ PICTURES: dict[str, Picture] = {
         (samples, ("TURNED",)),
         lambda: recurrent(cut=False),
     ),
+    "no-activation": Picture(
+        "three linear layers without activation functions between them",
+        with_model(lambda model: nn.Sequential(
+            *(nn.Identity() if isinstance(m, nn.ReLU) else m for m in model))),
+        {},
+        (no_activation, ("LEAST",)),
+    ),
     "input-partly-ignored": Picture(
         "a GRU reads images row by row, and its first output is taken for its last",
         lambda: by_rows(place=0),
@@ -607,6 +616,13 @@ PICTURES: dict[str, Picture] = {
         {"positions whose order does not matter": of_fact("order-ignored", "places")},
         None,
         lambda: first_words(has_positions=True),
+    ),
+    "constant-data": Picture(
+        "all labels are 0",
+        lambda: replace(HEALTHY.setup(), batches=tuple(
+            (x, 0 * y) for x, y in HEALTHY.setup().batches)),
+        {},
+        (constant_data, ("BATCHES", "SAMPLES")),
     ),
     "same-batch": Picture(
         "the loader gives one batch, read anew each time",
@@ -759,7 +775,7 @@ PICTURES: dict[str, Picture] = {
         "the biases of 90 % of the first layer's units are −100",
         faulty(model=partial(killed, share=0.9)),
         {"largest dead share": of_units(lambda u: u.dead / u.units)},
-        (units, ("DEAD_WATCH", "DEAD_ACT", "ALL_DEAD", "LEAST_BATCHES")),
+        (units, ("DEAD_NOTE", "DEAD_ACT", "ALL_DEAD", "LEAST_BATCHES")),
     ),
     "saturated-units": Picture(
         "a tanh net, all weights 10 times as large",

@@ -21,7 +21,7 @@ from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import ActivatedOutput
 
 # Losses that apply a softmax or a sigmoid of their own to their input.
-_WITH_THEIR_OWN = ("cross_entropy", "log_softmax", "binary_cross_entropy_with_logits")
+WITH_THEIR_OWN = ("cross_entropy", "log_softmax", "binary_cross_entropy_with_logits")
 _LARGE = 100_000_000  # parameters; no float64 copy of a larger model is made
 _SAMPLES = 2
 _MOST = 4  # most parts of a model that are taken for players
@@ -80,7 +80,7 @@ class _Outputs(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _WITH_THEIR_OWN:
+        if name in WITH_THEIR_OWN:
             self._look(args[0] if args else kwargs.get("input"))
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):

@@ -38,7 +38,7 @@ def rate_trials(
 ) -> dict[float, Trial]:
     """Return runs at the learning rate × 0.1, 0.3, 3 and 10, and one beyond the better end.
 
-    If these cost too much, only × 0.1 and 10 are tried. If no layer moves, further runs use the
+    If these cost too much, only × 0.1 and 10 are tried. If layers hardly move, further runs use the
     power of ten at which activations would move by a hundredth of their length, and then ten times
     that, or a tenth of it, as long as the loss gets lower.
 
@@ -119,7 +119,7 @@ class _Runs:
 def far_factor(record: Record) -> float | None:
     """Return the power of ten on the learning rate at which activations would move by a hundredth.
 
-    It is None if some layer moves by more than a hundred-thousandth in a step, so that the usual
+    It is None if some layer moves by more than a few ten-thousandths in a step, so that the usual
     factors suffice, or if no layer has a measured step.
     """
     moves = [move.value for move in by_layer(record, "update_ratio").values()]

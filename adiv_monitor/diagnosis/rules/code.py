@@ -18,8 +18,24 @@ DROPOUT_COSTS = 1.5
 
 
 def hidden_parameters(record: Record) -> Iterator[Finding]:
-    """Find parameters in plain lists or tensors, which the model does not register."""
-    facts = record.found_by("hidden-parameters")
+    """Find parameters in plain lists or tensors, and parameters that forward() makes anew."""
+    anew = [fact for fact in record.found_by("hidden-parameters") if "made" in fact.words]
+    if anew:
+        yield Finding(
+            "hidden-parameters",
+            (),
+            "act",
+            (Evidence("share of all parameters", anew[0].numbers["share"], 0),),
+            (Advice("make the module or the parameter once, in __init__(), then the optimizer"),),
+            f"{anew[0].place} uses a parameter that forward() makes anew in each step: its values "
+            "are random each time, and no step trains them."
+            + f" Number of further such places: {len(anew) - 1}."
+            * (len(anew) > 1),
+            "No learning rate trains a parameter that lives for one step.",
+            0,
+            RATES,
+        )
+    facts = [fact for fact in record.found_by("hidden-parameters") if "made" not in fact.words]
     if facts:
         share = sum(fact.numbers["share"] for fact in facts)
         yield Finding(

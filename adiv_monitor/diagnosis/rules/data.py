@@ -2,13 +2,73 @@
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
 # it must be less.
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
+
+
+def constant_data(record: Record) -> Iterator[Finding]:
+    """Find data without any difference to learn from: in inputs, labels, or the targets left."""
+    for fact in record.found_by("constant-data"):
+        of, numbers = fact.words["of"], fact.numbers
+        check: tuple[Advice, ...]
+        if of == "inputs":
+            said = (
+                f"All inputs of {numbers['samples']:.0f} samples are equal: no model can tell the "
+                "samples apart."
+            )
+            check = (
+                Advice(
+                    "print two samples as the model receives them, and look for the step "
+                    "of the preparation after which they are equal"
+                ),
+            )
+        elif of == "labels":
+            said = (
+                f"All labels of {numbers['samples']:.0f} samples are {numbers['value']:g}: a "
+                "constant prediction is right, and nothing else is learned."
+            )
+            check = (
+                Advice(
+                    "print the labels where they are read, and look for the step of the "
+                    "preparation after which they are equal"
+                ),
+            )
+        elif of == "ignored":
+            said = (
+                f"In {numbers['share']:.0%} of the batches, the loss ignores all targets: they "
+                f"equal ignore_index ({numbers['index']:.0f}). Its mean over none is NaN."
+            )
+            check = (
+                Advice("check the mask that chooses the targets to ignore: it may be inverted"),
+            )
+        else:
+            said = (
+                f"The loss ignores {numbers['share']:.0%} of the targets (ignore_index is "
+                f"{numbers['index']:.0f}), and all others are {numbers['value']:g}: a constant "
+                "prediction is right, and nothing else is learned."
+            )
+            check = (
+                Advice(
+                    "choose an ignore_index that is no class of the data, such as the "
+                    "default of -100"
+                ),
+            )
+        yield Finding(
+            "constant-data",
+            (),
+            "act",
+            (Evidence("different values", 1.0, 1.0, step=0),),
+            check,
+            said,
+            "Another learning rate or model does not help: there is nothing to learn.",
+            0,
+            RATES,
+        )  # fmt: skip
 
 
 def same_batch(record: Record) -> Iterator[Finding]:

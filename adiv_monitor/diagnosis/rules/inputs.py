@@ -216,11 +216,12 @@ def row_spread(record: Record) -> Iterator[Finding]:
     if spread is None or not spread.above(LENGTH_CV_WATCH):
         return
     far = spread.above(LENGTH_CV_ACT)
+    otherwise: Strength = "watch" if suffers(record) else "note"
     count = ": a few long rows determine each step, and the others hardly count" * far
     yield Finding(
         "row-spread",
         (first,) if first is not None else (),
-        "act" if far else "watch",
+        "act" if far else otherwise,
         (
             Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, first, spread.since),
             *(Evidence("length_cv of inputs", cv) for cv in lengths),
@@ -254,12 +255,12 @@ def target_scale(record: Record) -> Iterator[Finding]:
         yield Finding(
             "target-scale",
             (),
-            "act" if faulty else "watch",
+            "act" if faulty else "note",
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (
                 Advice("standardise the targets, or use the mean of the loss instead of its sum"),
-                Advice("learning rate × 0.1", "rate*0.1"),
-                *(() if scale_free(record.facts) else (_ADAMW,)),
+                *(() if scale_free(record.facts) else (Advice("learning rate × 0.1", "rate*0.1"),
+                                                       _ADAMW)),
             ),
             f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
             "are in large units, or the loss is a sum.",

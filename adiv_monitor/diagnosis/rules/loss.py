@@ -42,7 +42,14 @@ LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 
 def double_softmax(record: Record) -> Iterator[Finding]:
     """Find probabilities whose softmax the loss takes again, so that it can't come near zero."""
-    if record.double_softmax:
+    output = record.activated_output
+    in_loss = output is not None and output.function == "softmax" and output.module is None
+    if record.double_softmax or (output is not None and output.function == "softmax"):
+        given = (
+            "The loss function takes a softmax of the outputs"
+            if in_loss
+            else ("The model's outputs are already probabilities")
+        )
         yield Finding(
             "double-softmax",
             (),
@@ -50,7 +57,7 @@ def double_softmax(record: Record) -> Iterator[Finding]:
             (Evidence("number of softmaxes before that of the loss", 1.0),),
             (Advice("pass the inputs of the softmax to the loss, not its outputs",
                     "plain-outputs"),),
-            "The model's outputs are already probabilities, and the loss applies a second softmax "
+            f"{given}, and the loss applies a second softmax "
             "to them: they differ by at most 1 between classes, so the loss can't come near zero.",
             "A higher learning rate only saturates the first softmax.",
             0,
@@ -90,8 +97,17 @@ def unbounded(record: Record) -> Iterator[Finding]:
     course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
     summary = f"The loss falls without bound, ever faster: {course}."
     evidence = Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0])))
-    if not falls_ever_faster(record):
-        fact = record.found_by("unbounded-loss")[0].numbers
+    found = record.found_by("unbounded-loss")
+    if not falls_ever_faster(record) and not found:
+        rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
+        far = record.rates[rate].loss
+        summary = (
+            f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
+            "rate."
+        )
+        evidence = Evidence("loss at another learning rate", far, evidence.limit)
+    elif not falls_ever_faster(record):
+        fact = found[0].numbers
         summary = (
             f"The loss has no lower bound: {course}, and {fact['loss']:.3g} if the weights of a "
             f"copy move {fact['times']:.0f} times as far in the same direction."

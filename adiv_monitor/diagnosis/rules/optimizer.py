@@ -16,7 +16,7 @@ from adiv_monitor.diagnosis.readings import (
 )
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.rates import suffers
-from adiv_monitor.diagnosis.rules.remedies import clip_norm, less_momentum
+from adiv_monitor.diagnosis.rules.remedies import USUAL, clip_norm, less_momentum
 
 # Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.
 LONG_MOMENTUM = 0.975
@@ -98,6 +98,8 @@ def _straightened(record: Record) -> Iterator[Advice]:
         # Another optimizer's learning rate does not carry over to plain gradient descent.
         rate = " with learning rate 0.1" * (not plain)
         yield Advice(_less_momentum(record), "less-momentum")
+        if "momentum" in record.facts.settings and _momentum(record) > USUAL:
+            yield Advice(f"use a momentum of {USUAL:g} at the same learning rate", "usual-momentum")
         yield Advice(f"use plain gradient descent{rate}", "plain-sgd")
     elif not _sign_is_wrong(record):
         yield Advice("look for code that changes gradients or weights between backward() and the "

@@ -9,12 +9,17 @@ from adiv_monitor.diagnosis.rules import units
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 SAID = 3  # most ignored parts that a finding names
+PLACED = 0.5  # share of the outputs that depend on the place in the batch
+OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
 def samples_mixed(record: Record) -> Iterator[Finding]:
     """Find predictions for one sample that change with another sample's input."""
     for fact in record.found_by("samples-mixed"):
+        if fact.words.get("by") == "place":
+            yield _placed(record, fact)
+            continue
         share, independent = fact.numbers["share"], fact.numbers["independent"]
         ordered = "batch_first" in fact.words
         begins = f" The first function that mixes samples is {fact.place}." * bool(fact.place)
@@ -36,6 +41,24 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             0,
             RATES,
         )  # fmt: skip
+
+
+def _placed(record: Record, fact: Fact) -> Finding:
+    share = fact.numbers["share"]
+    return Finding(
+        "samples-mixed",
+        (),
+        "act" if suffers(record) else "watch",
+        (Evidence("share of outputs that change with the place in the batch", share, PLACED,
+                  step=0),),
+        (Advice("look in forward() for positions, an arange or a table that is indexed along axis "
+                "0, the axis of the samples"),),
+        f"The predictions for a sample change if the batch is put in another order ({share:.0%} of "
+        "the outputs do): they depend on the sample's place in the batch.",
+        "Another learning rate does not make the samples' order irrelevant.",
+        0,
+        RATES,
+    )  # fmt: skip
 
 
 def reshape_scrambles(record: Record) -> Iterator[Finding]:
@@ -63,9 +86,13 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
 
 
 def cuts(record: Record) -> list[Fact]:
-    """Return where the gradient is cut, if it turns when the cut is removed."""
+    """Return where the gradient is cut, if it turns when the cut is removed.
+
+    Between two players, the part that is cut off opposes the other.
+    """
     facts = [f for f in record.found_by("gradient-cut") if f.numbers["cosine"] < TURNED]
-    return [] if is_opposed(record) else facts
+    opposed = is_opposed(record)
+    return [f for f in facts if not opposed or f.numbers.get("removed", -1.0) > OPPOSES]
 
 
 def gradient_cut(record: Record) -> Iterator[Finding]:
@@ -87,6 +114,42 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
                 "uncut"),),
         f"The gradient is cut at {where}, in front of parameters that the loss depends on. The "
         "layers before the cut receive no gradient on this path.",
+        since=0,
+    )  # fmt: skip
+
+
+def no_activation(record: Record) -> Iterator[Finding]:
+    """Find activation functions whose results are lost, and models that are affine functions."""
+    facts = record.found_by("no-activation")
+    lost = [fact for fact in facts if fact.words["by"] == "lost"]
+    affine = [fact for fact in facts if fact.words["by"] == "affine"]
+    if not facts:
+        return
+    said = []
+    if lost:
+        said.append(f"Nothing uses the result of {lost[0].place}.")
+    if affine:
+        said.append(
+            f"The outputs are an affine function of the inputs, though "
+            f"{affine[0].numbers['layers']:.0f} layers compute them: one linear layer can do the "
+            "same."
+        )
+    yield Finding(
+        "no-activation",
+        (),
+        "act" if suffers(record) else "watch",
+        (
+            *((Evidence("results that nothing uses", len(lost), 0.0, step=0),) if lost else ()),
+            *((Evidence("layers of an affine model", affine[0].numbers["layers"], 1.0, step=0),)
+              if affine else ()),
+        ),
+        (
+            *((Advice("assign the result: x = relu(x), not relu(x)"),) if lost else ()),
+            *((Advice("put an activation function between the layers, unless the model should be "
+                      "linear", "relu-between"),) if affine else ()),
+        ),
+        " ".join(said),
+        "More linear layers do not help: together they stay one." * bool(affine),
         since=0,
     )  # fmt: skip
 

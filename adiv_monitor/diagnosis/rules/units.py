@@ -10,8 +10,8 @@ from adiv_monitor.printable import layer_words
 from adiv_monitor.report.wording import listed
 
 # Share of a layer's units that no row of any batch activates; SageMaker Debugger's rule, too, fires
-# at half the layer.
-DEAD_WATCH, DEAD_ACT = 0.25, 0.5
+# at half the layer. A smaller share is a note: ReLU networks that train well have it, too.
+DEAD_NOTE, DEAD_ACT = 0.25, 0.5
 ALL_DEAD = 0.9  # next to nothing passes, however the loss develops so far
 # Fewer batches prove little: zeros in one batch are no fault (DeepDiagnosis took 36 % of healthy
 # runs for faulty, nearly all by this).
@@ -48,15 +48,15 @@ def dead_units(record: Record) -> Iterator[Finding]:
     """Find units that are constant over all rows and so never learn."""
     if not record.units:
         yield from _dead_by_measures(record)
-    dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_WATCH}
+    dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_NOTE}
     if dead:
         layers = worst_first(dead)
         share = dead[layers[0]]
         act = share > ALL_DEAD or (share > DEAD_ACT and suffers(record))
         yield _dead(
             layers,
-            "act" if act else "watch",
-            tuple(Evidence("dead share of units", dead[p], DEAD_WATCH, p) for p in layers[:5]),
+            "act" if act else "watch" if share > DEAD_ACT else "note",
+            tuple(Evidence("dead share of units", dead[p], DEAD_NOTE, p) for p in layers[:5]),
             f"{share:.0%} of the units of {_function(record, layers[0])} are dead: their values "
             "lie where the function is flat, for every row of "
             f"{record.units[layers[0]].batches} batches.",

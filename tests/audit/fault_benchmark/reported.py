@@ -198,6 +198,7 @@ BY_ERROR = frozenset(
     {
         *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples", "target-is-input"),
         *("future-leak", "same-batch", "unshuffled", "unbounded-loss", "labels-unrelated"),
+        "constant-data",
     }
 )
 
@@ -514,7 +515,78 @@ def labels_apart(run: Run) -> None:
     run.batches = list(zip(x, mixed, strict=True))
 
 
+def whole_labels(run: Run) -> None:
+    """Labels are scaled by an integer division."""
+    run.batches = [(x, y // 10) for x, y in run.batches]
+
+
+def whole_inputs(run: Run) -> None:
+    """Inputs are scaled by an integer division."""
+    run.batches = [(x * 0.0, y) for x, y in run.batches]
+
+
+class Unassigned(nn.Module):
+    """A layer and its activation function, whose result is thrown away."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.relu = layer, nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.layer(x)
+        self.relu(z)
+        return z
+
+
+def without_activations(run: Run) -> None:
+    run.model.body = nn.Sequential(
+        *(nn.Identity() if isinstance(m, nn.ReLU) else m for m in run.model.body)
+    )
+
+
+def unassigned(run: Run) -> None:
+    without_activations(run)
+    run.model.body = nn.Sequential(
+        *(Unassigned(m) if isinstance(m, nn.Conv2d) else m for m in run.model.body)
+    )
+
+
+class Anew(nn.Module):
+    """A layer of the width, made in each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = nn.Linear(x.shape[1], x.shape[1])(x)
+        return z.relu()
+
+
+def made_anew(run: Run) -> None:
+    run.model.head = nn.Sequential(Anew(), run.model.head)
+
+
+class OfSamples(nn.Module):
+    """Adds a vector for each sample of the batch, instead of one for each place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table.weight[: len(x), None]
+
+
+def positions_of_samples(run: Run) -> None:
+    run.model.body = nn.Sequential(
+        *(
+            OfSamples(m.positions.shape[-1]) if isinstance(m, networks.Positions) else m
+            for m in run.model.body
+        )
+    )
+
+
 SET_BY = [
+    _case(healthy.MLP_SGD, "labels divided to 0", whole_labels, "constant-data"),
+    _case(healthy.REGRESSION, "no activation functions", without_activations, "no-activation"),
+    _case(healthy.MLP_ADAM, "a layer made in forward()", made_anew, "hidden-parameters"),
     _case(healthy.MLP_SGD, "layers in a list", listed, "hidden-parameters"),
     _case(healthy.MLP_ADAM, "a group of rate 0", still, "rate-zero"),
     _case(ADAMW, "bfloat16 weights, a tenth of the rate", slowly_in_bfloat16(10.0), "rounded-away"),
@@ -543,6 +615,9 @@ SET_BY = [
 ]  # fmt: skip
 
 HELD_OUT = [
+    _case(healthy.CNN_ADAM, "inputs divided to 0", whole_inputs, "constant-data"),
+    _case(healthy.CNN_SGD, "results of ReLU unassigned", unassigned, "no-activation"),
+    _case(healthy.VIT, "positions of samples", positions_of_samples, "samples-mixed"),
     _case(healthy.CNN_ADAM, "layers in a list", listed, "hidden-parameters"),
     _case(healthy.LSTM, "a tensor that is no parameter", mixed, "hidden-parameters"),
     _case(healthy.CNN_SGD, "a group of rate 0", still, "rate-zero"),

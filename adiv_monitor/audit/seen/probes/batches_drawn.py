@@ -43,7 +43,7 @@ def unshuffled(setup: Setup, trained: Fork) -> Probed:
 
     Also return by how many standard deviations of such draws it is below their mean.
     """
-    found = [labels for labels in map(_labels, setup.batches) if labels is not None]
+    found = [labels for labels in map(labels_of, setup.batches) if labels is not None]
     if len(found) < max(LEAST, len(setup.batches)):
         return Probed(untold="no label for each sample, or too few batches")
     sizes = [len(labels) for labels in found]
@@ -60,7 +60,7 @@ def unshuffled(setup: Setup, trained: Fork) -> Probed:
     return Probed((Fact("", {"ratio": own / mean, "z": (own - mean) / spread}),))
 
 
-def _labels(batch: Any) -> Tensor | None:
+def labels_of(batch: Any) -> Tensor | None:
     """Return the last tensor of a batch with one number for each sample."""
     size = size_of(batch)
     found = [x for x in tensors(batch) if x.ndim in (1, 2) and x.numel() == len(x) == size > 1]

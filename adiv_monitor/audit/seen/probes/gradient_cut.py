@@ -17,7 +17,12 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return the cosine of the gradient with the gradient without the cut, for each cut."""
+    """Return the cosine of the gradient with the gradient without the cut, for each cut.
+
+    Only parameters whose gradient the cut changes count: in front of it there may be few. Also
+    return the cosine of the gradient with the part that the cut removes: two players oppose each
+    other.
+    """
     found = cuts(setup.fork())
     if not found:
         return Probed()
@@ -27,12 +32,17 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     undone = _gradients(fork)
     dots = [0.0, 0.0, 0.0]
     for g, h in zip(as_it_is, undone, strict=True):
+        if torch.equal(g, h):
+            continue
         for i, (a, b) in enumerate(((g, g), (h, h), (g, h))):
             dots[i] += float((a.double() * b.double()).sum())
     own, other, between = dots
     cosine = between / math.sqrt(own * other) if own > 0 and other > 0 else 0.0
+    apart = own * (other - 2 * between + own)  # squares of the gradient and of the removed part
+    removed = (between - own) / math.sqrt(apart) if apart > 0 else 0.0
+    numbers = {"cosine": cosine, "removed": removed}
     places = dict.fromkeys(call.place.replace("__get__", ".data") for call in found)
-    return Probed(tuple(Fact(place, {"cosine": cosine}) for place in places))
+    return Probed(tuple(Fact(place, numbers) for place in places))
 
 
 def cuts(fork: Fork) -> list[Call]:
@@ -48,7 +58,8 @@ def cuts(fork: Fork) -> list[Call]:
     def look(call: Call) -> None:
         made = [x for x in _plain(call.result) if x.is_floating_point()]
         given = _plain([*call.args, *call.kwargs.values()])
-        before = [without[id(x)][0] for x in given if id(x) in without]
+        # What a custom function computes without a graph has a gradient once it has returned.
+        before = [without[id(x)][0] for x in given if id(x) in without and not x.requires_grad]
         if is_cut(call, given):
             before = before or [call]
         elif any(x.requires_grad for x in made):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held
@@ -13,7 +14,10 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return leaves that get a gradient and stay in an attribute that torch does not search."""
+    """Return leaves that get a gradient and stay in an attribute that torch does not search.
+
+    Also return the places where a parameter is used that each forward pass makes anew.
+    """
     fork = setup.fork()
     found = hidden(fork)
     known = sum(p.numel() for p in fork.model.parameters())
@@ -22,7 +26,9 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         Fact(name, {"share": p.numel() / every}, {"shape": str(tuple(p.shape))})
         for name, p in found.items()
     ]
-    return Probed(tuple(facts))
+    anew = {place: Fact(place, {"share": p.numel() / (known + p.numel())}, {"made": "anew"})
+            for place, p in made_anew(setup.fork())}  # fmt: skip
+    return Probed((*facts, *anew.values()))
 
 
 def hidden(fork: Fork) -> dict[str, Tensor]:
@@ -40,6 +46,25 @@ def hidden(fork: Fork) -> dict[str, Tensor]:
             if id(x) in lives and not any(x is other for other in found.values()):
                 found[f"{path}.{name}".lstrip(".")] = x
     return found
+
+
+def made_anew(fork: Fork) -> list[tuple[str, Tensor]]:
+    """Return place → parameter for those that a second forward pass does not use again."""
+    own = {id(p) for p in (*fork.model.parameters(), *held(fork.optimizer))}
+    passes: list[dict[int, tuple[str, Tensor]]] = [{}, {}]
+    for seen in passes:
+
+        def look(call: Call, seen: dict[int, tuple[str, Tensor]] = seen) -> None:
+            made = call.result[0] if isinstance(call.result, tuple) else call.result
+            if call.path is None or not isinstance(made, Tensor) or made.is_leaf:
+                return
+            for _, x in _tensors("", [*call.args, *call.kwargs.values()]):
+                if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in own:
+                    seen.setdefault(id(x), (call.place, x))
+
+        with torch.enable_grad():
+            see_calls(fork, look)
+    return [used for key, used in passes[1].items() if key not in passes[0]]
 
 
 def _leaves(fork: Fork) -> Iterator[Tensor]:

@@ -1,5 +1,7 @@
 """Do weights that multiply inputs begin with nearly one sign, like those of torch.rand?"""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,10 +13,11 @@ FUNCTIONS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addm
              "einsum", "conv1d", "conv2d", "conv3d", "bilinear")  # fmt: skip
 LEAST = 64  # fewest entries: the mean of fewer differs from zero by chance
 ONE_SIDED = 0.3  # abs(mean) / rms
+DEVIATIONS = 4.0  # of the mean of independent entries around zero: 1 / sqrt(their number)
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return abs(mean) / rms of each weight for which it is above 0.3."""
+    """Return abs(mean) / rms of each weight for which it is above 0.3, and not by chance."""
     fork = setup.fork()
     found = one_sided(fork)
     return Probed(tuple(
@@ -33,7 +36,7 @@ def one_sided(fork: Fork) -> dict[str, Tensor]:
             name = names.get(id(x))
             if name is None or x.ndim < 2 or x.numel() < LEAST or not x.requires_grad:
                 continue
-            if share(x) > ONE_SIDED:
+            if share(x) > max(ONE_SIDED, DEVIATIONS / math.sqrt(x.numel())):
                 found[name] = x
 
     with torch.no_grad():

@@ -15,6 +15,7 @@ FUNCTIONS = ("view", "reshape", "view_as", "reshape_as", "unflatten", "flatten")
 def ask(setup: Setup, trained: Fork) -> Probed:
     """Return reshapes in which an axis of the result takes parts of several axes of the input.
 
+    Also return those across axes, however they fit, whose result has the shape of a permutation.
     Shifts, as of relative positions, are left out: reshapes of a padded tensor, and reshapes whose
     result loses one entry of an axis.
     """
@@ -38,7 +39,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     facts: dict[str, Fact] = {}
     for call, made in crossing.values():
         x = call.args[0]
-        if not takes_parts(x.shape, made.shape):
+        if not takes_parts(x.shape, made.shape) and permuted(x, tuple(made.shape)) is None:
             continue
         words = {"of": str(tuple(x.shape)), "to": str(tuple(made.shape))}
         sure = sorted(x.shape) == sorted(made.shape)

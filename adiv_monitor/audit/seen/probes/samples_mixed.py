@@ -1,5 +1,7 @@
-"""Do the predictions for one sample change with the input of another sample?"""
+"""Do the predictions for one sample change with another sample, or with its place in the batch?"""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 SAMPLES = 12  # most samples of a batch
 _BEYOND = 1.2  # factor on the share of one sample's entries
 _SAME = 1e-5  # share of an output's length: rounding
+MOVED = 0.5  # of the outputs depend on the place in the batch
+Change = Callable[[Tensor, int], Tensor]
 # Modules with an argument for the axis of the samples.
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)
 
@@ -40,13 +44,40 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         return Probed(untold=told)
     share, place = told
     if share <= _BEYOND / size:
-        return Probed()
+        return _by_place(setup, batch)
     if _is_independent_along_1(setup, batch):
         return Probed(untold="samples may lie along the second axis: along it they do not mix")
     numbers = {"share": share, "independent": 1 / size}
     is_ordered = any(isinstance(m, ORDERED) and not m.batch_first for m in setup.model.modules())
     words = {"batch_first": "False"} if is_ordered else {}
     return Probed((Fact(place, numbers, words),))
+
+
+def _by_place(setup: Setup, batch: Any) -> Probed:
+    """Return the share of the outputs that change if the batch is turned round, if any does.
+
+    Where the model draws random numbers, one for each place, this can't be told.
+    """
+    own, turned, drawn = (
+        _passed(fork, batch, change)
+        for fork, change in (
+            (setup.fork(), None),
+            (setup.fork(), _turned),
+            (replace(setup.fork(), seed=setup.seed + 1), None),
+        )
+    )
+    alike = zip(own.outputs, turned.outputs, drawn.outputs, strict=True)
+    size = size_of(batch)
+    outputs = [(x, y.flip(0), z) for x, y, z in alike if len(x) == size]
+    if any(bool(_is_other(x, z).any()) for x, _, z in outputs):
+        return Probed(untold="the model draws random numbers")
+    changed = sum(int(_is_other(x, y).sum()) for x, y, _ in outputs)
+    share = changed / max(1, sum(x.numel() for x, *_ in outputs))
+    return Probed((Fact("", {"share": share}, {"by": "place"}),) if share > MOVED else ())
+
+
+def _turned(x: Tensor, size: int) -> Tensor:
+    return x.flip(0) if x.ndim and len(x) == size else x
 
 
 class _Pass:
@@ -70,8 +101,16 @@ def _cut(setup: Setup) -> Any:
     return batch
 
 
-def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pass:
-    """Return one forward pass, optionally with the next sample's inputs in one sample."""
+def _passed(fork: Fork, batch: Any, exchange: int | Change | None, axis: int = 0) -> _Pass:
+    """Return one forward pass, optionally with changed arguments.
+
+    Args:
+        fork: a copy.
+        batch: the batch.
+        exchange: the sample that gets the next sample's inputs; or what happens to each argument
+            with a part for each sample, inputs and masks alike; None: nothing changes.
+        axis: axis of the samples.
+    """
     seen = _Pass()
     size = size_of(batch)
 
@@ -80,6 +119,10 @@ def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pas
             return None
         names = names_by_place(module, len(args))
         given = {**dict(zip(names, args, strict=True)), **kwargs}
+        if not isinstance(exchange, int):
+            turn = exchange
+            changed = {n: mapped(x, lambda y: turn(y, size)) for n, x in given.items()}
+            return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
 
         def other(x: Tensor) -> Tensor:
             if x.ndim <= axis or (axis == 0 and len(x) != size):

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.seen.outputs import activated_output
+from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.seen.outputs import WITH_THEIR_OWN, activated_output
+from adiv_monitor.audit.seen.probes.no_activation import maps_that_run
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
@@ -101,17 +103,55 @@ def _within(replaced: _Replaced, forward: Callable[..., Any]) -> Callable[..., A
 
 
 def _plain_outputs(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Replace the activation module whose outputs a loss takes for logits by the identity."""
+    """Remove the activation function whose outputs a loss takes for logits: a module, or a call."""
     output = activated_output(fork)
     if output is None:
         raise DoesNotApply("no activation function stands in front of the loss")
     module = None if output.module is None else fork.model.get_submodule(output.module)
-    if module is None or not type(module).__module__.startswith("torch.nn.modules.activation"):
-        raise DoesNotApply(f"{output.function} is called in forward(), or in the loss")
-    module.forward = nn.Identity().forward
+    if module is not None and type(module).__module__.startswith("torch.nn.modules.activation"):
+        module.forward = nn.Identity().forward
+        return
+
+    number = _number(fork, output.function)
+
+    def change(call: Call) -> Any:
+        return call.argument(0, "input") if call.number == number else NotImplemented
+
+    change_calls(fork, change)
+
+
+def _number(fork: Fork, function: str) -> int:
+    """Return the number of the last call of a function whose own result the loss receives."""
+    made: dict[int, tuple[int, Tensor]] = {}  # tensors are held so that their memory is not reused
+    found: list[int] = []
+
+    def look(call: Call) -> None:
+        given = call.argument(0, "input")
+        if call.name in WITH_THEIR_OWN and isinstance(given, Tensor):
+            found.extend(n for n, _ in [made.get(given.untyped_storage().data_ptr(), (-1, given))])
+        if call.name.rpartition("_")[2] == function and isinstance(call.result, Tensor):
+            made[call.result.untyped_storage().data_ptr()] = call.number, call.result
+
+    with torch.no_grad():
+        see_calls(fork, look)
+    if not found or found[-1] < 0:
+        raise DoesNotApply(f"{function} is called in forward(), or in the loss")
+    return found[-1]
+
+
+def _relu_between(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Put a ReLU behind each linear or convolutional layer that runs, but the last."""
+    before = maps_that_run(fork)[:-1]
+    if not before:
+        raise DoesNotApply("fewer than two layers run")
+    for path in before:
+        fork.model.get_submodule(path).register_forward_hook(
+            lambda module, args, output: functional.relu(output)
+        )
 
 
 FIXES = [
+    Fix("relu-between", "a ReLU between the layers", _relu_between, rescales=True),
     Fix("leaky-relu", "leaky ReLU in place of ReLU", partial(_replaced, _RELUS, 0.1)),
     Fix(
         "relu",

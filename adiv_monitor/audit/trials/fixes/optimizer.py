@@ -10,7 +10,7 @@ from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import clip_norm, less_momentum
+from adiv_monitor.diagnosis.rules.remedies import USUAL, clip_norm, less_momentum
 
 
 def _decay(factor: float) -> Callable[[Fork, Sequence[str], Record | None], None]:
@@ -32,6 +32,15 @@ def _less_momentum(fork: Fork, layers: Sequence[str], record: Record | None) -> 
     changed = [_lowered(group) for group in fork.optimizer.param_groups]
     if not any(changed):
         raise DoesNotApply("there is no momentum")
+
+
+def _usual_momentum(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Lower a momentum above 0.9 to 0.9, and keep the learning rate: a typing error, undone."""
+    longer = [g for g in fork.optimizer.param_groups if g.get("momentum", 0.0) > USUAL]
+    if not longer:
+        raise DoesNotApply("no momentum is above 0.9")
+    for group in longer:
+        group["momentum"] = USUAL
 
 
 def _lowered(group: dict[str, Any]) -> bool:
@@ -103,6 +112,7 @@ FIXES = [
     Fix("no-decay", "no weight decay", _decay(0.0)),
     Fix("less-decay", "a tenth of the weight decay", _decay(0.1)),
     Fix("less-momentum", "momentum of 0.9, or half of less", _less_momentum),
+    Fix("usual-momentum", "momentum of 0.9 at the same learning rate", _usual_momentum),
     Fix("no-clip", "no clipping of gradients", _no_clip),
     Fix("clip", "gradients clipped at the 90th percentile of their norms", _clip),
     Fix("plain-sgd", "plain SGD, without momentum or decay", _plain_sgd, rescales=True),

@@ -14,7 +14,7 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
 
 FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
-FAR_FACTORS = tuple(10.0**n for n in range(3, 10))  # for layers that stand still
+FAR_FACTORS = tuple(10.0**n for n in range(2, 10))  # for layers that hardly move
 
 
 def rate_name(factor: float) -> str:
@@ -82,7 +82,7 @@ def _warm_up(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
 FIXES = [
     *(
         Fix(rate_name(factor), f"learning rate × {factor:g}", partial(_rate, factor))
-        for factor in (*FACTORS, *FAR_FACTORS)
+        for factor in dict.fromkeys((*FACTORS, *FAR_FACTORS))
     ),
     Fix(
         "rate-per-layer",
