@@ -65,10 +65,11 @@ def split(written: str, characters: int, source: str) -> Text:
     numbers = [known[c] for c in written if c in known][:characters]
     if len(numbers) < characters:
         raise ValueError(f"got {len(numbers):,} characters, expected at least {characters:,}.")
-    tenths = [characters * share // 20 for share in (18, 1)]
-    whole = torch.tensor(numbers)
-    parts = whole.split([*tenths, characters - sum(tenths)])
-    return Text(*parts, source, hashlib.sha256(bytes(numbers)).hexdigest())
+    whole, twentieth = torch.tensor(numbers), characters // 20
+    return Text(
+        *(whole[: -2 * twentieth], whole[-2 * twentieth : -twentieth], whole[-twentieth:]),
+        *(source, hashlib.sha256(bytes(numbers)).hexdigest()),
+    )
 
 
 def batch(part: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:

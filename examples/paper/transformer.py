@@ -13,6 +13,7 @@ a learning rate tuned for each arm:
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from adiv_monitor import Monitor
 
 WIDTH, BLOCKS, HEADS, LENGTH, ROWS = 64, 2, 4, 48, 16
 REPORTS = 10
-NORMALISERS = {
+NORMALISERS: dict[str, Callable[[], nn.Module]] = {
     "layernorm": partial(nn.LayerNorm, WIDTH, elementwise_affine=False),
     "rmsnorm": partial(nn.RMSNorm, WIDTH, elementwise_affine=False),
     "none": nn.Identity,
@@ -55,9 +56,13 @@ class Block(nn.Module):
         super().__init__()
         self.before, self.between = NORMALISERS[arm](), NORMALISERS[arm]()
         if arm == "qk-corrected":
-            plain = {"v_proj": "standard", "out_proj": "standard"}
             self.attention: nn.MultiheadAttention = CorrectedMultiheadAttention(
-                WIDTH, HEADS, batch_first=True, qk_norm=True, **plain
+                WIDTH,
+                HEADS,
+                batch_first=True,
+                qk_norm=True,
+                v_proj="standard",
+                out_proj="standard",
             )
         else:
             self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)

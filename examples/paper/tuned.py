@@ -48,7 +48,7 @@ class Tuning:
     def __init__(
         self,
         file: Path,
-        grids: Mapping[str, Sequence[int]],
+        grids: Mapping[str, range],
         known: Run,
         train: Callable[[Trial], Run],
     ) -> None:
@@ -157,8 +157,9 @@ class Images:
         """
         steps = self.epochs * -(-len(self.course.train[0]) // self.course.batch_size)
         every = max(steps // self.REPORTS, 1)
-        keep = {"keep": 2 * self.REPORTS}
-        with Monitor(model, optimizer, every_n_steps=every, realised=realised, **keep) as monitor:
+        with Monitor(
+            *(model, optimizer), every_n_steps=every, realised=realised, keep=2 * self.REPORTS
+        ) as monitor:
             found = fit(model, optimizer, self.course, seed, self.epochs, monitor.complete_report)
             reports = list(monitor.reports)
         finite = all(bool(each.isfinite().all()) for each in model.parameters())
@@ -173,7 +174,7 @@ class Images:
 def answer(
     question: Question,
     file: Path,
-    grids: Mapping[str, Sequence[int]],
+    grids: Mapping[str, range],
     known: Run,
     train: Callable[[Trial], Run],
     given: argparse.Namespace,
