@@ -141,7 +141,8 @@ QUESTION = Question(
 
 
 def main() -> None:
-    parser = arguments(__doc__.split("\n\n")[0], epochs=3)
+    parser = arguments(__doc__.split("\n\n")[0], epochs=2)
+    parser.set_defaults(seeds=2)
     given = parser.parse_args()
     if given.quick:
         given.seeds, given.epochs = 1, 1

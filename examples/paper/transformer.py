@@ -30,7 +30,7 @@ from tuned_report import Best, Claim, Question, Verdict, mean, more
 from adiv_monitor import Monitor
 
 WIDTH, BLOCKS, HEADS, LENGTH, ROWS = 64, 2, 4, 48, 16
-REPORTS = 10
+REPORTS = 5
 NORMALISERS: dict[str, Callable[[], nn.Module]] = {
     "layernorm": partial(nn.LayerNorm, WIDTH, elementwise_affine=False),
     "rmsnorm": partial(nn.RMSNorm, WIDTH, elementwise_affine=False),
@@ -198,8 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
     given = parser.parse_args()
     characters = 1_000_000

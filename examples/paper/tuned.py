@@ -118,7 +118,7 @@ class Images:
         device: where.
     """
 
-    REPORTS = 20  # per run, evenly spaced
+    REPORTS = 10  # per run, evenly spaced
 
     def __init__(
         self, data: Data, batch_size: int, pixels: str, epochs: int, device: str = "cpu"

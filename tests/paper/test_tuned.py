@@ -108,7 +108,7 @@ def test_text_as_numbers() -> None:
     assert pieces.shape == (7, 11)
     follows = {66: 0, 0: 67, 67: 95, 95: 1, 1: 66}
     assert all(
-        follows[int(a)] == b for row in pieces for a, b in zip(row[:-1], row[1:], strict=True)
+        follows[a] == b for row in pieces.tolist() for a, b in itertools.pairwise(row)
     )
 
 
