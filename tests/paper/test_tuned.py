@@ -1,6 +1,7 @@
 """Open questions: what is tuned and resumed, what is claimed of runs, and every command, small."""
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -107,9 +108,7 @@ def test_text_as_numbers() -> None:
     pieces = text.batch(found.train, 7, 10, torch.Generator().manual_seed(0))
     assert pieces.shape == (7, 11)
     follows = {66: 0, 0: 67, 67: 95, 95: 1, 1: 66}
-    assert all(
-        follows[a] == b for row in pieces.tolist() for a, b in itertools.pairwise(row)
-    )
+    assert all(follows[a] == b for row in pieces.tolist() for a, b in itertools.pairwise(row))
 
 
 @pytest.mark.parametrize("arm", transformer.GRIDS)
