@@ -31,7 +31,7 @@ def case(data: str, *, quick: bool) -> Case:
         def batches() -> Iterator[Batch]:
             for epoch in count():
                 chance = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-                for rows in torch.randperm(len(train), generator=chance).split(ROWS):
+                for rows in torch.split(torch.randperm(len(train), generator=chance), ROWS):
                     yield x[train[rows]], y[train[rows]]
 
         return Part(

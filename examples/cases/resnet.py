@@ -79,11 +79,12 @@ def case(data: str, *, quick: bool) -> Case:
         def batches() -> Iterator[Batch]:
             for epoch in count():
                 chance = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-                for rows in torch.randperm(len(apart.train), generator=chance).split(ROWS):
+                order = torch.randperm(len(apart.train), generator=chance)
+                for rows in torch.split(order, ROWS):
                     yield augmented(pixels(apart.train[rows]), chance), apart.train_labels[rows]
 
         def accuracy(images: Tensor, labels: Tensor, model: nn.Module) -> float:
-            found = zip(images.split(500), labels.split(500), strict=True)
+            found = zip(torch.split(images, 500), torch.split(labels, 500), strict=True)
             right = sum(int((model(pixels(x)).argmax(1) == y).sum()) for x, y in found)
             return 100 * right / len(images)
 
