@@ -52,7 +52,7 @@ def case(data: str, *, quick: bool) -> Case:
         unit="root mean square test error",
         higher=False,
         rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
-        steps=20 if quick else 1500,
+        steps=20 if quick else 1000,
         model=model,
         optimizer=lambda model, lr: torch.optim.Adam(model.parameters(), lr),
         scheduler=None,

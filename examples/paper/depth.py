@@ -21,9 +21,9 @@ from tuned import Images, Trial, answer
 from tuned_report import Best, Claim, Question, Verdict
 
 WIDTH = 64
-DEPTHS = (2, 5, 10, 20)
+DEPTHS = (2, 6, 20)
 KINDS = ("plain", "residual")
-GRIDS = {f"{kind} {depth}": range(-5, -1) for kind in KINDS for depth in DEPTHS}
+GRIDS = {f"{kind} {depth}": range(-4, -1) for kind in KINDS for depth in DEPTHS}
 MEASURES = (
     *("gradient_cosine", "update_cosine", "realised_cosine", "single_layer_share"),
     *("first_order_error", "update_ratio"),
@@ -141,7 +141,7 @@ QUESTION = Question(
 
 
 def main() -> None:
-    parser = arguments(__doc__.split("\n\n")[0], epochs=2)
+    parser = arguments(__doc__.split("\n\n")[0], epochs=1)
     parser.set_defaults(seeds=2)
     given = parser.parse_args()
     if given.quick:

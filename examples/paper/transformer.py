@@ -39,7 +39,7 @@ NORMALISERS: dict[str, Callable[[], nn.Module]] = {
     "qk-corrected": partial(nn.LayerNorm, WIDTH, elementwise_affine=False),
 }
 # Learning rates that are tried first, in half decades from 1: −5 is 0.003.
-GRIDS = {arm: range(-6, -2) for arm in NORMALISERS}
+GRIDS = {arm: range(-6, -3) for arm in NORMALISERS}
 MEASURES = (
     *("scale_cv", "common_share", "gradient_cosine", "update_cosine", "interference_ratio"),
     *("update_ratio", "attention_cosine", "attention_scale_cv"),
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
     given = parser.parse_args()
     characters = 1_000_000

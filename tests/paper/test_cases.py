@@ -166,7 +166,8 @@ def test_the_commands(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         argv = ["sweep.py", case, "--quick", "--out", str(tmp_path), *more]
         monkeypatch.setattr(sys, "argv", argv)
         sweep.main()
-        return [json.loads(line) for line in (tmp_path / f"{case}.jsonl").open()]
+        written = (tmp_path / f"{case}.jsonl").read_text()
+        return [json.loads(line) for line in written.splitlines()]
 
     found = command()
     assert [run["arm"] for run in found[:2]] == ["baseline"] * 2
