@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from readings_report import layer_medians, typical
 from slopes import Run, mean_and_error
 from table import markdown, plus
@@ -84,6 +85,8 @@ def more(found: Best, arm: str, than: str) -> tuple[float, float]:
 def text(question: Question, runs: Sequence[Run]) -> str:
     """The whole page, in Markdown."""
     found, first = best(runs), runs[0]
+    named = [name for name in ("pixels", "batch_size", "epochs", "steps") if name in first]
+    shared = "; ".join(f"{name.replace('_', ' ')}: {first[name]}" for name in named).capitalize()
     seeds = sorted({len(mine) for mine in found.values()})
     verdicts = []
     for claim in question.claims:
@@ -146,6 +149,7 @@ def plot(question: Question, runs: Sequence[Run], file: Path) -> None:
             else:
                 panel.plot(*_by_step(run, measure), **style)
             panel.set(title=measure, xlabel=across)
+            panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set(xscale="log", xlabel="learning rate", ylabel="score on data held out")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")

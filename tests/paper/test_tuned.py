@@ -26,7 +26,7 @@ from torch import nn
 from tuned_report import Claim, Question, best, best_rate, more
 from tuned_report import text as page
 
-KNOWN = {"data": "none"}
+KNOWN = {"data": "none", "steps": 7}
 
 
 def run(arm: str, rate: float, seed: int, score: float | None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_every_arm_is_tuned_and_its_best_trained_with_more_seeds(tmp_path: Path)
     with pytest.raises(SystemExit):
         again.check(parser, resume=False)
     with pytest.raises(SystemExit):
-        tuned.Tuning(file, grids, {"data": "other"}, train).check(parser, resume=True)
+        tuned.Tuning(file, grids, {**KNOWN, "data": "other"}, train).check(parser, resume=True)
 
 
 def test_what_the_page_says() -> None:
@@ -93,6 +93,7 @@ def test_what_the_page_says() -> None:
         Claim("it does not", lambda found: (False, "0 of 1")),
     )
     written = page(Question("Why?", "Small.", "points", ("scale_cv",), (), claims), runs)
+    assert "Data: none. Small. Steps: 7; seeds: 2." in written
     assert "| it holds | held | 1 of 1 |" in written
     assert "| it does not | **failed** | 0 of 1 |" in written
     assert "| a | 2 | 4.50 ± 2.50 | 2.5 |" in written  # medians 1 and 4
