@@ -109,7 +109,7 @@ def text(question: Question, runs: Sequence[Run]) -> str:
         "\n\n".join(
             [
                 f"# {question.title}",
-                f"Data: {first['data']}. {question.setting} Seeds: "
+                f"Data: {first['data']}. {question.setting} {shared}; seeds: "
                 f"{' or '.join(map(str, seeds))}. ± standard error over seeds.",
                 "## Stated before the run",
                 markdown(["stated", "", "found"], verdicts),
