@@ -128,6 +128,8 @@ def text(question: Question, runs: Sequence[Run]) -> str:
 def plot(question: Question, runs: Sequence[Run], file: Path) -> None:
     """Scores by learning rate, and measures of the first seed at the best one.
 
+    Scores that are far below most of the others lie below the panel.
+
     Args:
         question: says which measures.
         runs: as in the JSON file.
@@ -150,7 +152,12 @@ def plot(question: Question, runs: Sequence[Run], file: Path) -> None:
                 panel.plot(*_by_step(run, measure), **style)
             panel.set(title=measure, xlabel=across)
             panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    scores = sorted(s for arm in found for s in curve(runs, arm).values() if math.isfinite(s))
+    quarter, high = scores[len(scores) // 4], scores[-1]
+    low = max(scores[0], quarter - 10 * (high - quarter))
+    margin = 0.1 * (high - low) or 1.0
     axes.set(xscale="log", xlabel="learning rate", ylabel="score on data held out")
+    axes.set(ylim=(low - margin, high + margin))
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
     figure.suptitle(runs[0]["data"], fontsize=8)
