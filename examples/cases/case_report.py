@@ -36,8 +36,9 @@ def mean_and_error(values: Sequence[float]) -> str:
     """Mean ± standard error, three digits behind the point."""
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return f"{mean:.3f}"
-    return f"{mean:.3f} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+        return f"{mean:.3f}".replace("-", "−")
+    shown = f"{mean:.3f} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+    return shown.replace("-", "−")
 
 
 def results(runs: Iterable[Run]) -> list[float]:
@@ -52,6 +53,21 @@ def difference(runs: Sequence[Run]) -> list[float]:
         for arm in (ADVISED, BASELINE)
     )
     return [with_[seed] - without[seed] for seed in with_ if seed in without]
+
+
+def verdict(paired: Sequence[float], *, higher: bool) -> str:
+    """What differences of results say, in words.
+
+    Args:
+        paired: differences, seed by seed.
+        higher: whether a higher result is better.
+    """
+    mean = statistics.fmean(paired)
+    if len(paired) < 2:
+        return "of one seed, which says nothing about chance"
+    if abs(mean) <= 2 * statistics.stdev(paired) / math.sqrt(len(paired)):
+        return "no difference beyond two standard errors"
+    return "better" if (mean > 0) == higher else "worse"
 
 
 def text(
@@ -93,13 +109,10 @@ def text(
     else:
         finding, advice = taken
         paired = difference(runs)
-        better = statistics.fmean(paired) * (1 if case.higher else -1) > 0
         parts += [
             f"Advice that was taken, of `{finding.name}`: {advice.outcome.mark} {advice}.",
-            f"**With the advice less without it, each at its best learning rate, paired by seed: "
-            f"{mean_and_error(paired)}** ({'better' if better else 'no better'}).".replace(
-                "-", "−"
-            ),
+            "With the advice less without it, each at its best learning rate, paired by seed: "
+            f"**{mean_and_error(paired)}**, {verdict(paired, higher=case.higher)}.",
         ]
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -66,7 +66,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def case(data: str, *, quick: bool) -> Case:
     """The case; it has data of its own."""
-    found = text.load(50_000 if quick else 5_000_000)
+    found = text.load(50_000 if quick else 3_000_000)
 
     def part(seed: int) -> Part:
         def batches() -> Iterator[Batch]:

@@ -18,7 +18,7 @@ import gpt
 import resnet
 import sweep
 from case import Case, Part
-from case_report import best_rate, difference
+from case_report import best_rate, difference, verdict
 from cifar import synthetic
 
 from adiv_monitor.audit.training.setup import Fork
@@ -109,6 +109,13 @@ def test_runs_are_swept_once(tmp_path: Path) -> None:
     better = [{**run, "arm": "advised", "result": 0.5 + run["seed"]} for run in runs[:4]]
     best = {run["seed"]: run["result"] for run in runs if run["learning_rate"] == 0.1}
     assert difference([*runs, *better]) == [0.5 - best[0], 1.5 - best[1]]
+
+
+def test_a_verdict_needs_two_standard_errors() -> None:
+    assert verdict([1.0, 3.0, 2.0], higher=True) == "better"  # 2 ± 0.58
+    assert verdict([1.0, 3.0, 2.0], higher=False) == "worse"
+    assert verdict([1.0, 3.0, -1.0], higher=True).startswith("no difference")  # 1 ± 1.15
+    assert verdict([-9.0], higher=False).startswith("of one seed")
 
 
 def test_augmented_images_are_moved_and_mirrored() -> None:
