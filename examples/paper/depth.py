@@ -1,7 +1,7 @@
 """Depth: how much of the real move of a layer's activations is due to its own step.
 
     python examples/paper/depth.py --quick --data DIR --out OUT     one learning rate each
-    python examples/paper/depth.py --data DIR --out OUT             about fifteen minutes
+    python examples/paper/depth.py --data DIR --out OUT             minutes
 
 The theory looks at one layer, and holds its input fixed. In a real step all layers move, and the
 input of a deep layer moves with those below. Networks of 2 to 20 hidden layers, 64 wide, plain and

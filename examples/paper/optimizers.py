@@ -1,7 +1,7 @@
 """What optimizers do to the move of activations: SGD, momentum, Adam, AdamW, Muon.
 
     python examples/paper/optimizers.py --quick --data DIR --out OUT     one learning rate each
-    python examples/paper/optimizers.py --data DIR --out OUT             about ten minutes
+    python examples/paper/optimizers.py --data DIR --out OUT             minutes
 
 The theory is about plain gradient descent. Other optimizers take another step, so activations move
 in another direction. Networks of two hidden layers, 64 wide, without biases (Muon takes matrices

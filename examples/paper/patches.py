@@ -1,7 +1,7 @@
 """Convolutions by plain SGD: corrections of single patches, in the map or in the gradient alone.
 
     python examples/paper/patches.py --quick --data DIR --out OUT     one learning rate each
-    python examples/paper/patches.py --data DIR --out OUT             about two hours
+    python examples/paper/patches.py --data DIR --out OUT             about an hour
 
 A convolution is an affine map of patches. PatchNorm divides its output at every position by the
 length of the patch; "gradient-only" leaves the map as it is, and divides the gradients that its

@@ -1,7 +1,7 @@
 """A small transformer on text: normalisers, affine-like layers, corrected queries and keys.
 
     python examples/paper/transformer.py --quick --out OUT     one learning rate each
-    python examples/paper/transformer.py --out OUT             about ten minutes
+    python examples/paper/transformer.py --out OUT             minutes
 
 Two blocks, 64 wide, predict the next character of Python's standard library, trained with AdamW at
 a learning rate tuned for each arm:
