@@ -97,6 +97,12 @@ def train(case: Case, change: Change, rate: float, seed: int, picture: Path | No
     }
 
 
+def watch(case: Case, change: Change, rate: float, picture: Path) -> None:
+    """Train the first seed again under a monitor, unless its picture is there."""
+    if not picture.exists():
+        train(case, change, rate, 0, picture)
+
+
 def in_pieces(losses: Sequence[float]) -> list[float | None]:
     """Means over `POINTS` pieces, four digits; None where they are not finite."""
     size = max(len(losses) // POINTS, 1)
@@ -178,7 +184,7 @@ def main() -> None:
 
     runs = sweep(case, BASELINE, nothing, given.seeds, file)
     rate = best_rate(runs, BASELINE)
-    train(case, nothing, rate, 0, given.out / f"{given.case}-monitor.png")
+    watch(case, nothing, rate, given.out / f"{given.case}-monitor-{rate:g}.png")
     report = audited(case, rate)
     taken = first_advice(report)
     if taken is not None:
@@ -190,7 +196,7 @@ def main() -> None:
 
         runs = sweep(case, ADVISED, change, given.seeds, file)
         rate = best_rate(runs, ADVISED)
-        train(case, change, rate, 0, given.out / f"{given.case}-monitor-advised.png")
+        watch(case, change, rate, given.out / f"{given.case}-monitor-advised-{rate:g}.png")
     page = text(case, runs, report, taken)
     (given.out / f"{given.case}.md").write_text(page)
     plot(case, runs, given.out / f"{given.case}.png")
