@@ -60,8 +60,15 @@ def train(network: Network, setting: Setting, course: Course, epochs: int) -> Ru
 
 
 def by_layer(reports: Iterable[StepReport], measure: str) -> list[list[float | None]]:
-    """A measure by layer and step, five digits; None where there is no direction."""
-    by_step = [[getattr(r, measure) for r in report.layers.values()] for report in reports]
+    """A measure by layer and step, five digits; None where there is no direction.
+
+    Measures of attention are by attention module.
+    """
+    of_scores = measure.startswith("attention_")
+    by_step = [
+        [getattr(r, measure) for r in (report.attention if of_scores else report.layers).values()]
+        for report in reports
+    ]
     return [list(map(_short, values)) for values in zip(*by_step, strict=True)]
 
 

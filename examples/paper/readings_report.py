@@ -43,10 +43,15 @@ class Correlation(NamedTuple):
         return shown.replace("-", "−")
 
 
+def layer_medians(run: Run, measure: str) -> list[float]:
+    """A measure of one network: medians over training by layer, of the layers that have any."""
+    known = [[value for value in layer if value is not None] for layer in run[measure]]
+    return [statistics.median(layer) for layer in known if layer]
+
+
 def typical(run: Run, measure: str) -> float:
     """A measure of one network: mean over layers of the median over training."""
-    known = [[value for value in layer if value is not None] for layer in run[measure]]
-    medians = [statistics.median(layer) for layer in known if layer]
+    medians = layer_medians(run, measure)
     return statistics.fmean(medians) if medians else math.nan
 
 

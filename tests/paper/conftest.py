@@ -1,6 +1,7 @@
-"""The example's modules, which import each other as files of one folder do."""
+"""The examples' modules, which import each other as files of one folder do."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "paper"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES / "paper"), str(EXAMPLES / "cases")]

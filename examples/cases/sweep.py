@@ -1,0 +1,207 @@
+"""A training as people do it: swept, read by the monitor, audited, and the advice taken.
+
+    python examples/cases/sweep.py regression --out OUT               minutes
+    python examples/cases/sweep.py resnet --data DIR --out OUT        a day on two cores
+    python examples/cases/sweep.py gpt --out OUT                      a day on two cores
+
+First the baseline is trained at every learning rate with every seed. At the best one, a `Monitor`
+at its default interval reads the run of the first seed, and the audit looks at its beginning. Its
+first advice that it can take itself, learning rates left aside, is then taken in whole runs, at
+every learning rate with every seed. `OUT/CASE.jsonl` has a line per run, written when it ends:
+killed at any moment, `--resume` goes on with the next one. `OUT/CASE.md` and pictures are computed
+from the lines.
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from case import Case
+from case_report import ADVISED, BASELINE, Run, best_rate, plot, text
+
+from adiv_monitor import Monitor, audit
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.trials.fixes import FIXES
+from adiv_monitor.diagnosis.finding import Advice, Finding
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "paper"))  # images and text come from there
+CASES = ("resnet", "gpt", "regression")
+AUDITED = 60  # steps
+POINTS = 60  # of a loss curve
+Change = Callable[[Fork], None]
+
+
+def nothing(fork: Fork) -> None:
+    """Change nothing: the baseline."""
+
+
+def train(case: Case, change: Change, rate: float, seed: int, picture: Path | None = None) -> Run:
+    """Train once.
+
+    Args:
+        case: what.
+        change: a fix, or `nothing`.
+        rate: the learning rate.
+        seed: of everything that is random.
+        picture: where to write what a monitor saw; None: no monitor.
+
+    Returns:
+        Score and result, None if the loss was not finite, and means of the loss over `POINTS`
+        equal pieces of the run.
+    """
+    part = case.part(seed)
+    torch.manual_seed(seed)
+    alone = case.model()
+    optimizer = case.optimizer(alone, rate)
+    first = list(itertools.islice(part.batches(), AUDITED))
+    fork = Fork(alone, optimizer, case.loss, first, None, seed)
+    change(fork)
+    if fork.optimizer is not optimizer:  # its learning rate is swept, too
+        for group in fork.optimizer.param_groups:
+            group["lr"] = rate
+    scheduler = None if case.scheduler is None else case.scheduler(fork.optimizer, case.steps)
+    watched = nullcontext() if picture is None else Monitor(fork.model, fork.optimizer)
+    losses: list[float] = []
+    with watched as monitor:
+        for batch in itertools.islice(part.batches(), case.steps):
+            fork.optimizer.zero_grad()
+            loss = fork.loss(fork.model, batch)
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                return {"score": None, "result": None, "losses": in_pieces(losses)}
+            torch.autograd.backward(loss)
+            if fork.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(fork.model.parameters(), fork.clip_norm)
+            fork.optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        if monitor is not None and picture is not None:
+            monitor.complete_report()
+            monitor.plot().savefig(picture)
+    fork.model.eval()
+    with torch.no_grad():
+        score, result = part.score(fork.model), part.result(fork.model)
+    finite = math.isfinite(score) and math.isfinite(result)
+    return {
+        "score": score if finite else None,
+        "result": result if finite else None,
+        "losses": in_pieces(losses),
+    }
+
+
+def watch(case: Case, change: Change, rate: float, picture: Path) -> None:
+    """Train the first seed again under a monitor, unless its picture is there."""
+    if not picture.exists():
+        train(case, change, rate, 0, picture)
+
+
+def in_pieces(losses: Sequence[float]) -> list[float | None]:
+    """Means over `POINTS` pieces, four digits; None where they are not finite."""
+    size = max(len(losses) // POINTS, 1)
+    pieces = [losses[start : start + size] for start in range(0, len(losses), size)]
+    means = [sum(piece) / len(piece) for piece in pieces]
+    return [float(f"{mean:.4g}") if math.isfinite(mean) else None for mean in means]
+
+
+def sweep(case: Case, arm: str, change: Change, seeds: int, file: Path) -> list[Run]:
+    """Train at every learning rate with every seed what has no line in the file; all lines."""
+    runs = lines(file)
+    for rate, seed in itertools.product(case.rates, range(seeds)):
+        what = {"arm": arm, "learning_rate": rate, "seed": seed}
+        if any({name: run[name] for name in what} == what for run in runs):
+            continue
+        runs.append({**what, "data": case.data, "steps": case.steps})
+        runs[-1] |= train(case, change, rate, seed)
+        with file.open("a") as opened:
+            opened.write(json.dumps(runs[-1]) + "\n")
+        print(f"{arm}, learning rate {rate:g}, seed {seed}: {runs[-1]['result']}", flush=True)
+    return runs
+
+
+def lines(file: Path) -> list[Run]:
+    """Runs in a file; a line that was not written whole is left out, and removed."""
+    if not file.exists():
+        return []
+    whole = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    file.write_text("".join(whole))
+    return [json.loads(line) for line in whole]
+
+
+def audited(case: Case, rate: float) -> AuditReport:
+    """Audit the beginning of the baseline, with the first seed."""
+    torch.manual_seed(0)
+    return audit(
+        case.model(),
+        itertools.islice(case.part(0).batches(), AUDITED),
+        loss=case.loss,
+        optimizer=lambda model: case.optimizer(model, rate),
+        steps=min(AUDITED, case.steps),
+    )
+
+
+def first_advice(report: AuditReport) -> tuple[Finding, Advice] | None:
+    """The first advice that the audit can take itself and that is no learning rate."""
+    for finding in report.findings:
+        for advice in finding.advice:
+            if advice.fix is not None and not advice.fix.startswith("rate*"):
+                return finding, advice
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", default="synthetic", help="CIFAR-10, for resnet: see cifar.py")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="other than the case's own")
+    parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
+    parser.add_argument("--resume", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    case: Case = importlib.import_module(given.case).case(given.data, quick=given.quick)
+    if given.quick:
+        given.seeds, case = 1, case._replace(rates=case.rates[1:3])
+    if given.steps is not None:
+        case = case._replace(steps=given.steps)
+    given.out.mkdir(parents=True, exist_ok=True)
+    file = given.out / f"{given.case}.jsonl"
+    if file.exists() and not given.resume:
+        parser.error(f"{file} exists: --resume goes on with it, another --out starts anew")
+    for run in lines(file):
+        if (run["data"], run["steps"]) != (case.data, case.steps):
+            parser.error(
+                f"{file} holds runs on other data or of other length: choose another --out"
+            )
+
+    runs = sweep(case, BASELINE, nothing, given.seeds, file)
+    rate = best_rate(runs, BASELINE)
+    watch(case, nothing, rate, given.out / f"{given.case}-monitor-{rate:g}.png")
+    report = audited(case, rate)
+    taken = first_advice(report)
+    if taken is not None:
+        finding, advice = taken
+        layers = () if advice.everywhere else finding.layers
+
+        def change(fork: Fork) -> None:
+            FIXES[str(advice.fix)].apply(fork, layers, report.record)
+
+        runs = sweep(case, ADVISED, change, given.seeds, file)
+        rate = best_rate(runs, ADVISED)
+        watch(case, change, rate, given.out / f"{given.case}-monitor-advised-{rate:g}.png")
+    page = text(case, runs, report, taken)
+    (given.out / f"{given.case}.md").write_text(page)
+    plot(case, runs, given.out / f"{given.case}.png")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

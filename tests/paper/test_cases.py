@@ -1,0 +1,191 @@
+"""Cases: what is trained, resumed and taken of the audit's advice, and every command, small."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+import gpt
+import resnet
+import sweep
+from case import Case, Part
+from case_report import best_rate, difference, verdict
+from cifar import synthetic
+
+from adiv_monitor.audit.training.setup import Fork
+
+
+def small(trained: list[float]) -> Case:
+    """A line through two points, whose steps are noted."""
+
+    def part(seed: int) -> Part:
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            while True:
+                yield torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0], [4.0]]) + seed
+
+        def error(model: nn.Module) -> float:
+            batch = next(batches())
+            return float((model(batch[0]) - batch[1]).square().mean())
+
+        return Part(batches, lambda model: -error(model), error)
+
+    def optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        trained.append(lr)
+        return torch.optim.SGD(model.parameters(), lr)
+
+    return Case(
+        *("Small", "A line.", "two points", "Nothing.", "error", False, (0.01, 0.1, 100.0), 30),
+        model=lambda: nn.Linear(1, 1),
+        optimizer=optimizer,
+        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 10),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        part=part,
+    )
+
+
+def test_a_run_is_a_plain_loop(tmp_path: Path) -> None:
+    case = small([])
+    run = sweep.train(case, sweep.nothing, 0.1, 1)
+    torch.manual_seed(1)
+    alone = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(alone.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(sgd, 0.5, 10)
+    x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [5.0]])
+    losses = []
+    for _ in range(30):
+        sgd.zero_grad()
+        loss = (alone(x) - y).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        sgd.step()
+        scheduler.step()
+    assert run["result"] == float((alone(x) - y).square().mean().detach()) == -run["score"]
+    assert run["losses"] == pytest.approx(losses, rel=1e-3)
+    watched = sweep.train(case, sweep.nothing, 0.1, 1, tmp_path / "seen.png")
+    assert watched == run and (tmp_path / "seen.png").stat().st_size > 1000
+    lost = sweep.train(case, sweep.nothing, 1e30, 1)
+    assert lost["score"] is lost["result"] is None
+
+
+def test_what_advice_changes() -> None:
+    """The model, the clipping, and an optimizer whose learning rate is swept."""
+
+    def change(fork: Fork) -> None:
+        fork.optimizer = torch.optim.Adam(fork.model.parameters(), 12.0)
+        fork.clip_norm = 1e-12
+
+    case = small([])
+    plain, changed = (sweep.train(case, each, 0.1, 0) for each in (sweep.nothing, change))
+    assert plain["losses"][-1] < 0.1
+    assert changed["losses"][1] > 0.9 * changed["losses"][0]
+
+    def other(fork: Fork) -> None:
+        fork.optimizer = torch.optim.SGD(fork.model.parameters(), 12.0)
+
+    assert sweep.train(case, other, 0.1, 0) == plain
+
+
+def test_runs_are_swept_once(tmp_path: Path) -> None:
+    trained: list[float] = []
+    case, file = small(trained), tmp_path / "small.jsonl"
+    runs = sweep.sweep(case, "baseline", sweep.nothing, 2, file)
+    assert trained == [0.01, 0.01, 0.1, 0.1, 100.0, 100.0]
+    assert [run["result"] is None for run in runs] == [False] * 4 + [True] * 2
+    assert best_rate(runs, "baseline") == 0.1  # 100 has no score
+    written = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*written[:3], written[3][:20]]))  # killed while it wrote
+    trained.clear()
+    assert sweep.sweep(case, "baseline", sweep.nothing, 2, file) == runs
+    assert trained == [0.1, 100.0, 100.0] and file.read_text() == "".join(written)
+    better = [{**run, "arm": "advised", "result": 0.5 + run["seed"]} for run in runs[:4]]
+    best = {run["seed"]: run["result"] for run in runs if run["learning_rate"] == 0.1}
+    assert difference([*runs, *better]) == [0.5 - best[0], 1.5 - best[1]]
+
+
+def test_a_verdict_needs_two_standard_errors() -> None:
+    assert verdict([1.0, 3.0, 2.0], higher=True) == "better"  # 2 ± 0.58
+    assert verdict([1.0, 3.0, 2.0], higher=False) == "worse"
+    assert verdict([1.0, 3.0, -1.0], higher=True).startswith("no difference")  # 1 ± 1.15
+    assert verdict([-9.0], higher=False).startswith("of one seed")
+
+
+def test_augmented_images_are_moved_and_mirrored() -> None:
+    image = torch.arange(1, 3 * 32 * 32 + 1, dtype=torch.float32)
+    found = resnet.augmented(image.repeat(64, 1), torch.Generator().manual_seed(0))
+    assert found.shape == (64, 3072)
+    padded = nn.functional.pad(image.view(3, 32, 32), (4, 4, 4, 4))
+    possible = {
+        tuple(crop.flatten().tolist())
+        for top in range(9)
+        for left in range(9)
+        for piece in [padded[:, top : top + 32, left : left + 32]]
+        for crop in (piece, piece.flip(-1))
+    }
+    shown = {tuple(row) for row in found.tolist()}
+    assert shown <= possible and len(shown) > 30
+
+
+def test_a_residual_network_of_twenty_layers() -> None:
+    layers = [m for m in resnet.model().modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert len(layers) == 20
+    assert sum(p.numel() for p in resnet.model().parameters()) == 269_722  # He et al.: 0.27 M
+
+
+def test_a_gpt_of_seven_million_parameters_looks_back_only() -> None:
+    with torch.device("meta"):
+        assert 5e6 < sum(p.numel() for p in gpt.GPT().parameters()) < 10e6
+    alone = gpt.GPT(24, 1)
+    pieces = torch.randint(96, (2, gpt.LENGTH))
+    before = alone(pieces)
+    pieces[:, 50:] = (pieces[:, 50:] + 1) % 96
+    torch.testing.assert_close(alone(pieces)[:, :50], before[:, :50])
+
+
+def test_warm_up_and_cosine() -> None:
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    scheduler = gpt.warmed(sgd, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(scheduler.get_last_lr()[0])
+        sgd.step()
+        scheduler.step()
+    assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
+    assert rates[-1] == pytest.approx(0.5 * (1 + math.cos(math.pi * 94 / 95)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sweep.CASES)
+def test_the_commands(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda setting: None)
+    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=60, test=10))
+    monkeypatch.setattr(resnet, "ROWS", 8)
+
+    def command(*more: str) -> list[dict[str, Any]]:
+        argv = ["sweep.py", case, "--quick", "--out", str(tmp_path), *more]
+        monkeypatch.setattr(sys, "argv", argv)
+        sweep.main()
+        written = (tmp_path / f"{case}.jsonl").read_text()
+        return [json.loads(line) for line in written.splitlines()]
+
+    found = command()
+    assert [run["arm"] for run in found[:2]] == ["baseline"] * 2
+    page = (tmp_path / f"{case}.md").read_text()
+    assert "**Stated before the run.**" in page and "## The audit" in page
+    pictures = {file: file.read_bytes() for file in tmp_path.glob("*.png")}
+    assert len(pictures) in (2, 3) and all(len(drawn) > 10_000 for drawn in pictures.values())
+    monkeypatch.setattr(sweep, "train", None)  # nothing is trained again
+    assert command("--resume") == found
+    assert (tmp_path / f"{case}.md").read_text() == page
+    with pytest.raises(SystemExit):
+        command()
+    with pytest.raises(SystemExit):
+        command("--resume", "--steps", "1")
