@@ -248,7 +248,7 @@ class Finding:
     Attributes:
         name: stable name, e.g. "input-scale"; each has its page in the docs.
         layers: affected layers, worst first; empty: the whole model.
-        strength: "act": it costs training, fix it; "watch": it may; "note": good to know.
+        strength: "act": it harms the training, fix it; "watch": it may; "note": good to know.
         evidence: the numbers that support the finding.
         advice: suggested fixes, the best first.
         summary: one sentence in plain words.

@@ -9,7 +9,7 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.titles import finding_title, measure_title
 
 STRENGTH_WORDS = {
-    "act": "it costs training: fix it",
+    "act": "it harms the training: fix it",
     "watch": "it may cost training",
     "note": "good to know",
 }
