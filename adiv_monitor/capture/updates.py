@@ -372,10 +372,15 @@ class _Entries:
 
 
 def _any_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return whether any entries of these pairs differ; bits are compared, so NaN equals itself."""
+    """Return whether any entries of these pairs differ, or their shapes or devices.
+
+    Bits are compared, so NaN equals itself.
+    """
     kinds: dict[object, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for pair in pairs:
-        kinds[pair[0].dtype, pair[0].device].append(pair)
+    for one, other in pairs:
+        if one.shape != other.shape or one.device != other.device:
+            return torch.ones((), dtype=torch.bool)
+        kinds[one.dtype, one.device].append((one, other))
     flags = []
     for of_kind in kinds.values():
         one, other = (
@@ -391,9 +396,9 @@ def _any_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 def _copied(history: RunHistory, *several: dict[int, Tensor]) -> list[dict[int, Tensor]]:
     """Return copies of all tensors, made in one operation."""
     tensors = [tensor for named in several for tensor in named.values()]
-    made = history.copies
+    made, history.copies = history.copies, []  # dropped if copying fails
     if [_placed(tensor) for tensor in made] != [_placed(tensor) for tensor in tensors]:
-        made = history.copies = []  # their memory is free before new ones take theirs
+        made = []  # their memory is free before new ones take theirs
         made = [torch.empty_like(tensor) for tensor in tensors]
     if tensors:
         torch._foreach_copy_(made, tensors)
@@ -403,7 +408,8 @@ def _copied(history: RunHistory, *several: dict[int, Tensor]) -> list[dict[int, 
 
 
 def _placed(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    # Tensors that were made in inference mode can't be written to outside of it.
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
 
 
 def is_small(parameter: Tensor) -> bool:

@@ -450,14 +450,11 @@ class StepController:
         Args:
             patience: largest time to wait for other ranks, in seconds; None: the default.
         """
-        call_all(
-            *(self.finish, partial(self._assembly.end, patience), self._schedule.end),
-            self._history.copies.clear,
-        )
+        call_all(self.finish, partial(self._assembly.end, patience), self._schedule.end)
 
     def release(self) -> None:
-        """Remove every hook and drop the current step, whatever has failed before."""
-        surely(call_all, self._disarm, self._forget_pending)
+        """Remove every hook and drop the current step and copies, whatever has failed before."""
+        surely(call_all, self._disarm, self._forget_pending, self._history.copies.clear)
 
     def _forget_pending(self) -> None:
         if self._pending is not None:

@@ -65,7 +65,7 @@ class MeasuredLayer:
             self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
 
     def finished(self, *, expects_idle: bool) -> LayerSums[Tensor]:
-        """Return the sums with the row products of all vectors and the scales of the rows.
+        """Return the sums with the products of each row's vectors, and the rows' scales.
 
         Args:
             expects_idle: there may be zero-gradient rows; the mean feature is then taken over the

@@ -182,6 +182,16 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
     torch.testing.assert_close(found, expected.expand(20, 3), rtol=1e-4, atol=0)
 
 
+def test_a_part_that_is_the_whole_leaves_nothing() -> None:
+    """‖d − b‖² = ‖d‖² − 2 d·b + ‖b‖² is 0 if the bias's part b is all of d, in float32, too."""
+    d = torch.randn(50, 37, generator=torch.Generator().manual_seed(0))
+    vectors = {Vector.E: d, Vector.G: d, Vector.D: d, Vector.BIAS: d}
+    pairs = pairs_of(tuple(vectors))
+    found = dots.of_rows(vectors, pairs)
+    squares, mixed = found[:, pairs.index((Vector.D,) * 2)], found[:, -1]
+    assert pairs[-1] == (Vector.D, Vector.BIAS) and torch.equal(squares, mixed)
+
+
 def test_pairs_are_those_of_the_vectors_that_are_there() -> None:
     own, e, G, d, bias, z, rest, *_ = Vector
     assert pairs_of((own, e, G, d, bias, z, rest)) == (

@@ -527,3 +527,35 @@ def test_copies_of_weights_take_the_same_memory_in_every_step() -> None:
     assert [len(of_step) for of_step in used] == [2, 1, 1, 1]
     assert used[1] == used[2] == used[3]
     assert monitor._controller._history.copies == []
+
+
+def test_copies_in_inference_mode_cost_later_steps_nothing() -> None:
+    """Tensors that are made in inference mode can't be written to outside of it."""
+    model, x = nn.Linear(128, 128), torch.randn(4, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        pytest.warns(UserWarning, match="inference"),
+        Monitor(model, optimizer, every_n_steps=1) as monitor,
+    ):
+        for number in range(4):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            with torch.inference_mode(mode=number < 2):
+                optimizer.step()
+    assert [list(report.layers) for report in monitor.reports][-2:] == [[""], [""]]
+
+
+def test_a_weight_of_another_shape_has_changed() -> None:
+    """Pruning between the step and the next forward pass costs no report."""
+    model, x = nn.Linear(128, 256, bias=False), torch.randn(4, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for number in range(4):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            if number == 2:
+                model.weight.data = model.weight.data[:200].clone()
+                model.weight.grad = None
+    assert monitor.reports[2].layers[""].projection_cosine is None
+    assert any("changed after the optimizer's step" in note for note in monitor.reports[2].notes)
