@@ -136,6 +136,14 @@ def ratios_of(readings: Mapping[str, AlignmentReading]) -> dict[str, Ratios]:
     return {path: (r.alpha, r.omega, r.u) for path, r in readings.items()}
 
 
+def clipped(ratios: Mapping[str, Ratios]) -> dict[str, Ratios]:
+    """Clip alpha and u to [½, 1] and omega to [0, 1]; values outside are due to cancellation."""
+    return {
+        path: (_between(alpha, 0.5), _between(omega, 0.0), _between(u, 0.5))
+        for path, (alpha, omega, u) in ratios.items()
+    }
+
+
 def _tied(layers: Sequence[AlignedLayer]) -> tuple[tuple[int, ...], ...]:
     groups: dict[int, list[int]] = {}
     for i, layer in enumerate(layers):
@@ -145,3 +153,7 @@ def _tied(layers: Sequence[AlignedLayer]) -> tuple[tuple[int, ...], ...]:
             groups[id(p)] = shared
     unique = {id(group): group for group in groups.values() if len(group) > 1}
     return tuple(tuple(group) for group in unique.values())
+
+
+def _between(value: float | None, low: float) -> float | None:
+    return None if value is None else min(max(value, low), 1.0)

@@ -8,7 +8,9 @@ of the GPT on held-out text. Arms:
 
 - torch: torch's own initialisation, one rate for all parameters, tuned at each width;
 - mup: `parametrize_model(…, "mup", base=…)` and its groups, the base 32 wide;
-- solver: torch's own initialisation, "sp", and the largest rates that the solver gives for it;
+- solver: torch's own initialisation, "sp", and the largest rates that the solver gives for it at
+  full alignment;
+- measured: the same with the alignments at the end of one training at the base width;
 - package: Microsoft's mup package with the same base (where it can be imported).
 
 The heads of the GPT have 16 entries at every width, so it does not matter whether attention divides
@@ -21,6 +23,13 @@ are no worse than torch at its own best rate. With SGD the differences are small
 would need n^(−½). (The first runs judged the MLP on held-out digits in half decades. There muP with
 SGD was worse than torch, as was mup: 0.098 and 0.079 at 256. The question is what rates do to
 training.)
+
+"measured" came later, after the solver's rates had proven too small at 256 with SGD. Tried before
+in the MLP at 256 with the seeds of `--fresh`, at the rate that is best at 32: 0.0135 with SGD (full
+alignment 0.0238, muP 0.0125, torch 0.0097), 0.0086 with Adam (0.0078, 0.0089, 0.0098). Expected
+with three seeds at all widths: the best rate within a quarter decade at all of them, with SGD as
+good as muP, with Adam as good as full alignment. In the GPT c lies at half the way from torch's
+0 to full alignment too, so with SGD it is no worse than torch, and with Adam than the solver.
 
 `--kinds` compares factors of η for one kind of parameter at the base width, with a base and without
 one ("absolute"). Expected: with a base no factor is better than 1 in all settings; without one,
@@ -57,7 +66,10 @@ WIDTHS = {"mlp": (32, 64, 128, 256), "gpt": (32, 64, 128)}
 OPTIMIZERS = ("adam", "sgd")
 # Factors of η by kind, as tenfold exponents: what is best at the base width (`--kinds`).
 CONSTANTS = "input=10,readout=5"
-ARMS = ("torch", "mup", "solver", "package", f"mup:{CONSTANTS}", f"solver:{CONSTANTS}")
+ARMS = (
+    *("torch", "mup", "solver", "measured", "package"),
+    *(f"{arm}:{CONSTANTS}" for arm in ("mup", "solver", "measured")),
+)
 # What `--kinds` tries at the base width, with a base and without one.
 FACTORS = {
     "mup": (

@@ -17,8 +17,9 @@ pytest.importorskip("scipy")
 
 from adiv_monitor.alignment import Alignment, Probe
 from adiv_monitor.max_lr import MaxLRScheduler, solve_max_lr
+from adiv_monitor.max_lr.model import clipped
 from adiv_monitor.max_lr.optimizers import ADAFACTOR, ADAM, MUON, SGD, rule_of
-from adiv_monitor.max_lr.schedule.gains import Smoothing, clipped, factors, usable
+from adiv_monitor.max_lr.schedule.gains import Smoothing, factors, usable
 from adiv_monitor.max_lr.schedule.safety import LossWatch
 
 PATHS = ["0", "2", "4"]

@@ -15,10 +15,10 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.max_lr.exponents import Parametrization
-from adiv_monitor.max_lr.model import ModelNetwork, Ratios, ratios_of
+from adiv_monitor.max_lr.model import ModelNetwork, Ratios, clipped, ratios_of
 from adiv_monitor.max_lr.multiplier import parametrization_of
 from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, rule_of, update_rule
-from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, clipped, factors, usable
+from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, factors, usable
 from adiv_monitor.max_lr.schedule.safety import LossWatch
 from adiv_monitor.max_lr.schedule.steps import ScaledSteps
 from adiv_monitor.max_lr.solver import Objective, Status
