@@ -160,8 +160,6 @@ class MaxLRScheduler:
         self._handles: list[RemovableHandle] = [
             followed.register_step_pre_hook(Hook(before)),
             followed.register_step_post_hook(Hook(after)),
-            followed.register_state_dict_pre_hook(Hook(self._put_back)),
-            followed.register_load_state_dict_pre_hook(Hook(self._put_back)),
         ]
 
     @property
@@ -180,10 +178,6 @@ class MaxLRScheduler:
         if self._losses.is_astray(float(loss)) and self._mode != "static":
             self._held_until = self.step + _HOLD * self._every
             self._reset()
-
-    def _put_back(self, *_: object) -> None:
-        """Restore the groups after an interrupted step, before state is saved or loaded."""
-        self._scaled.end()
 
     def close(self) -> None:
         """Remove the hooks from the optimizer; a second call does nothing."""
