@@ -53,7 +53,8 @@ def optimizer_groups(
     Args:
         model: the model.
         layers: result of `parametrize_model`, or `Alignment(model, probe).layers`.
-        parametrization: the model's parametrization.
+        parametrization: the model's parametrization; a `Parametrization` if the model's own code
+            multiplies, instead of `parametrize_model`.
         optimizer: see `solve_max_lr`.
         lr: η.
         base: layers of the same model at the base width, see `parametrize_model`.
@@ -95,6 +96,7 @@ def optimizer_groups(
             "that it normalises, so no factor keeps its share at all widths: expected AdamW or SGD"
         )
     network = ModelNetwork.of(layers, parametrization, rule)
+    network.check_is_applied(parametrization)
     solution = network.solve(clipped(ratios_of(alignments or {})))
     if solution.status != "optimal":
         raise ValueError(f"optimizer_groups: {solution.status}: {solution.message}")

@@ -73,6 +73,24 @@ class ModelNetwork:
         _check_multipliers(kept, a, chosen)
         return cls(kept, tuple(a), tuple(b), rule, tuple(kinds), tied)
 
+    def check_is_applied(self, parametrization: str | Parametrization) -> None:
+        """Check that the model has the multipliers of a parametrization that is given by its name.
+
+        A `Parametrization` may be part of the model's own code, where no multiplier is seen.
+
+        Raises:
+            ValueError: no layer has one.
+        """
+        needed = [x for x, a in zip(self.layers, self.a, strict=True) if a and x.role != "excluded"]
+        if needed and isinstance(parametrization, str):
+            if not any(multiplier_of(layer.module, layer.name) for layer in self.layers):
+                raise ValueError(
+                    f"max_lr: with parametrization={parametrization!r} the weight of "
+                    f"{needed[0].path!r} has to be multiplied, and no multiplier is there: expected "
+                    "a model that was passed to parametrize_model, or 'sp', or a Parametrization "
+                    "that is part of the model's own code"
+                )
+
     @property
     def paths(self) -> list[str]:
         """Paths of the layers, as in reports."""

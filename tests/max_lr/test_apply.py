@@ -365,6 +365,19 @@ def test_multipliers_of_another_parametrization_are_refused() -> None:
         optimizer_groups(other, layers, "mfp", "adam", lr=0.1)
 
 
+def test_multipliers_that_are_missing_are_refused() -> None:
+    """As when parametrize_model was forgotten; a `Parametrization` may be the model's own code."""
+    model, probe = mlp(32), Probe(torch.randn(4, 8))
+    layers = Alignment(model, probe).layers
+    message = r"'mup' the weight of '0' has to be multiplied, and no multiplier is there"
+    with pytest.raises(ValueError, match=message):
+        optimizer_groups(model, layers, "mup", "adam", lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        MaxLRScheduler(optim.Adam(model.parameters()), model, probe, parametrization="mup")
+    groups = optimizer_groups(model, layers, PARAMETRIZATIONS["mup"], "adam", lr=0.1)
+    assert groups[1]["lr"] == pytest.approx(0.1 / 32)
+
+
 class TiedByFunction(Tied):
     def forward(self, tokens: Tensor) -> Tensor:
         return nn.functional.linear(self.norm(self.embed(tokens)), self.embed.weight)

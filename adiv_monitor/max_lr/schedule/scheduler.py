@@ -147,6 +147,7 @@ class MaxLRScheduler:
             _check_groups(followed, update)
             chosen = parametrization or parametrization_of(model) or "sp"
             self._network = ModelNetwork.of(alignment.layers, chosen, update)
+            self._network.check_is_applied(chosen)
             full = self._network.solve({}, **self._options)
             if full.status != "optimal":
                 raise ValueError(f"MaxLRScheduler: {full.status}: {full.message}")
