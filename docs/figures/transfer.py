@@ -25,7 +25,12 @@ ROWS = {
     ("gpt", "adam"): "GPT, Adam",
     ("gpt", "sgd"): "GPT, SGD",
 }
-FACTORS = {"mlp": "input=-10,readout=10,vector=-10", "gpt": "input=10,readout=5"}
+FACTORS = {
+    ("mlp", "adam"): "input=-10,readout=10,vector=-10",
+    ("mlp", "sgd"): "input=-10,readout=10,vector=-10",
+    ("gpt", "adam"): "input=10,readout=5",
+    ("gpt", "sgd"): "input=10",
+}
 COLUMNS = {
     "torch": "torch's own",
     "mup": "muP",
@@ -70,7 +75,7 @@ def transfer() -> Figure:
     for (row, title), line in zip(ROWS.items(), grid, strict=True):
         means = []
         for arm, axes in zip(COLUMNS, line, strict=True):
-            factors = FACTORS[row[0]] if arm.endswith(":") else ""
+            factors = FACTORS[row] if arm.endswith(":") else ""
             means += draw(axes, found[row[0], row[1], arm + factors])
             axes.set(xscale="log", yscale="log")
             axes.grid(alpha=0.3)

@@ -65,8 +65,14 @@ from write_up import heading, table, write
 
 WIDTHS = {"mlp": (32, 64, 128, 256), "gpt": (32, 64, 128)}
 OPTIMIZERS = ("adam", "sgd")
-# Factors of η by kind, as tenfold exponents, that suit each model at the base width (`--kinds`).
-CONSTANTS = {"mlp": "input=-10,readout=10,vector=-10", "gpt": "input=10,readout=5"}
+# Factors of η by kind, as tenfold exponents, that suit models and optimizers at the base width
+# (`--kinds`, "factors").
+CONSTANTS = {
+    ("mlp", "adam"): "input=-10,readout=10,vector=-10",
+    ("mlp", "sgd"): "input=-10,readout=10,vector=-10",
+    ("gpt", "adam"): "input=10,readout=5",
+    ("gpt", "sgd"): "input=10",
+}
 ARMS = ("torch", "mup", "solver", "measured", "package")
 # What `--kinds` tries at the base width, with a base and without one.
 FACTORS = {
@@ -74,7 +80,7 @@ FACTORS = {
         "",
         *(f"{kind}={x}" for kind in ("vector", "hidden") for x in (-5, 5)),
         *(f"{kind}={x}" for kind in ("input", "readout") for x in (5, 10)),
-        *CONSTANTS.values(),
+        *sorted({*CONSTANTS.values()} - {"input=10"}),
     ),
     "absolute": ("", "vector=-10", "vector=10", "vector=18"),
 }
@@ -93,18 +99,19 @@ Curve = dict[float, dict[int, float]]  # tenfold exponent → seed → loss
 Runs = dict[Setting, Curve]
 
 
-def arms(kind: str) -> list[str]:
-    """Return the arms of a model."""
-    constants = (f"{arm}:{CONSTANTS[kind]}" for arm in ("mup", "solver", "measured"))
+def arms(kind: str, optimizer: str) -> list[str]:
+    """Return the arms of a model and an optimizer."""
+    constants = (f"{arm}:{CONSTANTS[kind, optimizer]}" for arm in ("mup", "solver", "measured"))
     return [*ARMS, *constants]
 
 
 def settings(kinds: bool) -> Iterator[Setting]:
     """Return all curves, those of small models first."""
     for kind in WIDTHS:
-        for width, name, arm in product(WIDTHS[kind], OPTIMIZERS, arms(kind)) if not kinds else ():
-            if arm != "package" or has_package():
-                yield Setting(kind, name, arm, width)
+        for width, name in product(WIDTHS[kind], OPTIMIZERS) if not kinds else ():
+            for arm in arms(kind, name):
+                if arm != "package" or has_package():
+                    yield Setting(kind, name, arm, width)
         for name, arm in product(OPTIMIZERS, FACTORS) if kinds else ():
             for factor in FACTORS[arm]:
                 yield Setting(kind, name, f"{arm}:{factor}" if factor else arm, BASE)
@@ -160,7 +167,8 @@ def train_fresh(runs: Runs, file: Path) -> None:
     """Run the MLP at both ends of its widths with other seeds, at the rates that were found."""
     done = read(file)
     widths = WIDTHS["mlp"]
-    for name, arm, width in product(OPTIMIZERS, arms("mlp"), (widths[0], widths[-1])):
+    ends = (widths[0], widths[-1])
+    for name, arm, width in ((n, a, w) for n in OPTIMIZERS for a in arms("mlp", n) for w in ends):
         setting = Setting("mlp", name, arm, width)
         tenfold = best(runs[setting if arm == "torch" else setting._replace(width=widths[0])])
         if tenfold in done[setting] or (arm == "package" and not has_package()):
@@ -248,7 +256,7 @@ def fresh_lines(fresh: Runs, held_out: Runs) -> list[str]:
     rows = []
     for name in OPTIMIZERS:
         tuned: tuple[float, float] | None = None
-        for arm in arms("mlp"):
+        for arm in arms("mlp", name):
             at_base = fresh.get(Setting("mlp", name, arm, base), {})
             small = [written(mean_and_error(losses)) for losses in at_base.values()] or ["–"]
             for tenfold, losses in fresh.get(Setting("mlp", name, arm, last), {}).items():
@@ -275,7 +283,7 @@ def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
         if not own:
             continue
         tuned = mean_and_error(own[best(own)])
-        for arm in arms(kind):
+        for arm in arms(kind, name):
             curves = [runs.get(Setting(kind, name, arm, width), {}) for width in widths]
             if not all(curves):
                 continue
