@@ -6,16 +6,15 @@ keeps logits of order one, n^(−1). The solver takes the larger one at infinite
 Where the second is larger, gradients shrink faster than it assumes, and layers before the readout
 slow down. In muP both are n^(−1). Adam's updates don't depend on the size of gradients.
 
-Read are, at the rate that is best at 32, by width and arm (see `transfer.py`): the second part over
-the first, in root mean square over all judged data; the features' gradient, both half-way through
-training; and by how much training changes the features. Beside it, which kind of parameter is too
-slow in the MLP at 256: the loss with the rate of one kind three times larger or smaller.
+Read are, at the rate that is best at 32, by width and arm (torch, mup, solver; see `transfer.py`):
+the second part over the first, in root mean square over all judged data; the features' gradient,
+both half-way through training; and by how much training changes the features. Beside it, which
+kind of parameter is too slow in the MLP at 256: the loss with the rate of one kind three times
+larger or smaller.
 
 Expected before it was run, from the loss at other rates: with the solver's, parts are about equal
 at 256, gradients fall faster than n^(−½), features change less at larger widths; with muP all of it
-is the same at all widths but for the gradient, which is n^(−1). The arm "measured" came later, with
-readouts that slow down by n^(−0.66) instead of n^(−1). Expected of it: parts whose ratio stays, as in
-muP, and features that change alike at all widths.
+is the same at all widths but for the gradient, which is n^(−1).
 
     python tests/benchmarks/transfer_gradients.py --write tests/benchmarks/results
 """
@@ -41,7 +40,7 @@ from write_up import hardware, heading, table, write
 from adiv_monitor.max_lr.multiplier import multiplier_of
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-ARMS = ("torch", "mup", "solver", "measured")
+ARMS = ("torch", "mup", "solver")
 WIDTHS = {"mlp": (32, 64, 128, 256, 512), "gpt": (32, 64, 128)}
 RATES = {"mlp": -7.5, "gpt": -5}  # tenfold exponents: the best at 32, of all arms
 READOUT = {"mlp": "4", "gpt": "head"}

@@ -331,9 +331,7 @@ def test_measured_alignments_change_exponents_and_nothing_at_the_base(optimizer:
     assert solved.c[1] < full.c[1]
     found = [g["lr"] for g in groups[:3]]
     assert found == pytest.approx([0.1 * 4**-c for c in solved.c])
-    assert [g["eps"] for g in groups[:3]] == pytest.approx(
-        [1e-8 * 4**-g for g in solved.gradients]
-    )
+    assert [g["eps"] for g in groups[:3]] == pytest.approx([1e-8 * 4**-g for g in solved.gradients])
     unread = {path: replace(r, alpha=None, omega=None, u=None) for path, r in readings.items()}
     for given in ({}, unread):
         groups = optimizer_groups(
