@@ -81,15 +81,16 @@ class ModelNetwork:
         Raises:
             ValueError: no layer has one.
         """
+        if not isinstance(parametrization, str):
+            return
         needed = [x for x, a in zip(self.layers, self.a, strict=True) if a and x.role != "excluded"]
-        if needed and isinstance(parametrization, str):
-            if not any(multiplier_of(layer.module, layer.name) for layer in self.layers):
-                raise ValueError(
-                    f"max_lr: with parametrization={parametrization!r} the weight of "
-                    f"{needed[0].path!r} has to be multiplied, and no multiplier is there: expected "
-                    "a model that was passed to parametrize_model, or 'sp', or a Parametrization "
-                    "that is part of the model's own code"
-                )
+        if needed and not any(multiplier_of(layer.module, layer.name) for layer in self.layers):
+            raise ValueError(
+                f"max_lr: with parametrization={parametrization!r} the weight of "
+                f"{needed[0].path!r} has to be multiplied, and no multiplier is there: expected a "
+                "model that was passed to parametrize_model, or 'sp', or a Parametrization that is "
+                "part of the model's own code"
+            )
 
     @property
     def paths(self) -> list[str]:
