@@ -36,8 +36,8 @@ def test_how_often_the_audit_is_right_is_what_the_benchmark_counted() -> None:
     text = " ".join(README.read_text().split())
     told = re.search(
         r"Of (\d+) faults planted into small networks, each in five runs, the first finding was "
-        r"the planted fault in (\d+) of (\d+) runs \((\d+) %\), and in (\d+) of the (\d+) runs with "
-        r"faults and networks that the rules were not made with \((\d+) %\). In (\d+) healthy runs "
+        r"the planted fault in (\d+) of (\d+) runs \((\d+) %\), and in (\d+) of the (\d+) runs "
+        r"with faults and networks that the rules were not made with \((\d+) %\). In (\d+) healthy runs "
         r"of small networks there was nothing to act on",
         text,
     )

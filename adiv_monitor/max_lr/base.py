@@ -7,6 +7,20 @@ from adiv_monitor.alignment.layers import AlignedLayer
 from adiv_monitor.max_lr.multiplier import multiplier_of
 
 
+def checked_layers(argument: str, given: Sequence[AlignedLayer]) -> Sequence[AlignedLayer]:
+    """Return the layers.
+
+    Raises:
+        TypeError: they are no layers, but a model or an `Alignment`, for example.
+    """
+    if not isinstance(given, Sequence) or not all(isinstance(x, AlignedLayer) for x in given):
+        raise TypeError(
+            f"{argument}: got {type(given).__name__}, expected a model's layers: "
+            "Alignment(model, probe).layers"
+        )
+    return given
+
+
 @dataclass(frozen=True, eq=False)
 class Base:
     """Ratios of widths to those of a base model; without one, to 1.
@@ -28,6 +42,7 @@ class Base:
         """
         if base is None:
             return cls({}, {})
+        base = checked_layers("base=…", base)
         named = {layer.path: layer for layer in base}
         paths = [layer.path for layer in layers]
         if paths != list(named):

@@ -1,19 +1,21 @@
 """Parameter groups of an optimizer, with the learning rates of a parametrization."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsFloat, get_args
 
 from torch import nn
 
 from adiv_monitor.alignment.layers import AlignedLayer, is_matrix
-from adiv_monitor.max_lr.base import Base
+from adiv_monitor.max_lr.base import Base, checked_layers
 from adiv_monitor.max_lr.exponents import Parametrization
-from adiv_monitor.max_lr.model import ModelNetwork
+from adiv_monitor.max_lr.model import ModelNetwork, clipped, ratios_of
 from adiv_monitor.max_lr.multiplier import multiplier_of
 from adiv_monitor.max_lr.network import Network
 from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, couples_decay, update_rule
 from adiv_monitor.max_lr.solver import MaxLRSolution
 from adiv_monitor.max_lr.stability import feature_gradient_exponent
+from adiv_monitor.report import AlignmentReading
 
 Kind = Literal["input", "hidden", "readout", "vector"]
 _LAYER_KINDS: tuple[Kind, ...] = ("input", "hidden", "readout")
@@ -30,6 +32,7 @@ def optimizer_groups(
     *,
     lr: float,
     base: Sequence[AlignedLayer] | None = None,
+    alignments: Mapping[str, AlignmentReading] | None = None,
     eps: float | None = None,
     weight_decay: float | None = None,
     kinds: Mapping[Kind, float] | None = None,
@@ -38,8 +41,9 @@ def optimizer_groups(
 ) -> list[Group]:
     """Return parameter groups with the learning rate η (n/n₀)^(−c) for each layer.
 
-    c is that under full alignment. n₀ is the layer's width in the base model, so at the base width
-    every parameter has the learning rate η; without a base n₀ is 1. Parameters that act entry by
+    c is the solver's exponent, for full alignment unless measured `alignments` are given. n₀ is the
+    layer's width in the base model, so at the base width every parameter has the learning rate η;
+    without a base n₀ is 1. Parameters that act entry by
     entry, such as biases and norms ("vectors"), learn like an embedding without multiplier: at η
     with Adam, and at η (n/n₀)^G with SGD, where G is the exponent of the features' gradients.
     Vectors that act only on outputs of readouts learn at η. Without a base these rates are scaled
@@ -49,10 +53,13 @@ def optimizer_groups(
     Args:
         model: the model.
         layers: result of `parametrize_model`, or `Alignment(model, probe).layers`.
-        parametrization: the model's parametrization.
+        parametrization: the model's parametrization; a `Parametrization` if the model's own code
+            multiplies, instead of `parametrize_model`.
         optimizer: see `solve_max_lr`.
         lr: η.
         base: layers of the same model at the base width, see `parametrize_model`.
+        alignments: result of `Alignment.read` after a training at the base width. Full alignment
+            where a value is None, and in layers without a reading.
         eps: ε of Adam at the base width; at other widths it shrinks as gradients do, (n/n₀)^(−g).
             None: not in the groups.
         weight_decay: λ, for optimizers that multiply decay by the rate (AdamW, SGD). Each group's
@@ -71,7 +78,14 @@ def optimizer_groups(
             optimizer's weight decay is part of the gradient.
     """
     rule = update_rule(optimizer)
-    parameters = _named(model, layers, gains or {}, rates or {})
+    layers = checked_layers("optimizer_groups(layers=…)", layers)
+    _check_number("lr", lr)
+    for argument, decay in (("eps", eps), ("weight_decay", weight_decay)):
+        _check_number(argument, decay or 0, zero=True)
+    for argument, given in (("kinds", kinds), ("gains", gains), ("rates", rates)):
+        for name, value in (given or {}).items():
+            _check_number(f"{argument}[{name!r}]", value)
+    parameters = _named(model, layers, gains or {}, rates or {}, alignments or {})
     if unknown := [kind for kind in kinds or {} if kind not in get_args(Kind)]:
         raise ValueError(
             f"optimizer_groups(kinds=…): got {unknown[0]!r}, expected {', '.join(get_args(Kind))}"
@@ -82,7 +96,8 @@ def optimizer_groups(
             "that it normalises, so no factor keeps its share at all widths: expected AdamW or SGD"
         )
     network = ModelNetwork.of(layers, parametrization, rule)
-    solution = network.solve({})
+    network.check_is_applied(parametrization)
+    solution = network.solve(clipped(ratios_of(alignments or {})))
     if solution.status != "optimal":
         raise ValueError(f"optimizer_groups: {solution.status}: {solution.message}")
     known = Base.of(layers, base)
@@ -179,6 +194,18 @@ def _at_vector_width(rule: UpdateRule, missing: float) -> float:
     return float(_VECTOR_WIDTH ** ((missing if rule.follows_gradient else 0.0) - 1))
 
 
+def _check_number(argument: str, value: object, *, zero: bool = False) -> None:
+    """Check that a learning rate or a factor is a finite number above 0, or 0 where it may be."""
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"optimizer_groups({argument}=…): got {value!r}, expected a number")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        least = "of at least 0" if zero else "above 0"
+        raise ValueError(
+            f"optimizer_groups({argument}=…): got {value!r}, expected a finite number {least}"
+        )
+
+
 def _check_ratios(layers: Sequence[AlignedLayer], base: Base) -> None:
     """Check that the multipliers, if there are any, belong to this base."""
     for layer in layers:
@@ -196,8 +223,9 @@ def _named(
     layers: Sequence[AlignedLayer],
     gains: Mapping[str, float],
     rates: Mapping[str, float],
+    alignments: Mapping[str, AlignmentReading],
 ) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by name; check that layers, factors and rates belong to it."""
+    """Return the model's parameters by name; check that what is given by name belongs to it."""
     parameters = dict(model.named_parameters())
     theirs = {id(p) for p in parameters.values()}
     strange = [x.path for x in layers if not theirs.issuperset(map(id, x.parameters))]
@@ -207,7 +235,11 @@ def _named(
             "not hold, expected layers of this very model"
         )
     paths = [layer.path for layer in layers]
-    for argument, given, known in (("gains", gains, paths), ("rates", rates, [*parameters])):
+    for argument, given, known in (
+        ("gains", gains, paths),
+        ("rates", rates, [*parameters]),
+        ("alignments", alignments, paths),
+    ):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(
                 f"optimizer_groups({argument}=…): got {unknown[0]!r}, expected names among "

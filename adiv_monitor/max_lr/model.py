@@ -73,6 +73,25 @@ class ModelNetwork:
         _check_multipliers(kept, a, chosen)
         return cls(kept, tuple(a), tuple(b), rule, tuple(kinds), tied)
 
+    def check_is_applied(self, parametrization: str | Parametrization) -> None:
+        """Check that the model has the multipliers of a parametrization that is given by its name.
+
+        A `Parametrization` may be part of the model's own code, where no multiplier is seen.
+
+        Raises:
+            ValueError: no layer has one.
+        """
+        if not isinstance(parametrization, str):
+            return
+        needed = [x for x, a in zip(self.layers, self.a, strict=True) if a and x.role != "excluded"]
+        if needed and not any(multiplier_of(layer.module, layer.name) for layer in self.layers):
+            raise ValueError(
+                f"max_lr: with parametrization={parametrization!r} the weight of "
+                f"{needed[0].path!r} has to be multiplied, and no multiplier is there: expected a "
+                "model that was passed to parametrize_model, or 'sp', or a Parametrization that is "
+                "part of the model's own code"
+            )
+
     @property
     def paths(self) -> list[str]:
         """Paths of the layers, as in reports."""
@@ -136,6 +155,14 @@ def ratios_of(readings: Mapping[str, AlignmentReading]) -> dict[str, Ratios]:
     return {path: (r.alpha, r.omega, r.u) for path, r in readings.items()}
 
 
+def clipped(ratios: Mapping[str, Ratios]) -> dict[str, Ratios]:
+    """Clip alpha and u to [½, 1] and omega to [0, 1]; values outside are due to cancellation."""
+    return {
+        path: (_between(alpha, 0.5), _between(omega, 0.0), _between(u, 0.5))
+        for path, (alpha, omega, u) in ratios.items()
+    }
+
+
 def _tied(layers: Sequence[AlignedLayer]) -> tuple[tuple[int, ...], ...]:
     groups: dict[int, list[int]] = {}
     for i, layer in enumerate(layers):
@@ -145,3 +172,7 @@ def _tied(layers: Sequence[AlignedLayer]) -> tuple[tuple[int, ...], ...]:
             groups[id(p)] = shared
     unique = {id(group): group for group in groups.values() if len(group) > 1}
     return tuple(tuple(group) for group in unique.values())
+
+
+def _between(value: float | None, low: float) -> float | None:
+    return None if value is None else min(max(value, low), 1.0)

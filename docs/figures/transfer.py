@@ -25,11 +25,17 @@ ROWS = {
     ("gpt", "adam"): "GPT, Adam",
     ("gpt", "sgd"): "GPT, SGD",
 }
+FACTORS = {
+    ("mlp", "adam"): "input=-10,readout=10,vector=-10",
+    ("mlp", "sgd"): "input=-10,readout=10,vector=-10",
+    ("gpt", "adam"): "input=10,readout=5",
+    ("gpt", "sgd"): "input=10",
+}
 COLUMNS = {
     "torch": "torch's own",
-    "mup": "muP with a base",
-    "mup:input=10,readout=5": "muP,\ninputs × 10, readouts × 3.2",
-    "solver:input=10,readout=5": "SP, solver's rates,\ninputs × 10, readouts × 3.2",
+    "mup": "muP",
+    "mup:": "muP, factors by kind",
+    "measured:": "the solver's learning rates,\nfactors by kind",
     "package": "the mup package",
 }
 Curves = dict[int, dict[float, list[float]]]  # width → rate → loss of each seed
@@ -69,7 +75,8 @@ def transfer() -> Figure:
     for (row, title), line in zip(ROWS.items(), grid, strict=True):
         means = []
         for arm, axes in zip(COLUMNS, line, strict=True):
-            means += draw(axes, found[row[0], row[1], arm])
+            factors = FACTORS[row] if arm.endswith(":") else ""
+            means += draw(axes, found[row[0], row[1], arm + factors])
             axes.set(xscale="log", yscale="log")
             axes.grid(alpha=0.3)
         least = min(means)

@@ -8,7 +8,9 @@ of the GPT on held-out text. Arms:
 
 - torch: torch's own initialisation, one rate for all parameters, tuned at each width;
 - mup: `parametrize_model(…, "mup", base=…)` and its groups, the base 32 wide;
-- solver: torch's own initialisation, "sp", and the largest rates that the solver gives for it;
+- solver: torch's own initialisation, "sp", and the largest rates that the solver gives for it at
+  full alignment;
+- measured: the same with the alignments at the end of one training at the base width;
 - package: Microsoft's mup package with the same base (where it can be imported).
 
 The heads of the GPT have 16 entries at every width, so it does not matter whether attention divides
@@ -21,6 +23,13 @@ are no worse than torch at its own best rate. With SGD the differences are small
 would need n^(−½). (The first runs judged the MLP on held-out digits in half decades. There muP with
 SGD was worse than torch, as was mup: 0.098 and 0.079 at 256. The question is what rates do to
 training.)
+
+"measured" came later, after the solver's rates had proven too small at 256 with SGD. Tried before
+in the MLP at 256 with the seeds of `--fresh`, at the rate that is best at 32: 0.0135 with SGD (full
+alignment 0.0238, muP 0.0125, torch 0.0097), 0.0086 with Adam (0.0078, 0.0089, 0.0098). Expected
+with three seeds at all widths: the best rate within a quarter decade at all of them, with SGD as
+good as muP, with Adam as good as full alignment. In the GPT c lies at half the way from torch's
+0 to full alignment too, so with SGD it is no worse than torch, and with Adam than the solver.
 
 `--kinds` compares factors of η for one kind of parameter at the base width, with a base and without
 one ("absolute"). Expected: with a base no factor is better than 1 in all settings; without one,
@@ -35,6 +44,7 @@ torch at its best rate there, all others at their best rate at 32.
     python tests/benchmarks/transfer.py train --runs runs.jsonl --minutes 20     repeat to continue
     python tests/benchmarks/transfer.py train --runs runs.jsonl --kinds
     python tests/benchmarks/transfer.py train --runs runs.jsonl --fresh fresh.jsonl
+    python tests/benchmarks/transfer.py factors --write FACTORS.md
     python tests/benchmarks/transfer.py report --runs runs.jsonl --fresh fresh.jsonl --write FILE.md
 """
 
@@ -55,16 +65,22 @@ from write_up import heading, table, write
 
 WIDTHS = {"mlp": (32, 64, 128, 256), "gpt": (32, 64, 128)}
 OPTIMIZERS = ("adam", "sgd")
-# Factors of η by kind, as tenfold exponents: what is best at the base width (`--kinds`).
-CONSTANTS = "input=10,readout=5"
-ARMS = ("torch", "mup", "solver", "package", f"mup:{CONSTANTS}", f"solver:{CONSTANTS}")
+# Factors of η by kind, as tenfold exponents, that suit models and optimizers at the base width
+# (`--kinds`, "factors").
+CONSTANTS = {
+    ("mlp", "adam"): "input=-10,readout=10,vector=-10",
+    ("mlp", "sgd"): "input=-10,readout=10,vector=-10",
+    ("gpt", "adam"): "input=10,readout=5",
+    ("gpt", "sgd"): "input=10",
+}
+ARMS = ("torch", "mup", "solver", "measured", "package")
 # What `--kinds` tries at the base width, with a base and without one.
 FACTORS = {
     "mup": (
         "",
         *(f"{kind}={x}" for kind in ("vector", "hidden") for x in (-5, 5)),
         *(f"{kind}={x}" for kind in ("input", "readout") for x in (5, 10)),
-        CONSTANTS,
+        *sorted({*CONSTANTS.values()} - {"input=10"}),
     ),
     "absolute": ("", "vector=-10", "vector=10", "vector=18"),
 }
@@ -74,17 +90,28 @@ RATES = {"adam": (-30, -15), "sgd": (-20, -5)}
 APART = {"mlp": 2.5, "gpt": 5}
 SMALLEST, LARGEST = -60, 20
 FRESH_SEEDS = range(3, 15)
+# "factors": of which kinds, tenfold exponents of factors, rates and seeds.
+TRIED = {"input": (-10, 0, 10), "vector": (-10, 0, 10), "readout": (-10, 0, 10)}
+NEAR = {"adam": (-15, -12.5, -10), "sgd": (-10, -7.5, -5)}
+FACTOR_SEEDS = range(15, 39)
 
 Curve = dict[float, dict[int, float]]  # tenfold exponent → seed → loss
 Runs = dict[Setting, Curve]
 
 
+def arms(kind: str, optimizer: str) -> list[str]:
+    """Return the arms of a model and an optimizer."""
+    constants = (f"{arm}:{CONSTANTS[kind, optimizer]}" for arm in ("mup", "solver", "measured"))
+    return [*ARMS, *constants]
+
+
 def settings(kinds: bool) -> Iterator[Setting]:
     """Return all curves, those of small models first."""
-    arms = [arm for arm in ARMS if arm != "package" or has_package()]
     for kind in WIDTHS:
-        for width, name, arm in product(WIDTHS[kind], OPTIMIZERS, arms) if not kinds else ():
-            yield Setting(kind, name, arm, width)
+        for width, name in product(WIDTHS[kind], OPTIMIZERS) if not kinds else ():
+            for arm in arms(kind, name):
+                if arm != "package" or has_package():
+                    yield Setting(kind, name, arm, width)
         for name, arm in product(OPTIMIZERS, FACTORS) if kinds else ():
             for factor in FACTORS[arm]:
                 yield Setting(kind, name, f"{arm}:{factor}" if factor else arm, BASE)
@@ -137,14 +164,14 @@ def train_all(file: Path, minutes: float, kinds: bool) -> None:
 
 
 def train_fresh(runs: Runs, file: Path) -> None:
-    """Run the MLP at its largest width with other seeds, at the rates that were found."""
+    """Run the MLP at both ends of its widths with other seeds, at the rates that were found."""
     done = read(file)
-    arms = [arm for arm in ARMS if arm != "package" or has_package()]
-    for name, arm in product(OPTIMIZERS, arms):
-        at = WIDTHS["mlp"][-1 if arm == "torch" else 0]
-        tenfold = best(runs[Setting("mlp", name, arm, at)])
-        setting = Setting("mlp", name, arm, WIDTHS["mlp"][-1])
-        if tenfold in done[setting]:
+    widths = WIDTHS["mlp"]
+    ends = (widths[0], widths[-1])
+    for name, arm, width in ((n, a, w) for n in OPTIMIZERS for a in arms("mlp", n) for w in ends):
+        setting = Setting("mlp", name, arm, width)
+        tenfold = best(runs[setting if arm == "torch" else setting._replace(width=widths[0])])
+        if tenfold in done[setting] or (arm == "package" and not has_package()):
             continue
         due = [(tenfold, seed) for seed in FRESH_SEEDS]
         append(file, setting, due, train(setting, due))
@@ -162,6 +189,27 @@ def append(
             run = {"setting": setting, "tenfold": tenfold, "seed": seed, "loss": loss}
             run["held_out"] = held_out
             lines.write(json.dumps(run) + "\n")
+
+
+def tried_lines() -> list[str]:
+    """Train the MLP at the base width with all factors that are tried; a table, best first."""
+    rows = []
+    for name, chosen in product(OPTIMIZERS, product(*TRIED.values())):
+        factors = ",".join(f"{kind}={x}" for kind, x in zip(TRIED, chosen, strict=True) if x)
+        setting = Setting("mlp", name, f"mup:{factors}" if factors else "mup", BASE)
+        due = [(tenfold, seed) for tenfold in NEAR[name] for seed in FACTOR_SEEDS]
+        curve: Curve = defaultdict(dict)
+        for (tenfold, seed), loss in zip(due, train(setting, due)[0], strict=True):
+            curve[tenfold][seed] = loss
+        found = mean_and_error(curve[best(curve)])
+        rows.append((name, found, [factors_named(factors), written(found), power(best(curve))]))
+        print(rows[-1])
+    lines = [f"{len(FACTOR_SEEDS)} seeds, muP, {BASE} wide: the loss at the best rate.", ""]
+    for name in OPTIMIZERS:
+        ranked = sorted((found, cells) for of, found, cells in rows if of == name)
+        lines += [f"## mlp, {name}", ""]
+        lines += table(["factors of η", "loss", "best rate"], [cells for _, cells in ranked])
+    return lines
 
 
 def has_package() -> bool:
@@ -201,24 +249,27 @@ def arm_named(arm: str) -> str:
 
 
 def fresh_lines(fresh: Runs, held_out: Runs) -> list[str]:
-    """A table of the MLP at its largest width with other seeds, at rates that are given."""
-    width = WIDTHS["mlp"][-1]
-    lines = [f"## Other seeds: mlp, {width} wide, {len(FRESH_SEEDS)} seeds", ""]
-    lines += ["torch at its best rate at this width, all others at theirs at 32.", ""]
+    """A table of the MLP at both ends of its widths with other seeds, at rates that are given."""
+    base, last = WIDTHS["mlp"][0], WIDTHS["mlp"][-1]
+    lines = [f"## Other seeds: mlp, {len(FRESH_SEEDS)} seeds", ""]
+    lines += [f"torch at its best rate at either width, all others at theirs at {base}.", ""]
     rows = []
     for name in OPTIMIZERS:
         tuned: tuple[float, float] | None = None
-        for arm in ARMS:
-            for tenfold, losses in fresh.get(Setting("mlp", name, arm, width), {}).items():
+        for arm in arms("mlp", name):
+            at_base = fresh.get(Setting("mlp", name, arm, base), {})
+            small = [written(mean_and_error(losses)) for losses in at_base.values()] or ["–"]
+            for tenfold, losses in fresh.get(Setting("mlp", name, arm, last), {}).items():
                 found = mean_and_error(losses)
                 tuned = tuned or found
                 above = found[0] - tuned[0]
                 errors = above / math.hypot(found[1], tuned[1])
-                of_held_out = mean_and_error(held_out[Setting("mlp", name, arm, width)][tenfold])
+                of_held_out = mean_and_error(held_out[Setting("mlp", name, arm, last)][tenfold])
                 over = f"{above:+.4f} ({errors:+.1f})" if found != tuned else ""
-                cells = [power(tenfold), written(found), over, written(of_held_out)]
+                cells = [power(tenfold), *small, written(found), over, written(of_held_out)]
                 rows.append([name, arm_named(arm), *cells])
-    return [*lines, *table(["", "", "rate", "loss", "over torch", "held out"], rows)]
+    header = ["", "", f"rate at {last}", f"loss, {base}", f"loss, {last}", "over torch"]
+    return [*lines, *table([*header, f"held out, {last}"], rows)]
 
 
 def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
@@ -232,7 +283,7 @@ def transfer_lines(runs: Runs, held_out: Runs) -> list[str]:
         if not own:
             continue
         tuned = mean_and_error(own[best(own)])
-        for arm in ARMS:
+        for arm in arms(kind, name):
             curves = [runs.get(Setting(kind, name, arm, width), {}) for width in widths]
             if not all(curves):
                 continue
@@ -284,14 +335,19 @@ def kinds_lines(runs: Runs) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("train", "report"))
-    parser.add_argument("--runs", type=Path, required=True, help="lines of JSON, one a run")
+    parser.add_argument("what", choices=("train", "report", "factors"))
+    parser.add_argument("--runs", type=Path, default="runs.jsonl", help="lines of JSON, one a run")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--kinds", action="store_true", help="train with factors by kind")
     parser.add_argument("--fresh", type=Path, help="the same, of the MLP with other seeds")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if given.what == "factors":
+        lines = heading("Factors by kind", __file__, argparse.Namespace(threads=1))
+        lines[2] = "`python tests/benchmarks/transfer.py factors`"
+        print(write([*lines, *tried_lines()], given.write))
+        return
     if given.what == "train" and given.fresh:
         train_fresh(read(given.runs), given.fresh)
         return

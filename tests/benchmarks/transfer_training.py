@@ -11,8 +11,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
-from adiv_monitor.alignment import Alignment, Probe
+from adiv_monitor.alignment import Alignment, AlignmentReading, Probe
 from adiv_monitor.max_lr import optimizer_groups, parametrize_model
 
 BASE = 32
@@ -20,7 +21,9 @@ STEPS = {"mlp": 150, "gpt": 250}
 BATCH = {"mlp": 64, "gpt": 8}
 CONTEXT, HEAD = 32, 16
 SEEDS = range(3)
-NAMES = {"mup": "mup", "solver": "sp", "absolute": "mup"}
+NAMES = {"mup": "mup", "solver": "sp", "measured": "sp", "absolute": "mup"}
+# Tenfold exponents of the rates that are best for "solver" at the base width.
+BEST = {("mlp", "adam"): -12.5, ("mlp", "sgd"): -7.5, ("gpt", "adam"): -20, ("gpt", "sgd"): -5}
 
 
 class Setting(NamedTuple):
@@ -147,8 +150,32 @@ def prepared(setting: Setting) -> tuple[nn.Module, list[dict[str, Any]]]:
     chosen = (factor.split("=") for factor in filter(None, factors.split(",")))
     kinds = {of: 10 ** (int(tenfold) / 10) for of, tenfold in chosen}
     return model, optimizer_groups(
-        *(model, layers, NAMES[arm], name), lr=1.0, base=base, kinds=kinds
+        *(model, layers, NAMES[arm], name),
+        lr=1.0,
+        base=base,
+        kinds=kinds,
+        alignments=measured(kind, name) if arm == "measured" else None,
     )
+
+
+@cache
+def measured(kind: str, name: str) -> dict[str, AlignmentReading]:
+    """Return the alignments at the end of one training at the base width, at its best rate."""
+    torch.manual_seed(0)
+    model, groups = prepared(Setting(kind, name, "solver", BASE))
+    for group in groups:
+        group["lr"] *= 10 ** (BEST[kind, name] / 10)
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    optimizer = (torch.optim.SGD if name == "sgd" else torch.optim.Adam)(groups, **momentum)
+    steps = STEPS[kind]
+    schedule = LambdaLR(optimizer, lambda t: share_of_rate(t, steps) if t < steps else 0.0)
+    alignment = Alignment(model, Probe(held_out(kind)[0]))
+    for x, y in batches(kind, [0]):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[0]), y[0]).backward()
+        optimizer.step()
+        schedule.step()
+    return alignment.read()
 
 
 class Together:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from adiv_monitor.max_lr import (
     Parametrization,
     optimizer_groups,
     parametrize_model,
+    solve_max_lr,
 )
 
 H = 0.5
@@ -263,6 +265,84 @@ def test_what_does_not_belong_together_is_refused() -> None:
             optimizer_groups(model, layers, "mup", "adam", lr=0.1, **{argument: {"o": 2.0}})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lr": "0.1"}, r"lr=….*got '0\.1', expected a number"),
+        ({"lr": 0}, r"lr=….*got 0, expected a finite number above 0"),
+        ({"lr": math.nan}, r"lr=….*got nan"),
+        ({"lr": 0.1, "eps": -1.0}, r"eps=….*got -1\.0, expected a finite number of at least 0"),
+        ({"lr": 0.1, "weight_decay": math.inf}, r"weight_decay=….*got inf"),
+        ({"lr": 0.1, "kinds": {"input": -2}}, r"kinds\['input'\]=….*got -2"),
+        ({"lr": 0.1, "gains": {"2": None}}, r"gains\['2'\]=….*got None, expected a number"),
+        ({"lr": 0.1, "rates": {"0.bias": 0}}, r"rates\['0\.bias'\]=….*got 0"),
+        ({"lr": 0.1, "alignments": {"3": None}}, r"alignments=….*got '3', expected names among 0"),
+    ],
+)
+def test_what_is_no_learning_rate_or_factor_is_refused(given: Any, message: str) -> None:
+    model = mlp(32)
+    layers = Alignment(model, Probe(torch.randn(4, 8))).layers
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimizer_groups(model, layers, "sp", "adam", **given)
+
+
+def test_models_and_instruments_are_no_layers() -> None:
+    model, probe = mlp(32), Probe(torch.randn(4, 8))
+    alignment: Any = Alignment(model, probe)
+    expected = r"expected a model's layers: Alignment\(model, probe\)\.layers"
+    with pytest.raises(TypeError, match=f"layers=….*got Alignment, {expected}"):
+        optimizer_groups(model, alignment, "sp", "adam", lr=0.1)
+    with pytest.raises(TypeError, match=f"base=….*got Sequential, {expected}"):
+        parametrize_model(model, probe, "sp", base=mlp(16))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_measured_alignments_change_exponents_and_nothing_at_the_base(optimizer: str) -> None:
+    probe = Probe(torch.randn(64, 8))
+    small, model = mlp(32), mlp(128)
+    base = Alignment(mlp(32), probe).layers
+    alignment = Alignment(small, probe)
+    training = optim.SGD(small.parameters(), lr=0.1)
+    for _ in range(3):
+        training.zero_grad()
+        small(torch.randn(64, 8)).square().mean().backward()
+        training.step()
+    readings = alignment.read()
+    at_base = optimizer_groups(
+        small, alignment.layers, "sp", optimizer, lr=0.1, base=base, alignments=readings
+    )
+    assert {g["lr"] for g in at_base} == {0.1}
+    groups = optimizer_groups(
+        *(model, Alignment(model, probe).layers, "sp", optimizer),
+        lr=0.1,
+        base=base,
+        alignments=readings,
+        eps=1e-8,
+    )
+    of_layers = [readings[path] for path in ("0", "2", "4")]
+    solved = solve_max_lr(
+        parametrization="sp",
+        optimizer=optimizer,
+        alpha=[r.alpha for r in of_layers],
+        omega=[r.omega for r in of_layers],
+        u=[r.u and min(max(r.u, H), 1.0) for r in of_layers],
+    )
+    full = solve_max_lr(parametrization="sp", optimizer=optimizer, layers=3)
+    assert solved.c[1] < full.c[1]
+    found = [g["lr"] for g in groups[:3]]
+    assert found == pytest.approx([0.1 * 4**-c for c in solved.c])
+    assert [g["eps"] for g in groups[:3]] == pytest.approx([1e-8 * 4**-g for g in solved.gradients])
+    unread = {path: replace(r, alpha=None, omega=None, u=None) for path, r in readings.items()}
+    for given in ({}, unread):
+        groups = optimizer_groups(
+            *(model, Alignment(model, probe).layers, "sp", optimizer),
+            lr=0.1,
+            base=base,
+            alignments=given,
+        )
+        assert [g["lr"] for g in groups[:3]] == pytest.approx([0.1 * 4**-c for c in full.c])
+
+
 def test_multipliers_of_another_parametrization_are_refused() -> None:
     model, probe = mlp(32), Probe(torch.randn(4, 8))
     layers = parametrize_model(model, probe, "mup")
@@ -281,6 +361,19 @@ def test_multipliers_of_another_parametrization_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         layers = Alignment(other, Probe(probe.batch, roles=roles)).layers
         optimizer_groups(other, layers, "mfp", "adam", lr=0.1)
+
+
+def test_multipliers_that_are_missing_are_refused() -> None:
+    """As when parametrize_model was forgotten; a `Parametrization` may be the model's own code."""
+    model, probe = mlp(32), Probe(torch.randn(4, 8))
+    layers = Alignment(model, probe).layers
+    message = r"'mup' the weight of '0' has to be multiplied, and no multiplier is there"
+    with pytest.raises(ValueError, match=message):
+        optimizer_groups(model, layers, "mup", "adam", lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        MaxLRScheduler(optim.Adam(model.parameters()), model, probe, parametrization="mup")
+    groups = optimizer_groups(model, layers, PARAMETRIZATIONS["mup"], "adam", lr=0.1)
+    assert groups[1]["lr"] == pytest.approx(0.1 / 32)
 
 
 class TiedByFunction(Tied):

@@ -17,8 +17,9 @@ pytest.importorskip("scipy")
 
 from adiv_monitor.alignment import Alignment, Probe
 from adiv_monitor.max_lr import MaxLRScheduler, solve_max_lr
+from adiv_monitor.max_lr.model import clipped
 from adiv_monitor.max_lr.optimizers import ADAFACTOR, ADAM, MUON, SGD, rule_of
-from adiv_monitor.max_lr.schedule.gains import Smoothing, clipped, factors, usable
+from adiv_monitor.max_lr.schedule.gains import Smoothing, factors, usable
 from adiv_monitor.max_lr.schedule.safety import LossWatch
 
 PATHS = ["0", "2", "4"]
@@ -191,28 +192,40 @@ def test_a_second_one_that_scales_is_refused_until_the_first_is_closed() -> None
     MaxLRScheduler(another, model, None, **static)
 
 
-def test_an_interrupted_step_leaves_no_split_groups_in_a_state() -> None:
+@pytest.mark.parametrize("first", ["scheduler", "factors"])
+@pytest.mark.parametrize("kind", ["lambda", "cosine"])
+def test_an_interrupted_step_leaves_no_split_groups(kind: str, first: str) -> None:
+    """Groups are whole at once, so that other schedulers go on as if nothing had happened."""
     model = mlp()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    scheduler = MaxLRScheduler(optimizer, model, None, mode="static", gains={"2": 3.0})
 
-    def interrupt(*_: object) -> None:
+    def scheduled() -> lr_scheduler.LRScheduler:
+        if kind == "lambda":
+            return lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
+        return lr_scheduler.CosineAnnealingLR(optimizer, 4)
+
+    other = scheduled() if first == "scheduler" else None
+    factors = MaxLRScheduler(optimizer, model, None, mode="static", gains={"2": 3.0})
+    other = other or scheduled()
+
+    def interrupt(o: optim.Optimizer, *_: object) -> None:
+        assert len(o.param_groups) == 2
         raise KeyboardInterrupt
 
     handle = optimizer.register_step_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, range(1))
-    assert len(optimizer.param_groups) == 2
-    state = optimizer.state_dict()
-    assert [group["lr"] for group in state["param_groups"]] == [0.1]
-    with pytest.raises(KeyboardInterrupt):
-        train(model, optimizer, range(1))
-    optimizer.load_state_dict(state)
-    assert len(optimizer.param_groups) == 1
     handle.remove()
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.1]
+    other.step()
     train(model, optimizer, range(1))
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1]
-    scheduler.close()
+    other.step()
+    expected = 0.1 * (0.25 if kind == "lambda" else 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
+    factors.close()
+    train(model, optimizer, range(1))
+    other.step()
+    assert copy.deepcopy(optimizer).param_groups[0]["lr"] < expected
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

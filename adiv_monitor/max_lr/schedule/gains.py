@@ -56,14 +56,6 @@ def usable(ratios: Mapping[str, Ratios], before: Mapping[str, Ratios]) -> dict[s
     }
 
 
-def clipped(ratios: Mapping[str, Ratios]) -> dict[str, Ratios]:
-    """Clip alpha and u to [½, 1] and omega to [0, 1]; values outside are due to cancellation."""
-    return {
-        path: (_between(alpha, 0.5), _between(omega, 0.0), _between(u, 0.5))
-        for path, (alpha, omega, u) in ratios.items()
-    }
-
-
 def all_finite(ratios: Mapping[str, Ratios]) -> bool:
     """Whether no ratio is NaN or infinite."""
     values = (value for of_layer in ratios.values() for value in of_layer)
@@ -74,7 +66,3 @@ def factors(log_gains: Mapping[str, float], *, normalise: bool) -> dict[str, flo
     """Return m of each layer; if normalised, their geometric mean is 1."""
     middle = math.fsum(log_gains.values()) / len(log_gains) if normalise and log_gains else 0.0
     return {path: math.exp(value - middle) for path, value in log_gains.items()}
-
-
-def _between(value: float | None, low: float) -> float | None:
-    return None if value is None else min(max(value, low), 1.0)

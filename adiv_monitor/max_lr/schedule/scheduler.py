@@ -15,10 +15,10 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.max_lr.exponents import Parametrization
-from adiv_monitor.max_lr.model import ModelNetwork, Ratios, ratios_of
+from adiv_monitor.max_lr.model import ModelNetwork, Ratios, clipped, ratios_of
 from adiv_monitor.max_lr.multiplier import parametrization_of
 from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, rule_of, update_rule
-from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, clipped, factors, usable
+from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, factors, usable
 from adiv_monitor.max_lr.schedule.safety import LossWatch
 from adiv_monitor.max_lr.schedule.steps import ScaledSteps
 from adiv_monitor.max_lr.solver import Objective, Status
@@ -147,6 +147,7 @@ class MaxLRScheduler:
             _check_groups(followed, update)
             chosen = parametrization or parametrization_of(model) or "sp"
             self._network = ModelNetwork.of(alignment.layers, chosen, update)
+            self._network.check_is_applied(chosen)
             full = self._network.solve({}, **self._options)
             if full.status != "optimal":
                 raise ValueError(f"MaxLRScheduler: {full.status}: {full.message}")
@@ -160,8 +161,6 @@ class MaxLRScheduler:
         self._handles: list[RemovableHandle] = [
             followed.register_step_pre_hook(Hook(before)),
             followed.register_step_post_hook(Hook(after)),
-            followed.register_state_dict_pre_hook(Hook(self._put_back)),
-            followed.register_load_state_dict_pre_hook(Hook(self._put_back)),
         ]
 
     @property
@@ -180,10 +179,6 @@ class MaxLRScheduler:
         if self._losses.is_astray(float(loss)) and self._mode != "static":
             self._held_until = self.step + _HOLD * self._every
             self._reset()
-
-    def _put_back(self, *_: object) -> None:
-        """Restore the groups after an interrupted step, before state is saved or loaded."""
-        self._scaled.end()
 
     def close(self) -> None:
         """Remove the hooks from the optimizer; a second call does nothing."""

@@ -1,6 +1,8 @@
 """Gains that apply during an optimizer's step only, so that no other scheduler sees them."""
 
 from collections.abc import Mapping, Sequence
+from functools import wraps
+from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,8 +20,7 @@ _scaling: "WeakValueDictionary[int, ScaledSteps]" = WeakValueDictionary()
 class ScaledSteps:
     """Splits the optimizer's groups by layer when a step begins, and restores them when it ends.
 
-    After an interrupted step, they are restored when the next step begins, or when the state of the
-    optimizer is saved or loaded.
+    They are restored after a step that raises, too: hooks do not run then, so `step` is wrapped.
 
     Args:
         optimizer: the optimizer.
@@ -46,6 +47,17 @@ class ScaledSteps:
         self._compensate = compensate_decay
         self._whole: list[Group] | None = None
         self._split: list[tuple[Group, list[Group]]] = []
+        self._step = step = optimizer.step
+
+        # As a method with the attributes of `step`, which torch's schedulers look for.
+        @wraps(step)
+        def restoring(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self.end()
+
+        self._restoring = MethodType(restoring, optimizer)
 
     def claim(self) -> None:
         """Claim the optimizer: no other object may scale its steps until `close`."""
@@ -56,16 +68,19 @@ class ScaledSteps:
                 "expected close() of that one first, or mode='monitor'"
             )
         _scaling[id(self._optimizer)] = self
+        self._optimizer.step = self._restoring  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Stop scaling steps; a second call does nothing."""
         self.end()
         if _scaling.get(id(self._optimizer)) is self:
             del _scaling[id(self._optimizer)]
+        if vars(self._optimizer).get("step") is self._restoring:
+            self._optimizer.step = self._step  # type: ignore[method-assign]
 
     def begin(self, gains: Mapping[str, float]) -> None:
         """Apply these factors of the rates to the step that begins."""
-        self.end()  # the previous step may have raised
+        self.end()  # the previous step may have raised where another wrapper went around `step`
         if all(gain == 1 for gain in gains.values()):
             return
         self._whole = self._optimizer.param_groups
