@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.finding import WIRING, Finding, Strength
+from adiv_monitor.diagnosis.finding import WIRING, Advice, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Alternative, Record
 from adiv_monitor.diagnosis.verdict import running_headline
@@ -71,6 +71,11 @@ class Diagnosis:
         if stuck is not None:  # whether the loss falls is unknown
             return f"{stuck.summary} The audit found nothing else that hinders this training."
         untried = " Other learning rates were not tried." * (not self.record.rates)
+        if (better := _best([f for f in self.findings if f.strength == "watch"])) is not None:
+            return (
+                "The audit found nothing to act on, but a fix that it tried lowers the loss: "
+                f"{better}.{untried}{rest}"
+            )
         return f"The audit found nothing that hinders this training.{untried}{rest}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,12 +130,16 @@ def _fixed(act: Sequence[Finding]) -> str:
         return f" What to do: {first.text if tried else first}."
     if not tried:
         return f" To try first: {first}."
-    others = [a for each in act[1:] for a in each.advice if a.trial and a.trial.helps]
-    if others:
-        best = min(others, key=lambda advice: advice.trial.loss if advice.trial else math.inf)
+    if (best := _best(act[1:])) is not None:
         return f" None of its fixes helped in a trial; a fix of another finding did: {best}."
     to_try = f"; to try next: {first}" * (first.trial is None)
     return f" None of its fixes helped in a trial{to_try}."
+
+
+def _best(findings: Sequence[Finding]) -> Advice | None:
+    """Return the advice whose trial ended at the lowest loss among those that help."""
+    helping = [a for each in findings for a in each.advice if a.trial and a.trial.helps]
+    return min(helping, key=lambda a: a.trial.loss if a.trial else math.inf, default=None)
 
 
 def _count(n: int, what: str) -> str:

@@ -991,6 +991,8 @@ NOT_PAID = fault(LOSES)
 OWN = record(rates=HIGH, own_losses=dict.fromkeys(range(STEPS), 9.0))
 VERDICTS = [
     Said("The audit found nothing that hinders this training.", told(), told(NOT_PAID)),
+    Said("The audit found nothing to act on, but a fix that it tried lowers the loss: Do",
+         told(fault(PAYS, strength="watch")), told(fault(LOSES, strength="watch"))),
     Said("Other learning rates were not tried.", told(of=record()), told()),
     Said("2 weaker findings below.", told(fault(strength="note"), fault(strength="note")), told()),
     Said("It is so. The audit did not find the cause.",
