@@ -10,7 +10,7 @@ from adiv_monitor.diagnosis.titles import finding_title, measure_title
 
 STRENGTH_WORDS = {
     "act": "it harms the training: fix it",
-    "watch": "it may cost training",
+    "watch": "it may harm the training",
     "note": "good to know",
 }
 
