@@ -499,5 +499,5 @@ def test_masks_need_the_generators_state() -> None:
     with Replays() as replays:
         nn.GRU(K, H, 2, dropout=0.5)(torch.randn(T, B, K))
     (seen,) = replays.seen
-    with pytest.raises(ValueError, match="random numbers stood"):
+    with pytest.raises(ValueError, match="state of the random number generator"):
         unroll(seen.call, seen.returned, [None, None])
