@@ -60,8 +60,10 @@ class Owner(Protocol):
     def accumulates(self) -> None:
         """Note that a pass accumulates a gradient."""
 
-    def hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook on a parameter with this body."""
+    def hook(
+        self, parameter: nn.Parameter, function: Callable[..., None], *args: Any
+    ) -> Callable[..., None]:
+        """Return a hook on a parameter that calls a function, with these arguments first."""
 
 
 def _goes_first(handle: RemovableHandle) -> None:
@@ -114,17 +116,17 @@ class Accumulation:
 
     def attach(self) -> None:
         """Register the hooks. `remove` removes them, even if this method raises."""
-        parameter = self._parameter
+        parameter, kind = self._parameter, type(self)
         on_gradient, after = parameter.register_hook, parameter.register_post_accumulate_grad_hook
         if parameter._backward_hooks:  # the user's hooks may change the gradient
-            _goes_first(self._put_on(on_gradient, ON_GRADIENT, self._before_hooks))
-        self._put_on(on_gradient, ON_GRADIENT, self._before)
-        _goes_first(self._put_on(after, ON_ACCUMULATION, self._after))
+            _goes_first(self._put_on(on_gradient, ON_GRADIENT, kind._before_hooks))
+        self._put_on(on_gradient, ON_GRADIENT, kind._before)
+        _goes_first(self._put_on(after, ON_ACCUMULATION, kind._after))
 
     def _put_on(
         self, register: Callable[..., Any], where: Sequence[str], body: Callable[..., None]
     ) -> RemovableHandle:
-        hook = self._owner.hook(self._known_as, body)
+        hook = self._owner.hook(self._known_as, body, self)
         self._hooks.append((hook, where))  # before registering, which may be interrupted
         handle: RemovableHandle = register(hook)
         self._handles.append(handle)

@@ -303,7 +303,8 @@ class Gathering:
             for contribution in contributions:
                 contribution.is_known = False
         elif contributions:
-            arrive = partial(self._layers.guarded, [layer.path], self._on_handed, layer.path, call)
+            path, receive = layer.path, Gathering._on_handed
+            arrive = partial(Layers.guarded, self._layers, [path], receive, self, path, call)
             self._followed += follow(outputs, inputs, contributions, arrive)
 
     def _on_handed(
@@ -356,8 +357,8 @@ class Gathering:
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call
     ) -> Callable[[Tensor], None]:
         """Return the hook that receives the gradient of a call's output."""
-        hook = partial(self._on_gradient, layout, call)
-        arrive = partial(self._layers.guarded, [path], hook)
+        receive = Gathering._on_gradient
+        arrive = partial(Layers.guarded, self._layers, [path], receive, self, layout, call)
         call.hook = weakref.ref(arrive)
         return arrive
 

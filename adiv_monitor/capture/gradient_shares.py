@@ -153,7 +153,8 @@ def follow(
         inputs: the nodes that produced the call's inputs other than weights.
         contributions: the shares in its parameters' gradients; they become unknown where the
             call contributes nothing.
-        arrive: receives a node's contributions and gradients; its first argument is the layer.
+        arrive: receives a node's contributions and gradients; a partial function whose second
+            argument is the path of the layer, in a list.
     """
     wanted = {id(found.parameter): found for found in contributions}
     nodes: dict[Any, Handed] = defaultdict(list)
@@ -187,4 +188,4 @@ class _Following(partial[None]):
         theirs = [(contribution, number) for contribution, number, _ in other.args[-1]]
         for entry in [entry for entry in mine if entry[:2] in theirs]:
             mine.remove(entry)
-            entry[0].is_joint |= self.args[0] != other.args[0]
+            entry[0].is_joint |= self.args[1] != other.args[1]

@@ -252,8 +252,9 @@ class LayerRows:
         self._reached: dict[Call, None] = {}  # calls that are part of the parameters' gradient
         self._most_waiting = 0  # up to this many are not checked for dead ones
         self._rows_waiting = 0
-        self._reached_bound = Threshold(self._max_rows)  # of the reached calls
-        self._bound: Threshold | None = None  # of all calls; None: not known
+        # Of the reached calls and of all calls; None: not known, a single call needs neither.
+        self._reached_bound: Threshold | None = None
+        self._bound: Threshold | None = None
         # By backward pass, the calls whose gradient has not yet reached a parameter.
         self._arriving: dict[int, dict[Call, None]] = {}
         self._factors: list[Tensor] = []  # factors that scaled the parameters' gradient
@@ -278,10 +279,15 @@ class LayerRows:
         # New rows compete with the rows that have their gradient. They compete with the waiting
         # rows too if these become too many.
         if self._rows_waiting + min(total, self._max_rows) <= _WAITING * self._max_rows:
+            if self._reached_bound is None:
+                self._reached_bound = self._threshold(self._reached)
             return self._reached_bound.bound
         if self._bound is None:
-            self._bound = Threshold(self._max_rows, (call.draw for call in self.calls))
+            self._bound = self._threshold(self.calls)
         return self._bound.bound
+
+    def _threshold(self, calls: Iterable[Call]) -> Threshold:
+        return Threshold(self._max_rows, (call.draw for call in calls))
 
     def add(self, call: Call) -> None:
         """Add a call whose rows were chosen."""
@@ -302,8 +308,7 @@ class LayerRows:
             else:
                 del self._reached[call]
         if calls:
-            self._reached_bound = Threshold(self._max_rows, (call.draw for call in self._reached))
-            self._bound = None
+            self._reached_bound = self._bound = None
 
     def _wait_no_more(self, call: Call) -> None:
         del self._waiting[call]
@@ -314,7 +319,7 @@ class LayerRows:
         for calls in (self.calls, self._waiting, self._reached, self._arriving):
             calls.clear()
         self._rows_waiting = 0
-        self._reached_bound, self._bound = Threshold(self._max_rows), None
+        self._reached_bound = self._bound = None
 
     def expect(self, call: Call) -> None:
         """Register that the running backward pass reached a call."""
@@ -347,7 +352,7 @@ class LayerRows:
             self._waiting[call] = None
             self._rows_waiting += len(call.draw.keys)
         self._reached.clear()
-        self._reached_bound, self._bound = Threshold(self._max_rows), None
+        self._reached_bound = self._bound = None
         self.ceiling = None
 
     def rescale(self, factor: Tensor) -> None:
@@ -378,7 +383,8 @@ class LayerRows:
         if call.gradient is not None and call in self._waiting:
             self._wait_no_more(call)
             self._reached[call] = None
-            self._reached_bound.add(call.draw)
+            if self._reached_bound is not None:
+                self._reached_bound.add(call.draw)
 
     def _add_to_ceiling(self, call: Call) -> None:
         folded = call.gradient is not None and not call.arrived

@@ -351,9 +351,9 @@ class Layers:
             found += self._attention.rows_of(parameter)
         return found
 
-    def hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
+    def hook(self, parameter: nn.Parameter, function: Callable[..., None], *args: Any) -> Hook:
         """Return a hook on a parameter; see `Owner.hook`."""
-        return Hook(self.guarded, self._led[id(parameter)], function)
+        return Hook(Layers.guarded, self, self._led[id(parameter)], function, *args)
 
     def guarded(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Run a hook's body for some layers. If it fails, they are not watched any more.

@@ -11,6 +11,7 @@ everything, and its result decides (`RunHistory`).
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic
 
 import numpy as np
@@ -147,8 +148,8 @@ class ParameterSteps:
             {p.key: values[p.key] for p in self._large} if updates else {},
             {p.key: grads[p.key] for p in self._large} if self.has_copies else {},
         )
-        self._before = before | self._befores.views
-        self._gamma = grads | moving | self._gammas.views
+        self._before = before
+        self._gamma = {p.key: grads[p.key] for p in self._large} | moving
         large = [p.key for p in self._large]
         norms = dots.norms_of([grads[key] for key in large])
         self.norms.gamma_gamma.update(zip(large, norms, strict=True))
@@ -162,15 +163,15 @@ class ParameterSteps:
     def before(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter before the step, or None once its copy is released or missing."""
         key = self._whole.get(id(parameter))
-        return None if key is None else self._before.get(key)
+        if key is None:
+            return None
+        large = self._before.get(key)
+        return self._befores.views.get(key) if large is None else large
 
     def gamma(self, piece: Piece) -> Tensor:
         """Return γ of a piece; for a small piece it is a copy that never changes."""
-        return self._gamma[piece.key]
-
-    def memory_of_gradients(self) -> set[int]:
-        """Return the data pointers of the storages that hold the parameters' `.grad`."""
-        return {grad.untyped_storage().data_ptr() for grad in self._parameters.values()}
+        found = self._gammas.views.get(piece.key)
+        return self._gamma[piece.key] if found is None else found
 
     def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
         """Return a tensor whose norm is that of the gradient: itself, or norms of its parts."""
@@ -178,7 +179,7 @@ class ParameterSteps:
         if key is None:  # only pieces of it are measured
             return dots.norms(self._parameters[id(parameter)])
         parts = self.norms.gamma_gamma.get(key)
-        return self._gamma[key] if parts is None else parts
+        return self._gammas.views[key] if parts is None else parts
 
     def entries_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the `sampled_entries` of the parameter's gradient, or of this rank's part."""
@@ -231,7 +232,7 @@ class ParameterSteps:
         assert update is not None
         found.w_w.update(update.times(update))
         found.w_gamma.update(update.times(self._gammas))
-        changed = self._seen.differ(_Entries(self._parameters))
+        changed = self._seen.differ(self._parameters)
         self._parameters.clear()
         if not self._keep_update:
             self._gamma.clear()
@@ -302,7 +303,6 @@ class SideBySide:
 
     Attributes:
         flat: the concatenated tensors of each device, by negative keys that no piece has.
-        views: the parts of `flat`, by the keys of pieces.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
@@ -310,14 +310,16 @@ class SideBySide:
         for key, tensor in tensors.items():
             kinds[tensor.device][key] = tensor
         self._kinds = list(kinds.values())
-        self._lay([_side_by_side(list(of.values())) for of in self._kinds])
+        self.flat = {-1 - i: _side_by_side(list(of.values())) for i, of in enumerate(self._kinds)}
 
-    def _lay(self, flat: Sequence[Tensor]) -> None:
-        self.flat = {-1 - i: tensor for i, tensor in enumerate(flat)}
-        self.views: dict[int, Tensor] = {}
-        for tensor, of in zip(flat, self._kinds, strict=True):
+    @cached_property
+    def views(self) -> dict[int, Tensor]:
+        """The parts of `flat`, by the keys of pieces."""
+        found: dict[int, Tensor] = {}
+        for tensor, of in zip(self.flat.values(), self._kinds, strict=True):
             views = _unflatten_dense_tensors(tensor, list(of.values()))  # type: ignore[no-untyped-call]
-            self.views.update(zip(of, views, strict=True))
+            found.update(zip(of, views, strict=True))
+        return found
 
     @property
     def places(self) -> dict[int, tuple[int, slice]]:
@@ -350,25 +352,35 @@ class _Entries:
     """Copies of sampled entries of many tensors, concatenated for each dtype and device."""
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
-        for key, tensor in tensors.items():
-            entries = sampled_entries(tensor)
-            kinds[entries.dtype, entries.device, entries.dim()][key] = entries
+        kinds = _sampled(tensors)
         self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
-        self._places: dict[int, tuple[object, slice]] = {}
+        self._places: dict[int, tuple[object, int, int]] = {}  # kind, start and length
         for kind, parts in kinds.items():
             end = 0
             for key, part in parts.items():
-                start, end = end, end + part.shape[0]
-                self._places[key] = kind, slice(start, end)
+                length = part.shape[0]
+                self._places[key] = kind, end, length
+                end += length
 
     def of(self, key: int) -> Tensor:
-        kind, place = self._places[key]
-        return self._flat[kind][place].flatten()
+        kind, start, length = self._places[key]
+        return self._flat[kind].narrow(0, start, length).flatten()
 
-    def differ(self, other: "_Entries") -> Tensor:
-        """Return whether any entry differs."""
-        return _any_differs([(mine, other._flat[kind]) for kind, mine in self._flat.items()])
+    def differ(self, tensors: Mapping[int, Tensor]) -> Tensor:
+        """Return whether any of these entries of the same tensors differs now."""
+        now = _sampled(tensors).items()
+        return _any_differs(
+            [(self._flat[kind], torch.cat(list(parts.values()))) for kind, parts in now]
+        )
+
+
+def _sampled(tensors: Mapping[int, Tensor]) -> dict[object, dict[int, Tensor]]:
+    """Return the `sampled_entries` of tensors, by dtype, device and number of dimensions."""
+    kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
+    for key, tensor in tensors.items():
+        entries = sampled_entries(tensor)
+        kinds[entries.dtype, entries.device, entries.dim()][key] = entries
+    return kinds
 
 
 def _any_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

@@ -371,7 +371,7 @@ class LayerSums(Generic[T]):
         parameters: the parameters' dot products; None on the device, where they are by parameter.
         scale: ‖φ_r‖² of rows that have one scale.
         blocks: the scales of rows that have several; if `scale` is None too, there is no scale.
-        totals: sums over all rows.
+        totals: sums over all rows; None on the device, where those of alike layers are stacked.
         common: sums for `common_share`.
         asked_common: whether `common` was requested.
         realised: (rows, 7), the dot products of `REALISED`.

@@ -4,7 +4,7 @@ Layers with equally many rows are stacked: many small operations cost more than 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from adiv_monitor.features.rows import to_device
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths.alike import Fail, of_alike, raised
 from adiv_monitor.maths.records import replaced, split
-from adiv_monitor.maths.sums import ScaleTotals, Totals
+from adiv_monitor.maths.sums import ScaleTotals, T, Totals
 
 MOST_ENTRIES = 2_048
 
@@ -31,14 +31,14 @@ class AllRows:
         square: ‖g_r‖², in the units of the gradient that backward left.
         own: where every row has several scales, Σ_i s_ri g_ri² and Σ_i s_ri² g_ri²; None if
             unknown.
-        weight_sum: Σ φ_W; None if unknown.
+        weight_sum: Σ φ_W, or its norm; None if unknown.
     """
 
     weight_square: Float[Tensor, " rows"] | None
     bias_square: Float[Tensor, " rows"] | float
     square: Float[Tensor, " rows"]
     own: Float[Tensor, "2 rows"] | None = None
-    weight_sum: Float[Tensor, " features"] | None = None
+    weight_sum: Float[Tensor, "*features"] | None = None
 
 
 def joined(calls: Sequence[AllRows]) -> AllRows:
@@ -66,34 +66,55 @@ def sums(
     generator: np.random.Generator,
     fail: Fail = raised,
     *,
+    concentrated: Container[str] = (),
     across: bool = False,
-) -> dict[str, Totals[Tensor]]:
-    """Return the totals of all rows by layer, with the scales of at most 2,048 random rows.
+) -> dict[tuple[str, ...], Totals[Tensor]]:
+    """Return the stacked totals of layers by their paths; `by_layer` splits them.
+
+    Of many rows the scales of 2,048 random ones are kept.
 
     Args:
         layers: the rows by path of the layer.
         generator: random generator that chooses these rows.
         fail: called with path and exception of layers that fail, which are left out.
+        concentrated: paths of layers with scales that need `Totals.concentration`.
         across: other ranks have rows too, so `weight_sum` is summed before its norm is taken.
     """
-
-    def together(paths: Sequence[str]) -> dict[str, Totals[Tensor]]:
-        stacked = _of_alike([layers[path] for path in paths], generator)
-        return dict(zip(paths, split(stacked, len(paths), torch.unbind), strict=True))
-
-    found = of_alike(_alike(layers), together, fail)
     weights = {p: x.weight_sum for p, x in layers.items() if x.weight_sum is not None}
     if weights and not across:
         norms = torch._foreach_norm(list(weights.values()))
-        weights = dict(zip(weights, norms, strict=True))
+        of_norms = zip(weights, norms, strict=True)
+        layers = {**layers, **{p: replaced(layers[p], weight_sum=norm) for p, norm in of_norms}}
+
+    def together(paths: Sequence[str]) -> dict[str, tuple[tuple[str, ...], Totals[Tensor]]]:
+        stacked = _of_alike([layers[path] for path in paths], generator)
+        if paths[0] in concentrated and stacked.concentration is None:
+            square = torch.stack([layers[path].square for path in paths])
+            stacked = replaced(stacked, concentration=concentration(square))
+        return {paths[0]: (tuple(paths), stacked)}
+
+    return dict(of_alike(_alike(layers, concentrated), together, fail).values())
+
+
+def by_layer(groups: Mapping[tuple[str, ...], Totals[T]]) -> dict[str, Totals[T]]:
+    """Return the totals by path of layers whose totals are stacked."""
     return {
-        path: replaced(of, weight_sum=weights[path]) if path in weights else of
-        for path, of in found.items()
+        path: of
+        for paths, stacked in groups.items()
+        for path, of in zip(paths, split(stacked, len(paths), list), strict=True)
     }
 
 
 def _of_alike(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:
     """Return the stacked totals of layers of the same kind."""
+    found = _of_squares(layers, generator)
+    weights = [rows.weight_sum for rows in layers if rows.weight_sum is not None]
+    if not weights:
+        return found
+    return replaced(found, weight_sum=torch.stack(weights).reshape(len(layers), -1))
+
+
+def _of_squares(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:
     square = torch.stack([rows.square for rows in layers])
     known = [rows.weight_square for rows in layers if rows.weight_square is not None]
     if not known:
@@ -163,13 +184,17 @@ def _of_stacked(
     )
 
 
-def _alike(layers: Mapping[str, AllRows]) -> Sequence[list[str]]:
+def _alike(layers: Mapping[str, AllRows], concentrated: Container[str]) -> Sequence[list[str]]:
     kinds: dict[object, list[str]] = defaultdict(list)
     for path, rows in layers.items():
         bias = rows.bias_square
         constant = None if isinstance(bias, Tensor) else bias
         square = rows.square
         of_scales = None if rows.weight_square is None else rows.weight_square.dtype
-        kind = (square.shape, square.dtype, square.device, of_scales, constant, rows.own is None)
+        weights = None if rows.weight_sum is None else rows.weight_sum.shape
+        kind = (
+            *(square.shape, square.dtype, square.device, of_scales, constant, rows.own is None),
+            *(weights, path in concentrated),
+        )
         kinds[kind].append(path)
     return list(kinds.values())

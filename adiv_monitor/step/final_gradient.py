@@ -10,7 +10,7 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.updates import ParameterSteps, RunHistory
+from adiv_monitor.capture.updates import ParameterSteps, RunHistory, is_small
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.capture.world import world_size
@@ -30,6 +30,7 @@ from adiv_monitor.maths.sums import (
     OwnDots,
     Partition,
     Sampled,
+    Totals,
 )
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
@@ -66,6 +67,7 @@ class FinalGradient:
         summed: paths of layers with several backward passes through one graph, whose rows are
             known as sums only.
         moved: paths of layers whose parameters were written to since the backward pass.
+        totals: by paths, the stacked sums over all rows.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class FinalGradient:
         self.in_parts: list[str] = []
         self.summed: list[str] = []
         self.moved: list[str] = []
+        self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
         self._capture = capture
         self._is_alone = world_size() == 1
         self._peers = unsharded.peers
@@ -94,7 +97,6 @@ class FinalGradient:
         self._generator = generator
         self._shared = capture.shared(reached)
         self._all_rows: dict[str, AllRows] = {}
-        self._of_gradients = steps.memory_of_gradients()
 
     def forget(self, path: str) -> None:
         """Drop a layer from this step."""
@@ -182,7 +184,7 @@ class FinalGradient:
         else:
             changed = changes(versions, gamma)
             by_weight, by_bias = act(versions, changed, features)
-            e = self._apart(by_weight), self._apart(by_bias)
+            e = _apart(by_weight, gamma), _apart(by_bias, gamma)
             if not layer.is_direct:
                 features, made = with_own_scales(versions, changed, features, self._generator)
         sums = LayerSums(
@@ -203,27 +205,22 @@ class FinalGradient:
         self.measured[layer.path] = measured
         self._capture.rows[layer.path].release()
 
-    def _apart(self, part: Tensor | None) -> Tensor | None:
-        """Return the tensor; of a view of a gradient, which the optimizer may overwrite, a copy."""
-        if part is None or part.untyped_storage().data_ptr() not in self._of_gradients:
-            return part
-        return part.clone()
-
     def add_sums(self, lose: Fail) -> None:
         """Add the sums over all rows, after all layers have begun.
 
         Args:
             lose: called with a layer's path and the exception that was raised.
         """
-        across = not self._is_alone
-        for path, found in totals.sums(
-            self._all_rows, self._generator, lose, across=across
-        ).items():
-            measured = self.measured[path]
-            if measured.sums.made is not None:  # its scales may be known of sampled rows only
-                concentrated = totals.concentration(self._all_rows[path].square)
-                found = replaced(found, concentration=concentrated)
-            measured.sums = replaced(measured.sums, totals=found)
+        # Their scales may be known of sampled rows only.
+        made = {path for path, x in self.measured.items() if x.sums.made is not None}
+        self.totals = totals.sums(
+            *(self._all_rows, self._generator, lose),
+            concentrated=made,
+            across=not self._is_alone,
+        )
+        for paths, found in self.totals.items():
+            for path in paths:
+                self.measured[path].knows_sum = found.weight_sum is not None
         self._all_rows.clear()
 
     def _evidence(
@@ -295,6 +292,16 @@ class FinalGradient:
         of_calls = [_all_rows(call.whole, call.size) for call in calls if call.size is not None]
         if of_calls[len(calls) - 1 :]:  # after two passes through one graph it is unknown
             self._all_rows[path] = totals.joined(of_calls)
+
+
+def _apart(part: Tensor | None, gamma: Parts) -> Tensor | None:
+    """Return the tensor; of a view of a gradient, which the optimizer may overwrite, a copy."""
+    if part is None:
+        return part
+    place = part.data_ptr()
+    overwritten = (g for g in gamma.values() if not is_small(g))  # small ones are copies
+    is_view = any(g.data_ptr() <= place < g.data_ptr() + g.nbytes for g in overwritten)
+    return part.clone() if is_view else part
 
 
 def _all_rows(whole: Whole | None, size: Tensor) -> AllRows:

@@ -41,6 +41,7 @@ class MeasuredLayer:
         own: by a piece's key, the layer's share of a gradient that several layers contribute to;
             None: the whole gradient is its own, or its share is not known.
         sums: the numbers for the host, without those of the rows until `finished`.
+        knows_sum: whether the sum of the features over all rows is known.
     """
 
     layer: Layer
@@ -50,6 +51,7 @@ class MeasuredLayer:
     calls: Calls
     own: Parts | None
     sums: LayerSums[Tensor]
+    knows_sum: bool = False
     _entries: Index | None = None
 
     @property
@@ -75,9 +77,8 @@ class MeasuredLayer:
             ValueError: the features' scales are of another shape than theirs.
         """
         found, sums = products_of(self.rows, self.features), self.sums
-        is_known = sums.totals is not None and sums.totals.weight_sum is not None
         # Another rank may have zero-gradient rows.
-        asked = expects_idle or not is_known or world_size() > 1
+        asked = expects_idle or not self.knows_sum or world_size() > 1
         has_one = found.scale is not None and found.of_groups is None
         return replaced(
             sums,

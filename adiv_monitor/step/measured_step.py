@@ -252,6 +252,7 @@ class MeasuredStep:
         found = fetch(
             StepSums(
                 {path: self._sums[path] for path in pieces if path in self._sums},
+                {} if self._gradient is None else self._gradient.totals,
                 self._flags,
                 PieceNumbers() if steps is None else steps.products,
                 PieceNumbers() if steps is None else steps.norms,

@@ -10,8 +10,9 @@ from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.records import numbers_of, with_numbers
-from adiv_monitor.maths.sums import Array, LayerSums, T
+from adiv_monitor.maths.records import numbers_of, replaced, with_numbers
+from adiv_monitor.maths.sums import Array, LayerSums, T, Totals
+from adiv_monitor.maths.totals import by_layer
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +43,8 @@ class StepSums(Generic[T]):
     """All numbers of a step.
 
     Attributes:
-        layers: records of layers by path.
+        layers: records of layers by path; `fetch` adds their totals.
+        totals: by paths, stacked sums over all rows of these layers.
         flags: numbers of the step as a whole.
         products: numbers that add up to dot products of the parameters.
         norms: norms whose squares add up to dot products; `fetch` adds the squares to `products`.
@@ -50,6 +52,7 @@ class StepSums(Generic[T]):
     """
 
     layers: dict[str, LayerSums[T]]
+    totals: dict[tuple[str, ...], Totals[T]]
     flags: Flags[T]
     products: PieceNumbers[T]
     norms: PieceNumbers[T]
@@ -57,8 +60,11 @@ class StepSums(Generic[T]):
 
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
-    """Copy the numbers to the host, and add the squares of norms to the products."""
+    """Copy the numbers to the host, add the squares of norms to the products, and the totals."""
     found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
+    for path, totals in by_layer(found.totals).items():
+        if path in found.layers:  # others were lost since
+            found.layers[path] = replaced(found.layers[path], totals=totals)
     for field in fields(found.norms):
         norms: dict[int, Array] = getattr(found.norms, field.name)
         getattr(found.products, field.name).update({key: part**2 for key, part in norms.items()})

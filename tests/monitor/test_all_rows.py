@@ -63,7 +63,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
         return real(weight_square, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(totals, "_of_stacked", counted)
-    found = totals.sums(layers, np.random.default_rng(0))
+    found = totals.by_layer(totals.sums(layers, np.random.default_rng(0)))
     assert sorted(stacked) == [1, 4]  # after a failure, layers are summed one by one
     for path, rows in layers.items():
         expected = by_hand(rows)
@@ -82,7 +82,8 @@ def test_some_of_very_many_scales_are_kept() -> None:
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
     first, second = (
-        totals.sums({"": rows}, generator)[""].scales.entries.nan_to_num(-1) for _ in range(2)
+        totals.by_layer(totals.sums({"": rows}, generator))[""].scales.entries.nan_to_num(-1)
+        for _ in range(2)
     )
     scale = torch.where(rows.square != 0, rows.weight_square + 1, -1)
     for entries in (first, second):
