@@ -111,8 +111,7 @@ class Accumulation:
         self.is_partial_sum = False  # whether ranks hold partial sums after a pass
         self.foreign: Tensor | None = None  # ‖.grad‖ from before any row was seen
         self._ended: Tensor | None = None  # sampled entries of `.grad` at the end of the last pass
-        self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []
-        self._handles: list[RemovableHandle] = []
+        self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []  # with torch's tables
 
     def attach(self) -> None:
         """Register the hooks. `remove` removes them, even if this method raises."""
@@ -129,17 +128,12 @@ class Accumulation:
         hook = self._owner.hook(self._known_as, body, self)
         self._hooks.append((hook, where))  # before registering, which may be interrupted
         handle: RemovableHandle = register(hook)
-        self._handles.append(handle)
         return handle
 
     def remove(self) -> None:
         """Remove the hooks."""
-        if len(self._handles) == len(self._hooks):
-            call_all(*[handle.remove for handle in self._handles])
-        else:
-            call_all(*(partial(take_off, self._parameter, *hook) for hook in self._hooks))
+        call_all(*[partial(take_off, self._parameter, *hook) for hook in self._hooks])
         self._hooks.clear()  # a cycle would keep gradients until it is collected
-        self._handles.clear()
 
     def left(self) -> Tensor | None:
         """Return a tensor with the norm of the gradient that backward left; None: unknown.

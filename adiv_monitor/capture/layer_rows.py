@@ -257,7 +257,7 @@ class LayerRows:
         self._bound: Threshold | None = None
         # By backward pass, the calls whose gradient has not yet reached a parameter.
         self._arriving: dict[int, dict[Call, None]] = {}
-        self._factors: list[Tensor] = []  # factors that scaled the parameters' gradient
+        self._factors: tuple[Tensor, ...] = ()  # that scaled the parameters' gradient
 
     def choose(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
         """Choose rows of the next call."""
@@ -344,7 +344,7 @@ class LayerRows:
         if not self._reached:
             return
         self.dropped = True
-        self._factors.clear()
+        self._factors = ()
         for call in [call for call in self._reached if not call.arrived]:
             del self._reached[call], self.calls[call]
         for call in self._reached:
@@ -358,7 +358,7 @@ class LayerRows:
     def rescale(self, factor: Tensor) -> None:
         """Scale the accumulated rows by a factor."""
         if self._reached:
-            self._factors.append(factor)
+            self._factors += (factor,)
         if self.ceiling is not None:
             self.ceiling.rescale(factor)
 
@@ -422,4 +422,4 @@ class LayerRows:
             if call.rescaled < len(since):
                 call.rescale(since[call.rescaled])
             call.rescaled = 0
-        self._factors.clear()
+        self._factors = ()
