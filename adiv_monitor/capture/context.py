@@ -25,7 +25,8 @@ class Context:
         guard: receives failures that belong to no layer; nothing is watched after the first one.
         fail: called with a layer's path and the exception that its hook raised; the layer is not
             watched from then on.
-        switched_off: paths of the layers that failed in earlier steps and are not watched.
+        switched_off: paths of the layers that are not watched because one of their hooks raised;
+            `fail` adds to them.
         checked: paths of the layers whose module's rule was already checked against the output.
         begins: called when the first layer's forward pass with gradients begins.
         renew: called before a forward pass is followed; the `Forwards` that it returns replaces

@@ -99,7 +99,6 @@ class Layers:
         self.recorders = recorders
         self._guard = context.guard
         self._calls, self._attention = recorders.calls, recorders.attention
-        self._off: set[str] = set()  # layers that failed in this step
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
@@ -433,15 +432,14 @@ class Layers:
     @property
     def any_off(self) -> bool:
         """Whether any layer must not be watched."""
-        return bool(self._off or self.context.switched_off)
+        return bool(self.context.switched_off)
 
     def is_off(self, path: str) -> bool:
         """Return whether the layer or parameter at this path must not be watched."""
-        return path in self._off or path in self.context.switched_off
+        return path in self.context.switched_off
 
     def failed(self, path: str, error: Exception) -> None:
         """Stop watching a layer whose hook raised an exception."""
-        self._off.add(path)
         self.rows.pop(path, None)
         self.context.fail(path, error)
 
