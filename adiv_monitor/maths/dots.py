@@ -15,6 +15,9 @@ from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.kernels.choice import counts_launches
 from adiv_monitor.maths.sums import Pairs, Vector
 
+# The most entries of vectors that a CPU multiplies together: for more, new memory costs more.
+_STACKED = 2**13
+
 
 def of_rows(
     vectors: Mapping[Vector, Float[Tensor, "rows n"]], pairs: Pairs
@@ -25,9 +28,13 @@ def of_rows(
         vectors: the vectors; neighbours that are pairs lead.
         pairs: all squares, in the order of the vectors; those neighbours; others.
     """
-    stacked, names = torch.stack(list(vectors.values())), tuple(vectors)
-    chain = len(set(pairwise(names)) & set(pairs))
     # All are rounded alike, so that what is equal remains so: ‖d − b‖² is 0 if d is b.
+    names = tuple(vectors)
+    first = vectors[names[0]]
+    if first.is_cpu and first.numel() > _STACKED:
+        return torch.stack([torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in pairs]).t()
+    stacked = torch.stack(list(vectors.values()))
+    chain = len(set(pairwise(names)) & set(pairs))
     found = [(stacked * stacked).sum(2)]
     if chain:
         found += ((stacked[:chain] * stacked[1 : chain + 1]).sum(2),)
