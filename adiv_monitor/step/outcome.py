@@ -178,8 +178,8 @@ def _without_common(
     if not paths:
         return []
     return [
-        "Some rows have a zero gradient, unlike before: common_share is missing for "
-        f"{listed(paths)}; from the next report on it is there."
+        f"common_share of {listed(paths)} is missing in this report: for the first time, some rows "
+        "there have a zero gradient, and it leaves such rows out. The next reports have it again."
     ]
 
 

@@ -281,6 +281,8 @@ ROWS: list[Row] = [
         "fault is in the model, the loss or the optimizer, not in the data; the audit can't tell "
         "in which of them",
         explained(0.66, 0.1), explained(0.66, 0.2)),
+    Row("behind-reference", "This model explains 0% of them", explained(0.66, -0.11),
+        explained(0.66, 0.1)),
     Row("behind-reference", "A small network explains", explained(0.4, 0.05), explained(0.2, 0.0)),
     Row("behind-reference", "start from a model, a loss and an optimizer that work on these data, "
         "and exchange one of them at a time", explained(0.66, 0.1),

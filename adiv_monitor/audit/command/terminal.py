@@ -1,6 +1,10 @@
 """The output of an audit in the terminal: progress, verdict, findings and a table."""
 
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING
 
 from adiv_monitor.audit.report import AuditReport
@@ -16,6 +20,29 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS = 16  # in the table, so that the verdict stays on the screen
 _COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
+
+
+Command = Callable[[Sequence[str] | None], int]
+
+
+def quiet_when_unread(main: Command) -> Command:
+    """Make a command end with exit code 1 and no traceback if its output is no longer read.
+
+    In `adiv-audit --help | head -3`, for example, `head` closes the pipe.
+    """
+
+    @wraps(main)
+    def command(argv: Sequence[str] | None = None) -> int:
+        try:
+            try:
+                return main(argv)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:  # Python flushes again when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+    return command
 
 
 class ProgressBars:

@@ -161,7 +161,8 @@ def behind_reference(record: Record) -> Iterator[Finding]:
     This is a symptom of any fault.
     """
     for fact in record.found_by("behind-reference"):
-        reference, own = fact.numbers["reference"], fact.numbers["model"]
+        # Predictions that are worse than a constant explain nothing: their share is negative.
+        reference, own = fact.numbers["reference"], max(0.0, fact.numbers["model"])
         if reference > EXPLAINS and own < BEHIND * reference and not tells_nothing(record):
             yield Finding(
                 "behind-reference",
