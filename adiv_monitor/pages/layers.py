@@ -202,7 +202,9 @@ def _row(
         ),
         cosines=Distribution.of(reading.row_cosine_quantiles, _COSINES),
         scales=Distribution.of(reading.scale_quantiles, axis),
-        cells=tuple(_cell(reading, measure, path in worst.get(measure, ())) for measure in measures),
+        cells=tuple(
+            _cell(reading, measure, path in worst.get(measure, ())) for measure in measures
+        ),
     )
 
 

@@ -41,8 +41,8 @@ MOST_ROWS = 30
 MOST_LINES = 10  # most lines of its alarms, and of its notes
 
 MARKS: Mapping[str, str] = {
-    "*": "the worst layer, if standard errors can tell which one it is; of update_ratio, the lowest "
-    "and the highest layer if they lie outside the healthy range",
+    "*": "the worst layer, if standard errors can tell which one it is; of update_ratio, the "
+    "lowest and the highest layer if they lie outside the healthy range",
     "≈0": "nearer to zero than its standard error",
     "?": "its standard error is not known",
     "–": "no direction (a vector of length zero has none)",
