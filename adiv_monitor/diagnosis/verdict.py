@@ -72,6 +72,7 @@ def _could_show(record: Record) -> tuple[str, ...]:
     names = {
         "non-finite": True,
         "loss-stuck": _knows_loss(record),
+        "not-zeroed": several,
         "stands-still": has_steps,
         "outside-healthy": True,
         "uneven-rates": has_steps and len(paths) >= FEWEST_LAYERS,

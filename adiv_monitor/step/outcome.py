@@ -23,7 +23,12 @@ from adiv_monitor.maths.sums import (
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
-from adiv_monitor.step.gradient_check import Compared, compared, speaks_against
+from adiv_monitor.step.gradient_check import (
+    Compared,
+    compared,
+    earlier_share,
+    speaks_against,
+)
 from adiv_monitor.step.merge_rows import in_units
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.weight_versions import reaches_all, resolved
@@ -255,6 +260,7 @@ def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerRea
         gradient_factor=factor if dots.gamma_gamma > 0 else math.nan,
         features=about.features,
         non_finite=() if found.is_finite else finite.non_finite(layer),
+        earlier_share=earlier_share(layer.evidence, dots.gamma_gamma),
         module=about.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),

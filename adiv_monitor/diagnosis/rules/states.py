@@ -16,9 +16,8 @@ from adiv_monitor.diagnosis.phases import (
     learning_rate,
     still_rises,
 )
-from adiv_monitor.diagnosis.readings import Typical, maps, named, readings
+from adiv_monitor.diagnosis.readings import Typical, all_or_named, maps, readings
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report.wording import listed
 
 # Findings that already report a measure; a layer that one of them names is not reported again.
 SPEAK_OF: Mapping[str, tuple[str, ...]] = {
@@ -148,7 +147,7 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     least, most = layers[paths[0]].value, layers[paths[-1]].value
     moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
     said = (
-        f"In a step, the activations of {_where(paths, record)} move by {moves} times their "
+        f"In a step, the activations of {all_or_named(record, paths)} move by {moves} times their "
         f"length. Healthy layers that train from scratch move by at least {health.healthy[0]:g}."
     )
     strength = _strength(record)
@@ -180,7 +179,7 @@ def _tells_nothing(record: Record, paths: tuple[str, ...]) -> Finding:
         _strength(record),
         (),
         (Advice("check whether gradients are zero, or are cleared before the step"),),
-        f"The move of the activations of {_where(paths, record)} is not known: in no measured step "
+        f"The move of the activations of {all_or_named(record, paths)} is not known: in no measured step "
         "were both their gradients and their outputs nonzero.",
     )
 
@@ -196,7 +195,7 @@ def _does_not_move(record: Record, paths: tuple[str, ...]) -> Finding:
             Advice("give these layers' parameters a learning rate above zero, unless they should "
                    "not be trained"),
         ),
-        f"The steps do not move the activations of {_where(paths, record)} at all: the learning "
+        f"The steps do not move the activations of {all_or_named(record, paths)} at all: the learning "
         "rate is zero, or other code resets the weights.",
         since=_low_since(record, paths),
     )  # fmt: skip
@@ -211,7 +210,7 @@ def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
         "note",
         tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]),
         (),
-        f"The activations of {_where(paths, record)} first moved as far as in healthy layers, and "
+        f"The activations of {all_or_named(record, paths)} first moved as far as in healthy layers, and "
         f"later by less than {low:g} times their length in a step. That is usual near the end of a "
         "training.",
         since=_low_since(record, paths),
@@ -245,7 +244,7 @@ def _outside_healthy(
     for (measure, is_high), layers in outside.items():
         limit = HEALTH[measure].healthy[is_high]
         paths = sorted(layers, key=lambda path: layers[path].value, reverse=is_high)
-        said.append(_WORDS[measure, is_high].format(_where(paths, record), f"{limit:g}"))
+        said.append(_WORDS[measure, is_high].format(all_or_named(record, paths), f"{limit:g}"))
         evidence += [Evidence(measure, layers[p].value, limit, p) for p in paths[:3]]
     faulty = any(measure in _TELL_FAULTS for measure, _ in outside)
     return Finding(
@@ -255,14 +254,6 @@ def _outside_healthy(
         tuple(evidence),
         (Advice("run adiv-audit: it looks for the cause, and tries fixes"),),
         "Some readings lie outside the healthy range: " + "; ".join(said) + ".",
-    )
-
-
-def _where(paths: Sequence[str], record: Record) -> str:
-    return (
-        f"all {len(paths)} layers"
-        if len(paths) == len({p for report in record.reports for p in report.layers}) > 3
-        else listed([named(record, path) for path in paths])
     )
 
 
