@@ -231,6 +231,22 @@ def by_reports(
     return running.record()
 
 
+def grouped(rate: float, move: float, optimizer: str = "SGD", like: float = 0.1) -> Record:
+    """A run whose layer 'a' is in a parameter group of its own."""
+    read = {"a": reading(update_ratio=move), "b": reading(), "c": reading()}
+    reports = tuple(
+        StepReport(10 * i, read, {}, 1.0, learning_rates=(like, rate),
+                   groups={"a": 1, "b": 0, "c": 0}, optimizer=optimizer)
+        for i in range(4)
+    )  # fmt: skip
+    return record(reports=reports, facts=replace(FACTS, optimizer=""))
+
+
+def kept(share: float) -> Record:
+    """A run in which layer 'a' keeps gradients of earlier steps."""
+    return by_reports(layers(), *[layers() | {"a": reading(earlier_share=share)}] * 2)
+
+
 def broken(*what: str) -> dict[str, LayerReading]:
     return layers() | {"b": reading(non_finite=what, module="Linear")}
 
@@ -809,6 +825,17 @@ ROWS: list[Row] = [
     Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "
         "far, relative to their length, as those of the median layer.",
         record({"a": reading(update_ratio=1e-6)}), record()),
+    Row("uneven-rates", "The cause is the learning rate of their own parameter group: 0.0001 in "
+        "the optimizer's param_groups[1], and 0.1 for the other layers",
+        grouped(1e-4, 2e-5), grouped(1e-4, 2e-7)),  # it does not explain all of that
+    Row("uneven-rates", "The cause is the learning rate of their own parameter group",
+        grouped(1e-4, 2e-5), grouped(1e-1, 2e-5)),  # the same as that of the others
+    Row("uneven-rates", "give param_groups[1] the learning rate of the other layers, 0.1 instead "
+        "of 0.0001", grouped(1e-4, 2e-5), grouped(1e-2, 2e-5)),
+    Row("uneven-rates", "No single learning rate suits both kinds of layers",
+        grouped(1e-1, 2e-5), grouped(1e-4, 2e-5)),
+    Row("uneven-rates", "use AdamW with learning rate 0.001: it scales each parameter's step",
+        grouped(1e-1, 2e-5, "SGD"), grouped(1e-1, 2e-5, "AdamW")),
     Row("uneven-rates", "use AdamW with learning rate 0.001: it scales each parameter's step",
         record({"a": reading(update_ratio=1e-6)}), record()),
     Row("uneven-rates", "give these layers their own learning rates",
@@ -824,6 +851,16 @@ ROWS: list[Row] = [
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)})),
     Row("uneven-rates", "× 0.0111 for 'a'",
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)}), SEVEN_OFF),
+    # The user's own loop
+    Row("not-zeroed", "The gradients of layer 'a' are not zeroed between optimizer steps: before "
+        "the first backward pass of a step, `.grad` still holds the gradients of earlier steps. "
+        "Their norm is 0.9 times that of the gradient that the optimizer used",
+        kept(0.9), kept(0.05)),
+    Row("not-zeroed", "call optimizer.zero_grad() once for every optimizer step, before the step's "
+        "first backward pass, even if several backward passes are added up for a step",
+        kept(0.9), kept(0.0)),
+    Row("not-zeroed", "At a lower learning rate, the optimizer still follows the sum of all "
+        "gradients so far", kept(0.9), kept(0.0)),
     # Units
     Row("dead-units", "62% of the units of ReLU '5' are dead: their values lie where the function "
         "is flat, for every row of 20 batches",

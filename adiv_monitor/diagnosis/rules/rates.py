@@ -1,7 +1,7 @@
 """Rules about the learning rate: too high, too low, or uneven between layers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from adiv_monitor.diagnosis.course import (
@@ -15,9 +15,21 @@ from adiv_monitor.diagnosis.course import (
 )
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.diagnosis.phases import at_peak, still_rises
-from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
+from adiv_monitor.diagnosis.readings import (
+    SCALE_FREE,
+    Typical,
+    at_first,
+    by_layer,
+    named,
+    worst_first,
+)
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import own_rates
+from adiv_monitor.diagnosis.rules.remedies import (
+    GroupRates,
+    group_rates,
+    optimizer_of,
+    own_rates,
+)
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
@@ -286,6 +298,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     middle = median(t.value for t in ratios.values())
     rates = at_first(record, "effective_lr")[0]
     starved = all(ratios[p].value < middle for p in layers)
+    groups = _at_fault(group_rates(record, layers), record, ratios, layers)
     yield Finding(
         "uneven-rates",
         layers,
@@ -295,19 +308,50 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
               for p in layers[:3]),
             *(Evidence("effective_lr", rates[p].value, None, p) for p in layers[:3] if p in rates),
         ),
-        (
-            Advice(own_rates(record, layers), "rate-per-layer"),
-            Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw"),
-        ),
+        tuple(_evened(record, layers, groups)),
         f"In one step, the activations of {', '.join(named(record, p) for p in layers[:3])} "
         f"{'hardly move' if starved else 'move unlike those of the other layers'}: "
         f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as those "
         f"of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the median, "
-        f"here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}.",
-        "No single learning rate suits both kinds of layers.",
+        f"here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."
+        + (f" The cause is the learning rate of their own parameter group: {groups.rates} in the "
+           f"optimizer's {groups.names}, and {groups.usual:g} for the other layers."
+           if groups else ""),
+        "" if groups else "No single learning rate suits both kinds of layers.",
         record.reports[0].step,
-        RATES,
+        () if groups else RATES,
     )  # fmt: skip
+
+
+def _evened(record: Record, layers: Sequence[str], groups: GroupRates | None) -> Iterator[Advice]:
+    """Yield what may make all layers move alike."""
+    if groups is not None:
+        yield Advice(
+            f"give {groups.names} the learning rate of the other layers, {groups.usual:g} instead "
+            f"of {groups.rates}",
+            "group-rate",
+        )
+        return
+    yield Advice(own_rates(record, layers), "rate-per-layer")
+    if optimizer_of(record) not in SCALE_FREE:
+        text = "use AdamW with learning rate 0.001: it scales each parameter's step"
+        yield Advice(text, "adamw")
+
+
+def _at_fault(
+    groups: GroupRates | None,
+    record: Record,
+    ratios: dict[str, Typical],
+    layers: Sequence[str],
+) -> GroupRates | None:
+    """Return the groups if these layers would move like the others at the others' learning rate."""
+    if groups is None:
+        return None
+    middle = median(ratio.value for ratio in ratios.values())
+    rates = {path: groups.own[record.reports[0].groups[path]] for path in layers}
+    moves = [ratios[path].value * groups.usual / rate for path, rate in rates.items()]
+    is_within = all(middle / STARVED < move < middle * OVERDRIVEN for move in moves)
+    return groups if is_within else None
 
 
 def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:
