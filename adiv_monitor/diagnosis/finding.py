@@ -277,6 +277,11 @@ class Finding:
         return () if advice.everywhere or is_rate else self.layers
 
 
+def red_layers(findings: Iterable[Finding]) -> set[str]:
+    """Return the layers of findings to act on or to watch: pictures draw their names in red."""
+    return {layer for f in findings if f.strength != "note" for layer in f.layers}
+
+
 def unrefuted(finding: Finding, trials: Iterable[Trial]) -> Finding:
     """Remove `not_advised` from a finding if a trial of one of these fixes paid."""
     paid = {trial.fix for trial in trials if trial.pays}

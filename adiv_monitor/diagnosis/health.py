@@ -43,6 +43,11 @@ class Health:
         inside = [value for value, level in self.knots if abs(level) <= 0.5]
         return min(inside), max(inside)
 
+    @property
+    def far(self) -> tuple[float, float]:
+        """The values at which the colours are full: far too little, and far too much."""
+        return self.knots[0][0], self.knots[-1][0]
+
     def level(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return levels of values between far too little (−1) and far too much (1); NaN stays."""
         at, levels = np.asarray(self.knots).T

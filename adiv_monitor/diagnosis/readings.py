@@ -61,7 +61,7 @@ def named(record: Record, layer: str) -> str:
     return layer_words(layer, first.module if first else "")
 
 
-def all_or_named(record: Record, layers: Sequence[str]) -> str:
+def these(record: Record, layers: Sequence[str]) -> str:
     """Return the words for several layers in a sentence: "all 12 layers", or their names."""
     paths = {path for report in record.reports for path in report.layers}
     if len(layers) == len(paths) > 3:

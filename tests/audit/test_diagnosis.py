@@ -445,8 +445,8 @@ def test_a_last_layer_that_begins_at_zero_is_well() -> None:
     first = {"a": reading(descent=0.0), "b": reading(descent=0.0), "c": reading(update_ratio=9.0)}
     reports = list(record().reports)
     reports[0] = StepReport(0, first, {}, 1.0)
-    strengths = [f.strength for f in diagnose(record(reports=tuple(reports)))]
-    assert strengths == ["note"]
+    assert diagnose(record(reports=tuple(reports))) == ()
+    assert diagnose(record(reports=tuple(reports), losses=STILL))[0].name == "uneven-rates"
 
 
 def test_queries_and_keys_hear_little_of_the_loss_and_nothing_vanishes() -> None:
@@ -464,7 +464,7 @@ def test_queries_and_keys_hear_little_of_the_loss_and_nothing_vanishes() -> None
     assert "vanishing" in names(q=unknown, v=reading(scale_mean=math.nan))
 
 
-def test_layers_that_move_unlike_the_others_once_are_noted() -> None:
+def test_layers_that_move_unlike_the_others_in_the_only_step_are_noted() -> None:
     far = {"c": reading(update_ratio=9.0)}
     once = record(far)
     assert found(once)["uneven-rates"].strength == "act"
@@ -504,7 +504,7 @@ def test_without_trials_of_rates_activations_that_move_too_far_or_hardly_tell() 
     assert found(by_reports)["rate-too-low"].strength == "watch", "or it is at its end"
     assert found(record(still, losses=()))["rate-too-low"].strength == "watch"
     falls = found(record(still))
-    assert "rate-too-low" not in falls and falls["stands-still"].strength == "note"
+    assert falls == {}  # layers that learn may move little
     near = {name: reading(update_ratio=3.2e-3) for name in "abc"}
     assert "rate-too-low" not in found(record(near, losses=STILL))
 

@@ -252,7 +252,8 @@ def broken(*what: str) -> dict[str, LayerReading]:
 
 
 HEALTHY = by_reports(*[layers()] * 4)
-STANDS = layers() | {"a": reading(update_ratio=0.004)}
+STANDS = layers(update_ratio=0.01) | {"a": reading(update_ratio=2.5e-4)}
+LITTLE = layers() | {"a": reading(update_ratio=0.004)}
 ROWS: list[Row] = [
     # non-finite
     Row("non-finite", "Some values are not finite after 3 steps. The first one is in: loss",
@@ -322,22 +323,30 @@ ROWS: list[Row] = [
     Row("unbounded-loss", "The loss has no lower bound", GOES_ON,
         replace(GOES_ON, descent_share=0.5)),
     # stands-still, outside-healthy, rate-decayed
-    Row("stands-still", "In a step, the activations of layer 'a' move by 0.004 times their length. "
-        "Healthy layers that train from scratch move by at least 0.009",
-        by_reports(*[STANDS] * 4), HEALTHY),
+    Row("stands-still", "In a typical step, the activations of layer 'a' move by 0.00025 times "
+        "their length. Healthy layers that train from scratch move by at least 0.009",
+        by_reports(*[STANDS] * 4), by_reports(*[LITTLE] * 4)),
+    Row("stands-still", "In a typical step, the activations of layer 'a' move by 0.004 times their "
+        "length", by_reports(*[LITTLE] * 4, losses=STILL), by_reports(*[LITTLE] * 4, losses=WELL)),
     Row("stands-still", "all 4 layers",
-        by_reports({n: reading(update_ratio=0.004) for n in "abcd"}),
-        by_reports({n: reading(update_ratio=0.004) for n in "abc"})),
-    Row("stands-still", "a learning rate ten times as high, for these layers or for all",
-        by_reports(*[STANDS] * 4), HEALTHY),
+        by_reports({n: reading(update_ratio=0.004) for n in "abcd"}, losses=STILL),
+        by_reports({n: reading(update_ratio=0.004) for n in "abc"}, losses=STILL)),
+    Row("stands-still", "use a learning rate 100 times as high, for these layers or for all "
+        "(adiv-audit tries higher ones)",
+        by_reports(*[STANDS] * 4), by_reports(*[LITTLE] * 4, losses=STILL)),
+    Row("stands-still", "use a learning rate 3 times as high",
+        by_reports(*[LITTLE] * 4, losses=STILL), by_reports(*[STANDS] * 4)),
     Row("stands-still", "change nothing, if pretrained weights should stay close to their values",
         by_reports(*[STANDS] * 4), HEALTHY),
     Row("stands-still", "The loss still falls: in fine-tuning, layers need not move far",
         by_reports(*[STANDS] * 4, losses=WELL),
         by_reports(*[STANDS] * 4, losses=STILL)),
     Row("settled", "The activations of layer 'a' first moved as far as in healthy layers, and "
-        "later by less than 0.009 times their length in a step. That is usual near the end of a "
-        "training", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+        "later by less than 0.009 times their length in a typical step. That is usual as a loss "
+        "falls", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+    Row("settled", "The activations of layer 'a' first moved as far as in healthy layers",
+        by_reports(layers(), *[STANDS] * 3, losses=WELL),
+        by_reports(layers(), *[STANDS] * 3, losses=STILL)),
     Row("settled", "The activations of layer 'a' first moved as far as in healthy layers",
         by_reports(*[layers()] * 6, *[STANDS] * 2), HEALTHY),
     Row("stands-still", "The move of the activations of layer 'a' is not known: in no measured "
@@ -355,7 +364,7 @@ ROWS: list[Row] = [
         "should not be trained", by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4),
         by_reports(*[STANDS] * 4)),
     Row("stands-still", "fix the findings above first, because they may cause this one",
-        by_reports(broken("inputs") | {"a": STANDS["a"]}), by_reports(*[STANDS] * 4)),
+        by_reports(STANDS | {"b": broken("inputs")["b"]}), by_reports(*[STANDS] * 4)),
     Row("non-finite", "look for NaN and infinite entries in the batches up to step 10",
         by_reports(layers(), broken("outputs")), record(losses=(2.3, math.nan))),
     Row("stands-still", "look again when the learning rate has reached its peak",
@@ -375,18 +384,23 @@ ROWS: list[Row] = [
         ), HEALTHY),
     Row("outside-healthy", "the gradient is zero for a share of more than 0.15 of the rows of "
         "layer 'a' (padding, masked tokens, dead units)",
-        by_reports(layers() | {"a": reading(idle_share=0.5)}),
-        HEALTHY),
+        by_reports(layers() | {"a": reading(idle_share=0.5)}, losses=STILL),
+        by_reports(layers() | {"a": reading(idle_share=0.5)}, losses=WELL)),
     Row("outside-healthy", "the row scales of layer 'b' have a standard deviation of more than 0.8 "
         "times their mean",
-        by_reports(layers() | {"b": reading(scale_cv=0.9)}), HEALTHY),
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=STILL),
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=WELL)),
+    Row("outside-healthy", "the row scales of layer 'b' have a standard deviation of more than 2 "
+        "times their mean",
+        by_reports(layers() | {"b": reading(scale_cv=2.5, kind="gain")}),
+        by_reports(layers() | {"b": reading(scale_cv=0.9, kind="gain")})),
     Row("outside-healthy", "the change of the weights of layer 'a' has a cosine below 0.98 with "
         "the optimizer's update",
         by_reports(layers() | {"a": reading(kind="gain", projection_cosine=0.5)}), HEALTHY),
     Row("outside-healthy", "run adiv-audit: it looks for the cause, and tries fixes",
-        by_reports(layers() | {"b": reading(scale_cv=0.9)}), HEALTHY),
-    Row("outside-healthy", "Some readings lie outside the healthy range",
-        by_reports(layers() | {"b": reading(scale_cv=0.9)}),
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=STILL), HEALTHY),
+    Row("outside-healthy", "Some readings typically lie outside the healthy range",
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=STILL),
         record(layers() | {"b": reading(scale_cv=0.9)}, rates=HIGH)),
     Row("rate-decayed", "Since step 20, the learning rate is below half of its peak (at step 30 it "
         "is 0.01 times the peak), so the layers move less. The findings use the steps near the "
@@ -813,9 +827,17 @@ ROWS: list[Row] = [
         record(rates=LOWISH), record(rates=LOW)),
     Row("rate-too-low", "More layers or units do not help: the present ones have not learnt yet",
         record(rates=LOW), record(rates=LOWISH)),
-    Row("rate-too-low", "In a step, no layer's activations move by more than 0.001 times their "
-        "length (limit 0.003)",
+    Row("rate-too-low", "In a typical step, no layer's activations move by more than 0.001 times "
+        "their length (median over the measured steps, limit 0.003). Such moves are proportional "
+        "to the learning rate: at 10 times this one, the largest would be about 0.01",
         record(SLOW, losses=STILL), record({**SLOW, "a": reading()}, losses=STILL)),
+    Row("rate-too-low", "at 10000 times this one, the largest would be about 0.021",
+        by_reports(*[layers(update_ratio=2.1e-6)] * 4), by_reports(*[SLOW] * 4)),
+    Row("rate-too-low", "learning rate × 10000",
+        by_reports(*[layers(update_ratio=2.1e-6)] * 4), by_reports(*[SLOW] * 4)),
+    Row("loss-stuck", "learning rate × 10000",
+        by_reports(*[layers(update_ratio=2.1e-6)] * 4, losses=STILL),
+        by_reports(*[SLOW] * 4, losses=STILL)),
     Row("rate-too-low", "too little at the beginning of a training, and usual at its end",
         by_reports(*[SLOW] * 4, losses=STILL), record(SLOW, losses=STILL)),
     Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import all_or_named
+from adiv_monitor.diagnosis.readings import these
 from adiv_monitor.diagnosis.record import Record
 
 # Norm of the gradient that was there before a step's first backward pass, over that of the gradient
@@ -45,7 +45,7 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
             Advice("call optimizer.zero_grad() once for every optimizer step, before the step's "
                    "first backward pass, even if several backward passes are added up for a step"),
         ),
-        f"The gradients of {all_or_named(record, layers)} are not zeroed between optimizer steps: "
+        f"The gradients of {these(record, layers)} are not zeroed between optimizer steps: "
         "before the first backward pass of a step, `.grad` still holds the gradients of earlier "
         f"steps. Their norm is {kept[largest]:.3g} times that of the gradient that the optimizer "
         "used.",

@@ -29,6 +29,7 @@ from adiv_monitor.diagnosis.rules.remedies import (
     group_rates,
     optimizer_of,
     own_rates,
+    usual_factor,
 )
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
@@ -236,7 +237,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
             strength,
             _by_trial(factor, trial, share, limits[strength]),
             _said(factor, trial) + short * (strength != "act"),
-            factor,
+            [factor, *(f for f in (10.0, 3.0) if f != factor)],
         )
 
 
@@ -250,19 +251,22 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         unsure = (". That is too little at the beginning of a training, and usual at its end") * (
             not record.is_audited
         )
+        factor = usual_factor(move.value for move in moves.values()) or 10.0
         yield _too_low(
             "act" if record.is_audited and suffers(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
-            f"In a step, no layer's activations move by more than {moves[largest].value:.3g} times "
-            f"their length (limit {HARDLY_MOVES:g}){unsure}.",
-            10,
+            f"In a typical step, no layer's activations move by more than "
+            f"{moves[largest].value:.3g} times their length (median over the measured steps, limit "
+            f"{HARDLY_MOVES:g}){unsure}. Such moves are proportional to the learning rate: at "
+            f"{factor:g} times this one, the largest would be about "
+            f"{moves[largest].value * factor:.2g}.",
+            [factor, factor / 10 if factor > 10 else 3.0],
         )
 
 
 def _too_low(
-    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factor: float
+    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factors: Sequence[float]
 ) -> Finding:
-    factors = [factor] + [f for f in (10, 3) if f != factor]
     return Finding(
         "rate-too-low",
         (),
@@ -280,16 +284,16 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
 
     Layers that do not move at all are left out, here and in the median. The first measured step
     decides, since training has broken nothing yet. A layer whose output begins near zero moves far
-    there and is healthy. So the finding is only a note unless the layer also does so at the next
-    measured step, or the loss goes badly.
+    there and is healthy. So nothing is found unless the layer also does so at the next measured
+    step, or the loss goes badly. If only one step is measured, the finding is a note.
     """
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
     lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    if not off or (len(steps) > 1 and not lasting and not suffers(record)):
+        return
     if len(steps) < 2:  # whether it lasts is unknown
         lasting = {}
-    if not off:
-        return
     strength: Strength = "watch" if lasting else "note"
     if suffers(record) or max(lasting.values(), default=0.0) > UNEVEN_ACT:
         strength = "act"

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from adiv_monitor.report.wording import listed
 
 USUAL = 0.9  # momentum, and Adam's β₁
 SAID = 6  # most layers whose learning rates an advice lists
+MOVES = 0.01  # move of activations, relative to their length, in a step of a model that learns
 AT_MOST = 100.0  # largest factor on a layer's learning rate
 
 
@@ -29,6 +30,22 @@ def clip_norm(record: Record) -> float:
     """
     norms = [n for n in record.gradient_norms if math.isfinite(n) and n > 0]
     return float(np.quantile(norms, 0.9)) if norms else 1.0
+
+
+def usual_factor(moves: Iterable[float]) -> float | None:
+    """Return the power of ten on the learning rate at which layers would move by `MOVES`.
+
+    A small move is proportional to the learning rate, with plain gradient descent as with Adam. The
+    layer that moves most decides.
+
+    Args:
+        moves: typical `update_ratio` of layers.
+
+    Returns:
+        The factor; None if no layer moves.
+    """
+    largest = max(moves, default=0.0)
+    return 10.0 ** round(math.log10(MOVES / largest)) if largest > 0 else None
 
 
 def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:
