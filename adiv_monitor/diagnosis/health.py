@@ -139,7 +139,7 @@ def worst_layers(report: StepReport) -> dict[str, tuple[str, ...]]:
     the one with the largest value is among the worst if it lies outside by two standard errors.
     """
     ends = report.summary()
-    worst = {
+    worst: dict[str, tuple[str, ...]] = {
         measure: (path,)
         for measure, bad in WORST.items()
         if measure in ends and ends[measure].min_layers != ends[measure].max_layers  # of several

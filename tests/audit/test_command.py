@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from audit import command_models
 
-from adiv_monitor.audit.command import monitor, terminal
+from adiv_monitor.audit.command import monitor
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.audit.report import AuditReport
@@ -79,7 +80,7 @@ def test_it_writes_report_config_and_tensorboard(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("command", [main, monitor.main])
 def test_help_that_is_not_read_to_its_end_leaves_no_traceback(
-    command: terminal.Command,
+    command: Callable[[list[str]], int],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:

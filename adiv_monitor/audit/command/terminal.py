@@ -2,10 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Finding
@@ -22,20 +22,20 @@ _MOST_LAYERS = 16  # in the table, so that the verdict stays on the screen
 _COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
 
 
-Command = Callable[[Sequence[str] | None], int]
+P = ParamSpec("P")
 
 
-def quiet_when_unread(main: Command) -> Command:
+def quiet_when_unread(main: Callable[P, int]) -> Callable[P, int]:
     """Make a command end with exit code 1 and no traceback if its output is no longer read.
 
     In `adiv-audit --help | head -3`, for example, `head` closes the pipe.
     """
 
     @wraps(main)
-    def command(argv: Sequence[str] | None = None) -> int:
+    def command(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             try:
-                return main(argv)
+                return main(*args, **kwargs)
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:  # Python flushes again when it exits

@@ -42,10 +42,11 @@ def usual_factor(moves: Iterable[float]) -> float | None:
         moves: typical `update_ratio` of layers.
 
     Returns:
-        The factor; None if no layer moves.
+        The factor; None if no layer moves, or one by a number that is not finite.
     """
     largest = max(moves, default=0.0)
-    return 10.0 ** round(math.log10(MOVES / largest)) if largest > 0 else None
+    factor = MOVES / largest if largest > 0 else 0.0
+    return 10.0 ** round(math.log10(factor)) if 0 < factor < math.inf else None
 
 
 def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:
