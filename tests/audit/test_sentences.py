@@ -847,10 +847,10 @@ ROWS: list[Row] = [
     Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "
         "far, relative to their length, as those of the median layer.",
         record({"a": reading(update_ratio=1e-6)}), record()),
-    Row("uneven-rates", "The cause is the learning rate of their own parameter group: 0.0001 in "
+    Row("uneven-rates", "The cause is the learning rate of a parameter group: 0.0001 in "
         "the optimizer's param_groups[1], and 0.1 for the other layers",
         grouped(1e-4, 2e-5), grouped(1e-4, 2e-7)),  # it does not explain all of that
-    Row("uneven-rates", "The cause is the learning rate of their own parameter group",
+    Row("uneven-rates", "The cause is the learning rate of a parameter group",
         grouped(1e-4, 2e-5), grouped(1e-1, 2e-5)),  # the same as that of the others
     Row("uneven-rates", "give param_groups[1] the learning rate of the other layers, 0.1 instead "
         "of 0.0001", grouped(1e-4, 2e-5), grouped(1e-2, 2e-5)),

@@ -318,7 +318,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as those "
         f"of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the median, "
         f"here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."
-        + (f" The cause is the learning rate of their own parameter group: {groups.rates} in the "
+        + (f" The cause is the learning rate of a parameter group: {groups.rates} in the "
            f"optimizer's {groups.names}, and {groups.usual:g} for the other layers."
            if groups else ""),
         "" if groups else "No single learning rate suits both kinds of layers.",
