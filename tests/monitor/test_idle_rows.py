@@ -199,22 +199,3 @@ def test_few_active_rows_are_not_taken_for_certain() -> None:
         for name in ("effective_lr", "diagonal_cosine", "idle_share", "scale_mean"):
             assert reading.measures()[name] == pytest.approx(truth[name], rel=1e-9), name
     assert seen == {0, 1, 2}
-
-
-def test_a_report_says_why_it_alone_has_no_common_share() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=4) as monitor:
-        for rows in (8, 4, 4):  # from the second step on, some rows have a zero gradient
-            optimizer.zero_grad()
-            model(x)[:rows].square().sum().backward()
-            optimizer.step()
-    first, second, third = monitor.reports
-    assert [r.layers["0"].common_share is None for r in monitor.reports] == [False, True, False]
-    said = (
-        "common_share of '0' is missing in this report: for the first time, some rows there have a "
-        "zero gradient, and it leaves such rows out. The next reports have it again."
-    )
-    assert second.notes == (said,)
-    assert not first.notes and not third.notes
