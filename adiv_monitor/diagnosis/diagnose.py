@@ -12,6 +12,7 @@ from adiv_monitor.diagnosis.rules import (
     initialisation,
     inputs,
     interference,
+    loop,
     loss,
     numbers,
     optimizer,
@@ -32,6 +33,7 @@ Rule = Callable[[Record], Iterable[Finding]]
 # stands before the findings of the step.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,
+    loop.not_zeroed,
     code.hidden_parameters,
     wiring.unreached,
     code.rate_zero,
@@ -98,7 +100,7 @@ SYMPTOMS = frozenset({"rate-too-low", "loss-stuck", "stands-still", "outside-hea
 # and overfitting follow from them.
 CAUSES = frozenset(
     {
-        *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
+        *("not-held", "not-zeroed", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
         *("samples-mixed", "reshape-scrambles", "gradient-cut"),
@@ -115,6 +117,7 @@ FOLLOWS = frozenset(
 LAST = frozenset({"cannot-overfit", "behind-reference"})
 ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
     {
+        "not-zeroed": frozenset({"optimizer-turns", "non-finite", "stands-still"}),
         "samples-mixed": frozenset({"input-partly-ignored"}),
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),

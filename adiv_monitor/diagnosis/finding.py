@@ -162,8 +162,7 @@ class Trial:
 
         Unless the fix is a learning rate itself, it must also beat another learning rate alone.
         """
-        is_rate = self.fix.startswith("rate*")
-        return self.pays and self.beats_constant and (is_rate or self.beats_rate)
+        return self.pays and self.beats_constant and (is_rate(self.fix) or self.beats_rate)
 
     @property
     def objection(self) -> str:
@@ -177,6 +176,11 @@ class Trial:
         if not self.beats_constant:
             return f"no better than a constant prediction ({self.constant:.3g})"
         return f"no better than another learning rate alone ({self.loss_by_rate:.3g})"
+
+
+def is_rate(fix: str) -> bool:
+    """Return whether a fix is a learning rate, and so needs not beat another learning rate."""
+    return fix.startswith("rate*") or fix == "group-rate"
 
 
 class Outcome(NamedTuple):
@@ -271,6 +275,11 @@ class Finding:
         """Return the layers that an advice is for; empty: all, as for a learning rate."""
         is_rate = (advice.fix or "").startswith("rate*")
         return () if advice.everywhere or is_rate else self.layers
+
+
+def red_layers(findings: Iterable[Finding]) -> set[str]:
+    """Return the layers of findings to act on or to watch: pictures draw their names in red."""
+    return {layer for f in findings if f.strength != "note" for layer in f.layers}
 
 
 def unrefuted(finding: Finding, trials: Iterable[Trial]) -> Finding:

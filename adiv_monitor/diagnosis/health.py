@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from adiv_monitor.diagnosis.readings import gradients
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report import NO_MAPS, StepReport
+from adiv_monitor.report import NO_MAPS, WORST, StepReport, smallest
 
 # Not a measure of the monitor, but computed from two: ‖∂L/∂z‖ of a layer over that of the last.
 GRADIENT = "gradient"
@@ -42,6 +42,11 @@ class Health:
         """The smallest and the largest value that is drawn as healthy."""
         inside = [value for value, level in self.knots if abs(level) <= 0.5]
         return min(inside), max(inside)
+
+    @property
+    def far(self) -> tuple[float, float]:
+        """The values at which the colours are full: far too little, and far too much."""
+        return self.knots[0][0], self.knots[-1][0]
 
     def level(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return levels of values between far too little (−1) and far too much (1); NaN stays."""
@@ -125,6 +130,39 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
         if (value := getattr(reading, measure)) is not None
         and not (reading.kind in NO_MAPS and measure in HEALTH and HEALTH[measure].of_maps)
     }
+
+
+def worst_layers(report: StepReport) -> dict[str, tuple[str, ...]]:
+    """Return measure → its worst layer, if standard errors tell which one it is.
+
+    Both ends of `update_ratio` are bad outside its healthy range. The layer with the smallest, and
+    the one with the largest value is among the worst if it lies outside by two standard errors.
+    """
+    ends = report.summary()
+    worst: dict[str, tuple[str, ...]] = {
+        measure: (path,)
+        for measure, bad in WORST.items()
+        if measure in ends and ends[measure].min_layers != ends[measure].max_layers  # of several
+        and (path := ends[measure].min_layer if bad == "min" else ends[measure].max_layer)
+    }  # fmt: skip
+    maps = [
+        (reading.update_ratio, reading.standard_error.get("update_ratio", 0.0), path)
+        for path, reading in report.layers.items()
+        if reading.kind not in NO_MAPS and reading.update_ratio is not None
+        and not math.isnan(reading.update_ratio)
+    ]  # fmt: skip
+    if len(maps) > 1:
+        errors = {path: error for _, error, path in maps}
+        low, high = HEALTH["update_ratio"].healthy
+        least = smallest(maps)
+        most = smallest((-value, error, path) for value, error, path in maps)
+        outside = [
+            end.layers[0]
+            for end, limit in ((least, low), (most, -high))
+            if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit
+        ]
+        worst["update_ratio"] = tuple(outside)
+    return worst
 
 
 def is_told(measure: str, values: NDArray[np.float64]) -> bool:

@@ -1,13 +1,14 @@
 """Typical readings over the measured steps of a run, with their errors, for the rules."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report import NO_MAPS, LayerReading, StepReport
+from adiv_monitor.report.wording import listed
 
 # Kinds of layers whose rows are the layer's inputs unchanged; corrected layers have others.
 PLAIN = ("linear", "convolution")
@@ -58,6 +59,14 @@ def named(record: Record, layer: str) -> str:
     """Return the words for a layer in a sentence: its class, if known, and its path."""
     first = next((r.layers[layer] for r in record.reports if layer in r.layers), None)
     return layer_words(layer, first.module if first else "")
+
+
+def these(record: Record, layers: Sequence[str]) -> str:
+    """Return the words for several layers in a sentence: "all 12 layers", or their names."""
+    paths = {path for report in record.reports for path in report.layers}
+    if len(layers) == len(paths) > 3:
+        return f"all {len(layers)} layers"
+    return listed([named(record, path) for path in layers])
 
 
 def typical(record: Record, layer: str, measure: str) -> Typical | None:

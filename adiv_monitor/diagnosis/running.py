@@ -206,6 +206,7 @@ def _together(report: StepReport, later: StepReport) -> StepReport:
         coverage=covered / elements if elements else 0.0,
         notes=tuple(dict.fromkeys(report.notes + later.notes)),
         unmeasured={**report.unmeasured, **later.unmeasured},
+        groups={**report.groups, **later.groups},
         attention={**report.attention, **later.attention},
         alarms=report.alarms + later.alarms,
         turn=replace(turn, first=earlier.first, elements=elements),

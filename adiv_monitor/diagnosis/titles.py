@@ -149,6 +149,7 @@ SHORT_TITLES: Mapping[str, str] = MappingProxyType(
 FINDING_TITLES: Mapping[str, str] = MappingProxyType(
     {
         "not-held": "Parameters that the optimizer does not hold",
+        "not-zeroed": "Gradients are not zeroed between steps",
         "unreached": "Parameters that no gradient reaches",
         "frozen": "Frozen parameters",
         "input-ignored": "The inputs make no difference",

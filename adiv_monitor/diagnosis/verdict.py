@@ -13,7 +13,7 @@ from adiv_monitor.diagnosis.rules.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.titles import finding_title
 
 # Findings that explain the pictures without being faults.
-EXPLAINING = frozenset({"rate-decayed"})
+EXPLAINING = frozenset({"rate-decayed", "settled"})
 NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
@@ -36,7 +36,8 @@ class Untold(NamedTuple):
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
     """Return the strongest findings in a few words.
 
-    It states that nothing was found only if no layer is drawn outside the healthy range.
+    It states that nothing was found only if no layer is drawn far outside the healthy range, unless
+    a finding explains why.
     """
     found = [finding for finding in findings if finding.name not in EXPLAINING]
     if found:
@@ -72,6 +73,7 @@ def _could_show(record: Record) -> tuple[str, ...]:
     names = {
         "non-finite": True,
         "loss-stuck": _knows_loss(record),
+        "not-zeroed": several,
         "stands-still": has_steps,
         "outside-healthy": True,
         "uneven-rates": has_steps and len(paths) >= FEWEST_LAYERS,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adiv_monitor.diagnosis.health import worst_layers
 from adiv_monitor.diagnosis.titles import measure_title
 from adiv_monitor.pages.chain import Part, chain
 from adiv_monitor.pages.multiples import Axis, Block, bar, distribution, scale_axis
@@ -149,7 +150,7 @@ def layer_table(report: StepReport) -> Layers:
     chains = {path: chain(reading) for path, reading in report.layers.items()}
     lowest = min((p.after for parts in chains.values() for p in parts), default=0.0)
     lowest = max(min(lowest, 0.0), -1.0)
-    worst = _worst_layers(report)
+    worst = worst_layers(report)
     rows = [
         _row(path, reading, chains[path], measures, worst, axis, lowest)
         for path, reading in report.layers.items()
@@ -179,20 +180,12 @@ def _end(
     return End(measure, number(value, min(errors)), layers, which)
 
 
-def _worst_layers(report: StepReport) -> dict[str, str | None]:
-    return {
-        measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
-        for measure, summary in report.summary().items()
-        if measure in WORST and summary.min_layers != summary.max_layers
-    }
-
-
 def _row(
     path: str,
     reading: LayerReading,
     parts: tuple[Part, ...],
     measures: Sequence[str],
-    worst: dict[str, str | None],
+    worst: dict[str, tuple[str, ...]],
     axis: Axis,
     lowest: float,
 ) -> Row:
@@ -209,7 +202,9 @@ def _row(
         ),
         cosines=Distribution.of(reading.row_cosine_quantiles, _COSINES),
         scales=Distribution.of(reading.scale_quantiles, axis),
-        cells=tuple(_cell(reading, measure, worst.get(measure) == path) for measure in measures),
+        cells=tuple(
+            _cell(reading, measure, path in worst.get(measure, ())) for measure in measures
+        ),
     )
 
 

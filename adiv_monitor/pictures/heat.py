@@ -52,7 +52,7 @@ def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
 
     Args:
         found: the values.
-        named: layers that a finding names; their names are in red.
+        named: layers whose names are in red.
     """
     picture = Picture(_WIDTH)
     room = _WIDTH - 2 * _MARGIN

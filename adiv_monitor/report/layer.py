@@ -33,6 +33,8 @@ class LayerReading:
             row is not such a vector (a look-up, a module as a whole).
         non_finite: tensors of the layer with a value that is NaN, infinite, or too large to square:
             some of "inputs", "outputs", "gradient" and "update"; empty: all examined are finite.
+        earlier_share: norm of the gradient that `.grad` held before this step's first backward
+            pass, over the norm of the gradient that the optimizer saw; 0 if `.grad` was zeroed.
         standard_error: measure → standard error, for measures that rest on sampled rows; the others
             are exact.
         scale_quantiles: the row scale at `QUANTILE_LEVELS`.
@@ -79,6 +81,7 @@ class LayerReading:
     applied_cosine: float | None = None
     features: int | None = None
     non_finite: tuple[str, ...] = ()
+    earlier_share: float = 0.0
     standard_error: Mapping[str, float] = field(default_factory=dict)
     scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
     row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
@@ -95,6 +98,7 @@ class LayerReading:
         record |= {"module": self.module} if self.module else {}
         record |= {} if self.features is None else {"features": self.features}
         record |= {"non_finite": list(self.non_finite)} if self.non_finite else {}
+        record |= {"earlier_share": self.earlier_share} if self.earlier_share else {}
         record |= {**self.measures(), "standard_error": dict(self.standard_error)}
         return record | {n: list(getattr(self, n)) for n in _QUANTILES} if quantiles else record
 
@@ -113,7 +117,9 @@ class LayerReading:
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
 _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
 _WITHOUT_QUANTILES = dict.fromkeys(_QUANTILES, ())
-_ABOUT_MEASURES = ("features", "non_finite", "module", "standard_error", *_QUANTILES)
+_ABOUT_MEASURES = (
+    *("features", "non_finite", "earlier_share", "module", "standard_error", *_QUANTILES),
+)
 # All measures, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES

@@ -110,6 +110,9 @@ class StepReport:
             empty if no loss was passed.
         learning_rates: `lr` of each of the optimizer's parameter groups, as used by the step; empty
             without an optimizer, or if a group has none.
+        groups: layer → number of the parameter group that holds its weight, from 0; empty if all
+            groups have the same learning rate.
+        optimizer: class name of the optimizer, e.g. "AdamW"; "" without one.
     """
 
     step: int
@@ -127,6 +130,8 @@ class StepReport:
     turn: Turn | None = None
     losses: Mapping[int, float] = field(default_factory=dict, repr=False)
     learning_rates: tuple[float, ...] = ()
+    groups: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str = ""
 
     def __repr__(self) -> str:
         said = [f"step {self.step}", _count(len(self.layers), "layer")]
@@ -228,6 +233,8 @@ class StepReport:
             "loss": self.loss,
             "losses": dict(self.losses),
             "learning_rates": list(self.learning_rates),
+            "groups": dict(self.groups),
+            "optimizer": self.optimizer,
         }
 
     @staticmethod

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.health import HEALTH, OVERVIEW, is_told
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Raised, Running
@@ -107,7 +107,7 @@ class Board:
         record = self._running.record()
         shown = grids(record, HEALTH)
         found = tuple(findings)
-        named = {layer for finding in found for layer in finding.layers}
+        named = red_layers(found)
         end = f"/{name}" if name else ""
         pictures = {
             f"adiv/per_layer/{measure}{end}": heat_picture(found_there, named).png()
@@ -130,7 +130,7 @@ def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Pic
     stem = printable(common_stem(layers).rstrip(".") or name)
     whose = f"{stem}: {headline}" if name else headline
     rows = list(grids(record, panels, layers).values())
-    named = {layer for finding in findings for layer in finding.layers}
+    named = red_layers(findings)
     return overview_picture(rows, whose, _said(findings), named)
 
 

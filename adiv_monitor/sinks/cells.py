@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
+from adiv_monitor.diagnosis.health import worst_layers
 from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
     ATTENTION_MEASURES,
@@ -40,7 +41,8 @@ MOST_ROWS = 30
 MOST_LINES = 10  # most lines of its alarms, and of its notes
 
 MARKS: Mapping[str, str] = {
-    "*": "the worst layer, if standard errors can tell which one it is",
+    "*": "the worst layer, if standard errors can tell which one it is; of update_ratio, the "
+    "lowest and the highest layer if they lie outside the healthy range",
     "≈0": "nearer to zero than its standard error",
     "?": "its standard error is not known",
     "–": "no direction (a vector of length zero has none)",
@@ -124,12 +126,12 @@ def shown(
 
 
 def _table(report: StepReport, measures: tuple[str, ...], most: int | None) -> Table:
-    readings, worst = report.readings(measures[0]), _worst_paths(report)
+    readings, worst = report.readings(measures[0]), worst_layers(report)
     rows = tuple(
         Row(
             path,
             _rows_words(readings[path]),
-            tuple(_cell(readings[path], m, path == worst.get(m)) for m in measures),
+            tuple(_cell(readings[path], m, path in worst.get(m, ())) for m in measures),
         )
         for path in _picked(report, measures, most)
     )
@@ -150,15 +152,6 @@ def _realised_words(report: StepReport) -> str:
         return ""
     real, expected = number(report.realised_loss_change), number(-report.descent)
     return f"the batch's loss changed by {real}; the first-order prediction is {expected}"
-
-
-def _worst_paths(report: StepReport) -> dict[str, str | None]:
-    """Return the worst layer of every measure with a bad end, or None if there are candidates."""
-    return {
-        measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
-        for measure, summary in report.summary().items()
-        if measure in WORST and summary.min_layers != summary.max_layers  # else there is only one
-    }
 
 
 def _cell(reading: Reading, measure: str, starred: bool) -> str:
@@ -184,9 +177,9 @@ def _rows_words(reading: Reading) -> str:
 
 def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
     """Yield the meanings of the marks in the report's tables."""
-    worst = _worst_paths(report)
+    worst = worst_layers(report)
     cells = [
-        _cell(reading, measure, path == worst.get(measure))
+        _cell(reading, measure, path in worst.get(measure, ()))
         for measure in measures
         for path, reading in report.readings(measure).items()
     ]

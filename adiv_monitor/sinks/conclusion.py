@@ -1,12 +1,13 @@
 """The closing line of a run: findings, their layers, and where to read more."""
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.diagnosis.titles import finding_title
-from adiv_monitor.diagnosis.verdict import running_headline
+from adiv_monitor.diagnosis.verdict import FEWEST_REPORTS, running_headline
 from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report.wording import listed
 
@@ -17,6 +18,9 @@ _MOST = 2  # number of findings that the line names
 def conclude(running: Running, sinks: Iterable[object]) -> None:
     """Log the line: as a warning if there is something to fix or to watch, else as information.
 
+    Where logging is not set up, Python prints warnings to standard error but no information. The
+    line is then printed there, too, if there are enough reports to show what is typical.
+
     Args:
         running: summary of the training; nothing is logged before its first report.
         sinks: sinks of the reports; the line names the `place` of those that have one.
@@ -25,10 +29,14 @@ def conclude(running: Running, sinks: Iterable[object]) -> None:
         return
     findings = running.findings()
     found = [finding for finding in findings if finding.strength != "note"]
-    said = _named(found) if found else _headline(running, findings)
+    count = f"{running.count:,} measured step{'s' * (running.count != 1)}"
+    said = _named(found) if found else f"{_headline(running, findings)} ({count})"
     places = [place for sink in sinks if (place := _place(sink))]
     line = f"adiv-monitor: {said}" + f" → {', '.join(places)}" * bool(places)
     _logger.log(logging.WARNING if found else logging.INFO, "%s", printable(line))
+    is_set_up = _logger.hasHandlers() or _logger.level != logging.NOTSET or _logger.disabled
+    if not (found or is_set_up) and running.count >= FEWEST_REPORTS and sys.stderr is not None:
+        print(printable(line), file=sys.stderr)
 
 
 def _place(sink: object) -> str:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from adiv_monitor.diagnosis.finding import red_layers
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pictures.grid import grid, grids
@@ -35,7 +36,7 @@ def run_figure(running: Running, measure: str | None = None) -> "Figure":
     if measure is None:
         return _figure(overview(record, findings), "layers in reports")
     found = grid(record, measure)
-    named = {layer for finding in findings for layer in finding.layers}
+    named = red_layers(findings)
     return _figure(found and heat_picture(found, named), f"layers with {measure} in reports")
 
 

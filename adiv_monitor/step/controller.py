@@ -37,7 +37,7 @@ from adiv_monitor.step.phases import Armed, Pending
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import learning_rates
+from adiv_monitor.step.stepping import NO_RATES, learning_rates
 
 # After this many steps of other optimizers, without one of its own, the followed one is replaced.
 _OTHERS = 3
@@ -303,7 +303,7 @@ class StepController:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Read the gradients now, or after the step's closure, if it has one."""
         armed.attempts += 1
-        armed.learning_rates = self._failures.safely(learning_rates, optimizer) or ()
+        armed.rates = self._failures.safely(learning_rates, optimizer) or NO_RATES
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             armed.closure_calls = None
@@ -378,7 +378,7 @@ class StepController:
         selection = armed.selection.stepped(held)
         self._pending = Pending(
             *(armed.step, armed.capture, selection, armed.turn, number, alignment),
-            armed.learning_rates,
+            armed.rates,
         )
         if not self._compiled:  # a hook would become part of the compiled code
             # An embedding with max_norm renormalizes its rows in its forward.

@@ -17,7 +17,7 @@ from adiv_monitor.step.transfer import fetch_numbers
 
 def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
-    seen = pending.capture.layers
+    seen, rates = pending.capture.layers, pending.rates
     selection = pending.selection.accountable(seen.values())
     measured = [layer for path, layer in seen.items() if path in part.layers]
     known = dict(part.unsupported)
@@ -36,7 +36,10 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
     part.interval, part.turn = interval, pending.turn
     part.rows_lost |= set(off)
     part.alignment = pending.alignment
-    part.learning_rates = tuple(fetch_numbers(pending.learning_rates))
+    part.optimizer, part.learning_rates = rates.optimizer, tuple(fetch_numbers(rates.of_groups))
+    if len(set(part.learning_rates)) > 1:
+        groups = {layer.path: rates.groups.get(id(layer.pieces[0].parameter)) for layer in measured}
+        part.groups = {path: group for path, group in groups.items() if group is not None}
     part.notes[:0] = failures.notes
     failures.notes.clear()
 
@@ -88,4 +91,6 @@ def report_of(
         turn=None if part.turn is None else replace(part.turn, elements=part.elements),
         losses=part.losses,
         learning_rates=part.learning_rates,
+        groups=part.groups,
+        optimizer=part.optimizer,
     )

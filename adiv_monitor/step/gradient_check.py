@@ -148,9 +148,7 @@ def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: 
         return "other" if contributed(seen, found) == "more" else "unknown"
     if found.since.rest > LARGEST_REST:
         return "edited"
-    # The gradient before the rows' is compared with ‖γ‖, in the units of the optimizer's gradient.
-    held = 0.0 if seen.foreign is None else float(seen.foreign)
-    if held > seen.rounding and held * factor > seen.tolerance * math.sqrt(gamma):
+    if earlier_share(seen, gamma) > 0:
         return "earlier"
     if reason := contributed(seen, found, factor * scale):
         return reason
@@ -159,6 +157,20 @@ def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: 
         if difference > 10 * seen.tolerance * whole + factor * seen.rounding:
             return "more"
     return ""
+
+
+def earlier_share(seen: Evidence[Array], gamma: float) -> float:
+    """Return ‖gradient before the rows'‖ / ‖γ‖, in the units of γ; 0 if rounding explains it.
+
+    Args:
+        seen: evidence of the layer.
+        gamma: ‖γ‖².
+    """
+    held = 0.0 if seen.foreign is None else float(seen.foreign)
+    if seen.factor is None or not held > seen.rounding or not 0 < gamma < math.inf:
+        return 0.0
+    share = held * float(seen.factor) / math.sqrt(gamma)
+    return share if seen.tolerance < share < math.inf else 0.0
 
 
 def contributed(

@@ -23,7 +23,12 @@ from adiv_monitor.maths.sums import (
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
-from adiv_monitor.step.gradient_check import Compared, compared, speaks_against
+from adiv_monitor.step.gradient_check import (
+    Compared,
+    compared,
+    earlier_share,
+    speaks_against,
+)
 from adiv_monitor.step.merge_rows import in_units
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.weight_versions import reaches_all, resolved
@@ -178,8 +183,8 @@ def _without_common(
     if not paths:
         return []
     return [
-        "Some rows have a zero gradient, unlike before: common_share is missing for "
-        f"{listed(paths)}; from the next report on it is there."
+        f"common_share of {listed(paths)} is missing in this report: for the first time, some rows "
+        "there have a zero gradient, and it leaves such rows out. The next reports have it again."
     ]
 
 
@@ -255,6 +260,7 @@ def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerRea
         gradient_factor=factor if dots.gamma_gamma > 0 else math.nan,
         features=about.features,
         non_finite=() if found.is_finite else finite.non_finite(layer),
+        earlier_share=earlier_share(layer.evidence, dots.gamma_gamma),
         module=about.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),

@@ -16,6 +16,7 @@ from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.realised import Realised
+from adiv_monitor.step.stepping import NO_RATES, Rates
 
 
 class Armed:
@@ -49,7 +50,7 @@ class Armed:
         self.others = others
         self._hooks = hooks
         self._eager = forced_eager()
-        self.learning_rates: Sequence[float | Tensor] = ()
+        self.rates = NO_RATES
         self.attempts = 0  # optimizer steps so far: one that raises may be repeated
         self.closure_calls: int | None = None  # during the last attempt; None: without a closure
 
@@ -86,7 +87,7 @@ class Pending:
         turn: Turn | None,
         number: int,
         alignment: Mapping[str, AlignmentReading],
-        learning_rates: Sequence[float | Tensor],
+        rates: Rates,
     ) -> None:
         self.step = step
         self.capture = capture
@@ -94,7 +95,7 @@ class Pending:
         self.turn = turn
         self.number = number
         self.alignment = alignment
-        self.learning_rates = learning_rates
+        self.rates = rates
         self._hooks: list[NextForward] = []
         self.room = Room()  # the report is completed deep inside that forward pass
 

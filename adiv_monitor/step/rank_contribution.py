@@ -83,6 +83,8 @@ class RankContribution:
         turn: as in `StepReport`, without the elements.
         losses: as in `StepReport`; of this rank's batches.
         learning_rates: as in `StepReport`.
+        groups: as in `StepReport`.
+        optimizer: as in `StepReport`.
     """
 
     layers: dict[str, LayerSums[Array]]
@@ -105,6 +107,8 @@ class RankContribution:
     turn: Turn | None = None
     losses: Mapping[int, float] = field(default_factory=dict)
     learning_rates: tuple[float, ...] = ()
+    groups: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str = ""
 
 
 def make_contribution(

@@ -1,9 +1,10 @@
 """The followed optimizer: which object takes the steps, its learning rates, nested steps."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from types import FrameType
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,21 +26,40 @@ def runs_hooks(optimizer: object) -> bool:
     return isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
-def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """Return the present `lr` of each parameter group; an empty list if a group has none.
+class Rates(NamedTuple):
+    """The learning rates of a step.
+
+    Attributes:
+        optimizer: class name of the optimizer; "" without one.
+        of_groups: `lr` of each parameter group; empty if a group has none.
+        groups: id of a parameter → number of its group; empty if there is one group only.
+    """
+
+    optimizer: str
+    of_groups: Sequence[float | Tensor]
+    groups: Mapping[int, int]
+
+
+NO_RATES = Rates("", (), {})
+
+
+def learning_rates(optimizer: Optimizer) -> Rates:
+    """Return the optimizer's present learning rates.
 
     A tensor is copied on its device, since a scheduler may write to it before it is read.
     """
+    name, several = type(optimizer).__name__, optimizer.param_groups
     found: list[float | Tensor] = []
-    for group in optimizer.param_groups:
+    for group in several:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
             found.append(rate.detach().clone())
         elif isinstance(rate, Real):
             found.append(float(rate))
         else:
-            return []
-    return found
+            return NO_RATES._replace(optimizer=name)
+    groups = {id(p): i for i, group in enumerate(several) for p in group["params"]}
+    return Rates(name, found, groups if len(several) > 1 else {})
 
 
 def is_within_own_step(optimizer: Optimizer) -> bool:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from audit import command_models
 
+from adiv_monitor.audit.command import monitor
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.audit.report import AuditReport
@@ -74,6 +76,20 @@ def test_it_writes_report_config_and_tensorboard(capsys: pytest.CaptureFixture[s
     )
     after = command_models.net.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("command", [main, monitor.main])
+def test_help_that_is_not_read_to_its_end_leaves_no_traceback(
+    command: Callable[[list[str]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # as `| head` does
+    with monkeypatch.context() as patch, os.fdopen(writes, "w") as pipe:
+        patch.setattr(sys, "stdout", pipe)
+        assert command(["--help"]) == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_the_written_config_makes_the_same_run_again() -> None:

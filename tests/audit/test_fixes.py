@@ -28,6 +28,7 @@ NAMES = [
     "batch-norm",
     "rms-norm",
     "rate-per-layer",
+    "group-rate",
     "hold-parameters",
     "unfreeze",
     "no-decay",
@@ -273,6 +274,24 @@ def test_adam_like_layers_are_evened_out_by_how_far_they_move() -> None:
 def test_rates_per_layer_need_a_record() -> None:
     with pytest.raises(DoesNotApply, match="fewer than two layers"):
         FIXES["rate-per-layer"].apply(setup().fork())
+
+
+def test_a_group_gets_the_learning_rate_of_the_other_layers() -> None:
+    def groups(own: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        return lambda m: torch.optim.SGD(
+            [{"params": m[0].parameters()}, {"params": m[2].parameters(), "lr": own}], lr=0.1
+        )
+
+    faulty = setup(optimizer=groups(1e-4), steps=6)
+    seen = record(faulty)
+    assert seen.reports[0].groups == {"0": 0, "2": 1}
+    fork = faulty.fork()
+    FIXES["group-rate"].apply(fork, ["2"], seen)
+    assert [g["lr"] for g in fork.optimizer.param_groups] == [0.1, 0.1]
+    alike = setup(optimizer=groups(0.1), steps=6)
+    assert record(alike).reports[0].groups == {}
+    with pytest.raises(DoesNotApply, match="no learning rate of their own"):
+        FIXES["group-rate"].apply(alike.fork(), ["2"], record(alike))
 
 
 def test_held_parameters() -> None:

@@ -231,12 +231,29 @@ def by_reports(
     return running.record()
 
 
+def grouped(rate: float, move: float, optimizer: str = "SGD", like: float = 0.1) -> Record:
+    """A run whose layer 'a' is in a parameter group of its own."""
+    read = {"a": reading(update_ratio=move), "b": reading(), "c": reading()}
+    reports = tuple(
+        StepReport(10 * i, read, {}, 1.0, learning_rates=(like, rate),
+                   groups={"a": 1, "b": 0, "c": 0}, optimizer=optimizer)
+        for i in range(4)
+    )  # fmt: skip
+    return record(reports=reports, facts=replace(FACTS, optimizer=""))
+
+
+def kept(share: float) -> Record:
+    """A run in which layer 'a' keeps gradients of earlier steps."""
+    return by_reports(layers(), *[layers() | {"a": reading(earlier_share=share)}] * 2)
+
+
 def broken(*what: str) -> dict[str, LayerReading]:
     return layers() | {"b": reading(non_finite=what, module="Linear")}
 
 
 HEALTHY = by_reports(*[layers()] * 4)
-STANDS = layers() | {"a": reading(update_ratio=0.004)}
+STANDS = layers(update_ratio=0.01) | {"a": reading(update_ratio=2.5e-4)}
+LITTLE = layers() | {"a": reading(update_ratio=0.004)}
 ROWS: list[Row] = [
     # non-finite
     Row("non-finite", "Some values are not finite after 3 steps. The first one is in: loss",
@@ -281,6 +298,8 @@ ROWS: list[Row] = [
         "fault is in the model, the loss or the optimizer, not in the data; the audit can't tell "
         "in which of them",
         explained(0.66, 0.1), explained(0.66, 0.2)),
+    Row("behind-reference", "This model explains 0% of them", explained(0.66, -0.11),
+        explained(0.66, 0.1)),
     Row("behind-reference", "A small network explains", explained(0.4, 0.05), explained(0.2, 0.0)),
     Row("behind-reference", "start from a model, a loss and an optimizer that work on these data, "
         "and exchange one of them at a time", explained(0.66, 0.1),
@@ -304,22 +323,30 @@ ROWS: list[Row] = [
     Row("unbounded-loss", "The loss has no lower bound", GOES_ON,
         replace(GOES_ON, descent_share=0.5)),
     # stands-still, outside-healthy, rate-decayed
-    Row("stands-still", "In a step, the activations of layer 'a' move by 0.004 times their length. "
-        "Healthy layers that train from scratch move by at least 0.009",
-        by_reports(*[STANDS] * 4), HEALTHY),
+    Row("stands-still", "In a typical step, the activations of layer 'a' move by 0.00025 times "
+        "their length. Healthy layers that train from scratch move by at least 0.009",
+        by_reports(*[STANDS] * 4), by_reports(*[LITTLE] * 4)),
+    Row("stands-still", "In a typical step, the activations of layer 'a' move by 0.004 times their "
+        "length", by_reports(*[LITTLE] * 4, losses=STILL), by_reports(*[LITTLE] * 4, losses=WELL)),
     Row("stands-still", "all 4 layers",
-        by_reports({n: reading(update_ratio=0.004) for n in "abcd"}),
-        by_reports({n: reading(update_ratio=0.004) for n in "abc"})),
-    Row("stands-still", "a learning rate ten times as high, for these layers or for all",
-        by_reports(*[STANDS] * 4), HEALTHY),
+        by_reports({n: reading(update_ratio=0.004) for n in "abcd"}, losses=STILL),
+        by_reports({n: reading(update_ratio=0.004) for n in "abc"}, losses=STILL)),
+    Row("stands-still", "use a learning rate 100 times as high, for these layers or for all "
+        "(adiv-audit tries higher ones)",
+        by_reports(*[STANDS] * 4), by_reports(*[LITTLE] * 4, losses=STILL)),
+    Row("stands-still", "use a learning rate 3 times as high",
+        by_reports(*[LITTLE] * 4, losses=STILL), by_reports(*[STANDS] * 4)),
     Row("stands-still", "change nothing, if pretrained weights should stay close to their values",
         by_reports(*[STANDS] * 4), HEALTHY),
     Row("stands-still", "The loss still falls: in fine-tuning, layers need not move far",
         by_reports(*[STANDS] * 4, losses=WELL),
         by_reports(*[STANDS] * 4, losses=STILL)),
     Row("settled", "The activations of layer 'a' first moved as far as in healthy layers, and "
-        "later by less than 0.009 times their length in a step. That is usual near the end of a "
-        "training", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+        "later by less than 0.009 times their length in a typical step. That is usual as a loss "
+        "falls", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+    Row("settled", "The activations of layer 'a' first moved as far as in healthy layers",
+        by_reports(layers(), *[STANDS] * 3, losses=WELL),
+        by_reports(layers(), *[STANDS] * 3, losses=STILL)),
     Row("settled", "The activations of layer 'a' first moved as far as in healthy layers",
         by_reports(*[layers()] * 6, *[STANDS] * 2), HEALTHY),
     Row("stands-still", "The move of the activations of layer 'a' is not known: in no measured "
@@ -337,7 +364,7 @@ ROWS: list[Row] = [
         "should not be trained", by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4),
         by_reports(*[STANDS] * 4)),
     Row("stands-still", "fix the findings above first, because they may cause this one",
-        by_reports(broken("inputs") | {"a": STANDS["a"]}), by_reports(*[STANDS] * 4)),
+        by_reports(STANDS | {"b": broken("inputs")["b"]}), by_reports(*[STANDS] * 4)),
     Row("non-finite", "look for NaN and infinite entries in the batches up to step 10",
         by_reports(layers(), broken("outputs")), record(losses=(2.3, math.nan))),
     Row("stands-still", "look again when the learning rate has reached its peak",
@@ -357,18 +384,23 @@ ROWS: list[Row] = [
         ), HEALTHY),
     Row("outside-healthy", "the gradient is zero for a share of more than 0.15 of the rows of "
         "layer 'a' (padding, masked tokens, dead units)",
-        by_reports(layers() | {"a": reading(idle_share=0.5)}),
-        HEALTHY),
+        by_reports(layers() | {"a": reading(idle_share=0.5)}, losses=STILL),
+        by_reports(layers() | {"a": reading(idle_share=0.5)}, losses=WELL)),
     Row("outside-healthy", "the row scales of layer 'b' have a standard deviation of more than 0.8 "
         "times their mean",
-        by_reports(layers() | {"b": reading(scale_cv=0.9)}), HEALTHY),
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=STILL),
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=WELL)),
+    Row("outside-healthy", "the row scales of layer 'b' have a standard deviation of more than 2 "
+        "times their mean",
+        by_reports(layers() | {"b": reading(scale_cv=2.5, kind="gain")}),
+        by_reports(layers() | {"b": reading(scale_cv=0.9, kind="gain")})),
     Row("outside-healthy", "the change of the weights of layer 'a' has a cosine below 0.98 with "
         "the optimizer's update",
         by_reports(layers() | {"a": reading(kind="gain", projection_cosine=0.5)}), HEALTHY),
     Row("outside-healthy", "run adiv-audit: it looks for the cause, and tries fixes",
-        by_reports(layers() | {"b": reading(scale_cv=0.9)}), HEALTHY),
-    Row("outside-healthy", "Some readings lie outside the healthy range",
-        by_reports(layers() | {"b": reading(scale_cv=0.9)}),
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=STILL), HEALTHY),
+    Row("outside-healthy", "Some readings typically lie outside the healthy range",
+        by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=STILL),
         record(layers() | {"b": reading(scale_cv=0.9)}, rates=HIGH)),
     Row("rate-decayed", "Since step 20, the learning rate is below half of its peak (at step 30 it "
         "is 0.01 times the peak), so the layers move less. The findings use the steps near the "
@@ -795,9 +827,17 @@ ROWS: list[Row] = [
         record(rates=LOWISH), record(rates=LOW)),
     Row("rate-too-low", "More layers or units do not help: the present ones have not learnt yet",
         record(rates=LOW), record(rates=LOWISH)),
-    Row("rate-too-low", "In a step, no layer's activations move by more than 0.001 times their "
-        "length (limit 0.003)",
+    Row("rate-too-low", "In a typical step, no layer's activations move by more than 0.001 times "
+        "their length (median over the measured steps, limit 0.003). Such moves are proportional "
+        "to the learning rate: at 10 times this one, the largest would be about 0.01",
         record(SLOW, losses=STILL), record({**SLOW, "a": reading()}, losses=STILL)),
+    Row("rate-too-low", "at 10000 times this one, the largest would be about 0.021",
+        by_reports(*[layers(update_ratio=2.1e-6)] * 4), by_reports(*[SLOW] * 4)),
+    Row("rate-too-low", "learning rate × 10000",
+        by_reports(*[layers(update_ratio=2.1e-6)] * 4), by_reports(*[SLOW] * 4)),
+    Row("loss-stuck", "learning rate × 10000",
+        by_reports(*[layers(update_ratio=2.1e-6)] * 4, losses=STILL),
+        by_reports(*[SLOW] * 4, losses=STILL)),
     Row("rate-too-low", "too little at the beginning of a training, and usual at its end",
         by_reports(*[SLOW] * 4, losses=STILL), record(SLOW, losses=STILL)),
     Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "
@@ -807,6 +847,17 @@ ROWS: list[Row] = [
     Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "
         "far, relative to their length, as those of the median layer.",
         record({"a": reading(update_ratio=1e-6)}), record()),
+    Row("uneven-rates", "The cause is the learning rate of a parameter group: 0.0001 in "
+        "the optimizer's param_groups[1], and 0.1 for the other layers",
+        grouped(1e-4, 2e-5), grouped(1e-4, 2e-7)),  # it does not explain all of that
+    Row("uneven-rates", "The cause is the learning rate of a parameter group",
+        grouped(1e-4, 2e-5), grouped(1e-1, 2e-5)),  # the same as that of the others
+    Row("uneven-rates", "give param_groups[1] the learning rate of the other layers, 0.1 instead "
+        "of 0.0001", grouped(1e-4, 2e-5), grouped(1e-2, 2e-5)),
+    Row("uneven-rates", "No single learning rate suits both kinds of layers",
+        grouped(1e-1, 2e-5), grouped(1e-4, 2e-5)),
+    Row("uneven-rates", "use AdamW with learning rate 0.001: it scales each parameter's step",
+        grouped(1e-1, 2e-5, "SGD"), grouped(1e-1, 2e-5, "AdamW")),
     Row("uneven-rates", "use AdamW with learning rate 0.001: it scales each parameter's step",
         record({"a": reading(update_ratio=1e-6)}), record()),
     Row("uneven-rates", "give these layers their own learning rates",
@@ -822,6 +873,16 @@ ROWS: list[Row] = [
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)})),
     Row("uneven-rates", "× 0.0111 for 'a'",
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)}), SEVEN_OFF),
+    # The user's own loop
+    Row("not-zeroed", "The gradients of layer 'a' are not zeroed between optimizer steps: before "
+        "the first backward pass of a step, `.grad` still holds the gradients of earlier steps. "
+        "Their norm is 0.9 times that of the gradient that the optimizer used",
+        kept(0.9), kept(0.05)),
+    Row("not-zeroed", "call optimizer.zero_grad() once for every optimizer step, before the step's "
+        "first backward pass, even if several backward passes are added up for a step",
+        kept(0.9), kept(0.0)),
+    Row("not-zeroed", "At a lower learning rate, the optimizer still follows the sum of all "
+        "gradients so far", kept(0.9), kept(0.0)),
     # Units
     Row("dead-units", "62% of the units of ReLU '5' are dead: their values lie where the function "
         "is flat, for every row of 20 batches",

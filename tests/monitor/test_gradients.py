@@ -622,6 +622,44 @@ def test_a_forgotten_zero_grad_is_named_as_such(zeroed: bool) -> None:
     assert not any("a penalty in the loss" in note for note in notes)
 
 
+def _zeroed(passes: int, step: int, *, after: bool = False) -> Monitor:
+    """Train with several backward passes per step, gradients zeroed before every `step`-th one."""
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
+        for number in range(9):
+            if not after and number % step == 0:
+                optimizer.zero_grad(set_to_none=bool(number % 4))
+            for _ in range(passes):
+                (loss_of(model, batch) / passes).backward()
+            optimizer.step()
+            if after and number % step == 0:
+                optimizer.zero_grad()
+    return monitor
+
+
+def test_a_forgotten_zero_grad_is_a_finding_of_its_own() -> None:
+    """A gradient that is never zeroed is of nearly the length of all gradients so far."""
+    monitor = _zeroed(1, 100)
+    first, *later = [r.layers["0"].earlier_share for r in monitor.reports]
+    assert first == 0
+    assert all(share > 0.6 for share in later)
+    finding = monitor._outlet.running.findings()[0]
+    assert (finding.name, finding.strength, finding.since) == ("not-zeroed", "act", 2)
+    assert set(finding.layers) == set(monitor.reports[-1].layers)
+    assert finding.advice[0].text.startswith("call optimizer.zero_grad() once for every optimizer")
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("passes", [1, 4])
+def test_accumulation_over_several_passes_is_no_forgotten_zero_grad(
+    passes: int, after: bool
+) -> None:
+    monitor = _zeroed(passes, 1, after=after)
+    assert all(r.earlier_share == 0 for report in monitor.reports for r in report.layers.values())
+    assert "not-zeroed" not in {f.name for f in monitor._outlet.running.findings()}
+
+
 def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -267,6 +267,7 @@ def test_what_a_finding_speaks_of_is_not_ticked_beside_it() -> None:
 def test_what_is_outside_of_healthy_is_not_ticked() -> None:
     running = Running()
     running.add(report(layers={f"{i}": reading(i, scale_cv=0.9) for i in range(4)}))
+    running.add_losses(dict.fromkeys(range(20), 2.3))
     found = running.findings()
     said = {finding.name for finding in found}
     assert "outside-healthy" in said and "row-spread" not in said

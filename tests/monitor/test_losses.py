@@ -445,6 +445,22 @@ def test_compiled_code_is_compiled_as_before(say: bool) -> None:
 # Learning rates
 
 
+@pytest.mark.parametrize("layers_per_step", [None, 1])
+def test_layers_are_in_parameter_groups_of_their_own(layers_per_step: int | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    first, last = ({"params": model[i].parameters()} for i in (0, 2))
+    optimizer = torch.optim.SGD([first, {**last, "lr": 0.5}], lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, layers_per_step=layers_per_step) as monitor:
+        for _ in range(2):
+            model(torch.randn(5, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {r.optimizer for r in monitor.reports} == {"SGD"}
+    assert {p: g for r in monitor.reports for p, g in r.groups.items()} == {"0": 0, "2": 1}
+    assert monitor._outlet.running.reports[-1].groups == {"0": 0, "2": 1}
+
+
 def test_learning_rates_are_those_of_the_step() -> None:
     model = WithLoss()
     weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))

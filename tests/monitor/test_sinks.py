@@ -282,6 +282,31 @@ def test_table_marks_the_worst(measure: str, marked: str | None) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ratios", "marked"),
+    [
+        ((0.02, 0.05, 0.3), ""),  # all are healthy
+        ((0.001, 0.05, 0.3), "a"),
+        ((0.02, 0.05, 3.0), "c"),
+        ((0.001, 0.05, 3.0), "ac"),
+        ((0.001, 0.001, 0.001), ""),
+        ((0.005, 0.05, 0.9), ""),  # outside by less than two standard errors
+    ],
+)
+def test_both_ends_of_a_move_are_marked_outside_the_healthy_range(
+    ratios: tuple[float, ...], marked: str
+) -> None:
+    errors = {"update_ratio": 0.003} if 0.9 not in ratios else {"update_ratio": 0.11}
+    errors = {} if 0.001 in ratios else errors
+    layers = {
+        name: reading(update_ratio=ratio, standard_error=errors)
+        for name, ratio in zip("abc", ratios, strict=True)
+    }
+    layers["gain"] = replace(reading(update_ratio=1e-6), kind="gain")  # not comparable
+    text = printed(report(layers=layers), measures=["update_ratio"])
+    assert "".join(name for name in layers if row(text, name)[-1].endswith("*")) == marked
+
+
 def test_table_marks_nothing_where_all_are_equal() -> None:
     layers = {"a": reading(diagonal_cosine=1.0), "b": reading(diagonal_cosine=1 - 1e-7)}
     assert "*" not in printed(report(layers=layers), measures=["diagonal_cosine"])

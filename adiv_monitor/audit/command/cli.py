@@ -51,6 +51,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
+@terminal.quiet_when_unread
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("adiv-audit: interrupted before there was anything to write", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except Exception as error:
         traceback.print_exc()
         failure = printable(said(error))

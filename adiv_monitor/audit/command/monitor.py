@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from adiv_monitor.audit.command import cli
+from adiv_monitor.audit.command.terminal import quiet_when_unread
 
 _USAGE = """\
 usage: adiv-monitor audit MODEL …  trains a copy of a model, says what is wrong, tries fixes
@@ -12,6 +13,7 @@ usage: adiv-monitor audit MODEL …  trains a copy of a model, says what is wron
 Each has its own --help. A training writes its page with HtmlSink("run.html")."""
 
 
+@quiet_when_unread
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)

@@ -1,7 +1,11 @@
 """The output of an audit in the terminal: progress, verdict, findings and a table."""
 
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec
 
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Finding
@@ -16,6 +20,29 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS = 16  # in the table, so that the verdict stays on the screen
 _COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
+
+
+P = ParamSpec("P")
+
+
+def quiet_when_unread(main: Callable[P, int]) -> Callable[P, int]:
+    """Make a command end with exit code 1 and no traceback if its output is no longer read.
+
+    In `adiv-audit --help | head -3`, for example, `head` closes the pipe.
+    """
+
+    @wraps(main)
+    def command(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            try:
+                return main(*args, **kwargs)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:  # Python flushes again when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+    return command
 
 
 class ProgressBars:

@@ -21,11 +21,11 @@ from adiv_monitor.audit.trials.trial import (
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.remedies import usual_factor
 
 FACTORS = (0.1, 0.3, 3.0, 10.0)
 _FEWEST = (0.1, 10.0)
 _BEYOND = {0.1: 0.01, 10.0: 100.0}  # tried as well, if the best factor is at that end
-MOVES = 0.01  # move of activations, relative to their length, in a step of a model that learns
 
 
 def rate_trials(
@@ -122,12 +122,8 @@ def far_factor(record: Record) -> float | None:
     It is None if some layer moves by more than a few ten-thousandths in a step, so that the usual
     factors suffice, or if no layer has a measured step.
     """
-    moves = [move.value for move in by_layer(record, "update_ratio").values()]
-    largest = max(moves, default=0.0)
-    if not largest > 0:
-        return None
-    decade = round(math.log10(MOVES / largest))
-    return next((factor for factor in FAR_FACTORS if round(math.log10(factor)) == decade), None)
+    factor = usual_factor(move.value for move in by_layer(record, "update_ratio").values())
+    return next((far for far in FAR_FACTORS if factor and math.isclose(far, factor)), None)
 
 
 def _sweep(far: float, runs: _Runs) -> None:

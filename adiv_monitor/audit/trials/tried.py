@@ -22,6 +22,7 @@ from adiv_monitor.diagnosis.finding import (
     Advice,
     Finding,
     Trial,
+    is_rate,
     unrefuted,
 )
 from adiv_monitor.diagnosis.record import Record
@@ -218,8 +219,8 @@ def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
 
 def _is_no_better(advice: Advice) -> bool:
     """Return whether a fix pays, but no more than another learning rate alone."""
-    trial, by_rate = advice.trial, (advice.fix or "").startswith("rate*")
-    return trial is not None and trial.pays and not by_rate and not trial.beats_rate
+    trial = advice.trial
+    return trial is not None and trial.pays and not is_rate(trial.fix) and not trial.beats_rate
 
 
 def _in_order(advice: list[Advice]) -> list[Advice]:

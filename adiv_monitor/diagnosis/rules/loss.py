@@ -18,8 +18,10 @@ from adiv_monitor.diagnosis.course import (
     tells_nothing,
 )
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.phases import LOOK_AGAIN, RISES_YET, still_rises
+from adiv_monitor.diagnosis.phases import LOOK_AGAIN, RISES_YET, at_peak, still_rises
+from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.remedies import usual_factor
 from adiv_monitor.printable import quoted
 
 # Share of the first loss that is left after overfitting one small batch.
@@ -161,7 +163,8 @@ def behind_reference(record: Record) -> Iterator[Finding]:
     This is a symptom of any fault.
     """
     for fact in record.found_by("behind-reference"):
-        reference, own = fact.numbers["reference"], fact.numbers["model"]
+        # Predictions that are worse than a constant explain nothing: their share is negative.
+        reference, own = fact.numbers["reference"], max(0.0, fact.numbers["model"])
         if reference > EXPLAINS and own < BEHIND * reference and not tells_nothing(record):
             yield Finding(
                 "behind-reference",
@@ -209,9 +212,12 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         return
     unclear = may_have_fallen(record) and not no_lower
     rises = still_rises(record.reports)
-    rates = (Advice("learning rate × 10", "rate*10"), Advice("learning rate × 0.1", "rate*0.1"))
     ends_higher = end(record) > (1 + STILL) * record.losses[0] > 0
-    advice = rates[1:] if ends_higher else rates
+    factor = usual_factor(move.value for move in by_layer(at_peak(record), "update_ratio").values())
+    factors = [0.1] if ends_higher else [10.0, 0.1]
+    if factor is not None and factor > 10:  # layers hardly move, whatever the loss does
+        factors = [factor]
+    advice = tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors)
     if rises:
         advice = (Advice(LOOK_AGAIN),)
     elif unclear:

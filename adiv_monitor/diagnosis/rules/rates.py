@@ -1,7 +1,7 @@
 """Rules about the learning rate: too high, too low, or uneven between layers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from adiv_monitor.diagnosis.course import (
@@ -15,9 +15,22 @@ from adiv_monitor.diagnosis.course import (
 )
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.diagnosis.phases import at_peak, still_rises
-from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
+from adiv_monitor.diagnosis.readings import (
+    SCALE_FREE,
+    Typical,
+    at_first,
+    by_layer,
+    named,
+    worst_first,
+)
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import own_rates
+from adiv_monitor.diagnosis.rules.remedies import (
+    GroupRates,
+    group_rates,
+    optimizer_of,
+    own_rates,
+    usual_factor,
+)
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
@@ -224,7 +237,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
             strength,
             _by_trial(factor, trial, share, limits[strength]),
             _said(factor, trial) + short * (strength != "act"),
-            factor,
+            [factor, *(f for f in (10.0, 3.0) if f != factor)],
         )
 
 
@@ -238,19 +251,22 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         unsure = (". That is too little at the beginning of a training, and usual at its end") * (
             not record.is_audited
         )
+        factor = usual_factor(move.value for move in moves.values()) or 10.0
         yield _too_low(
             "act" if record.is_audited and suffers(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
-            f"In a step, no layer's activations move by more than {moves[largest].value:.3g} times "
-            f"their length (limit {HARDLY_MOVES:g}){unsure}.",
-            10,
+            f"In a typical step, no layer's activations move by more than "
+            f"{moves[largest].value:.3g} times their length (median over the measured steps, limit "
+            f"{HARDLY_MOVES:g}){unsure}. Such moves are proportional to the learning rate: at "
+            f"{factor:g} times this one, the largest would be about "
+            f"{moves[largest].value * factor:.2g}.",
+            [factor, factor / 10 if factor > 10 else 3.0],
         )
 
 
 def _too_low(
-    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factor: float
+    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factors: Sequence[float]
 ) -> Finding:
-    factors = [factor] + [f for f in (10, 3) if f != factor]
     return Finding(
         "rate-too-low",
         (),
@@ -268,16 +284,16 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
 
     Layers that do not move at all are left out, here and in the median. The first measured step
     decides, since training has broken nothing yet. A layer whose output begins near zero moves far
-    there and is healthy. So the finding is only a note unless the layer also does so at the next
-    measured step, or the loss goes badly.
+    there and is healthy. So nothing is found unless the layer also does so at the next measured
+    step, or the loss goes badly. If only one step is measured, the finding is a note.
     """
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
     lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    if not off or (len(steps) > 1 and not lasting and not suffers(record)):
+        return
     if len(steps) < 2:  # whether it lasts is unknown
         lasting = {}
-    if not off:
-        return
     strength: Strength = "watch" if lasting else "note"
     if suffers(record) or max(lasting.values(), default=0.0) > UNEVEN_ACT:
         strength = "act"
@@ -286,6 +302,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     middle = median(t.value for t in ratios.values())
     rates = at_first(record, "effective_lr")[0]
     starved = all(ratios[p].value < middle for p in layers)
+    groups = _at_fault(group_rates(record, layers), record, ratios, layers)
     yield Finding(
         "uneven-rates",
         layers,
@@ -295,19 +312,50 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
               for p in layers[:3]),
             *(Evidence("effective_lr", rates[p].value, None, p) for p in layers[:3] if p in rates),
         ),
-        (
-            Advice(own_rates(record, layers), "rate-per-layer"),
-            Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw"),
-        ),
+        tuple(_evened(record, layers, groups)),
         f"In one step, the activations of {', '.join(named(record, p) for p in layers[:3])} "
         f"{'hardly move' if starved else 'move unlike those of the other layers'}: "
         f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as those "
         f"of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the median, "
-        f"here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}.",
-        "No single learning rate suits both kinds of layers.",
+        f"here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."
+        + (f" The cause is the learning rate of a parameter group: {groups.rates} in the "
+           f"optimizer's {groups.names}, and {groups.usual:g} for the other layers."
+           if groups else ""),
+        "" if groups else "No single learning rate suits both kinds of layers.",
         record.reports[0].step,
-        RATES,
+        () if groups else RATES,
     )  # fmt: skip
+
+
+def _evened(record: Record, layers: Sequence[str], groups: GroupRates | None) -> Iterator[Advice]:
+    """Yield what may make all layers move alike."""
+    if groups is not None:
+        yield Advice(
+            f"give {groups.names} the learning rate of the other layers, {groups.usual:g} instead "
+            f"of {groups.rates}",
+            "group-rate",
+        )
+        return
+    yield Advice(own_rates(record, layers), "rate-per-layer")
+    if optimizer_of(record) not in SCALE_FREE:
+        text = "use AdamW with learning rate 0.001: it scales each parameter's step"
+        yield Advice(text, "adamw")
+
+
+def _at_fault(
+    groups: GroupRates | None,
+    record: Record,
+    ratios: dict[str, Typical],
+    layers: Sequence[str],
+) -> GroupRates | None:
+    """Return the groups if these layers would move like the others at the others' learning rate."""
+    if groups is None:
+        return None
+    middle = median(ratio.value for ratio in ratios.values())
+    rates = {path: groups.own[record.reports[0].groups[path]] for path in layers}
+    moves = [ratios[path].value * groups.usual / rate for path, rate in rates.items()]
+    is_within = all(middle / STARVED < move < middle * OVERDRIVEN for move in moves)
+    return groups if is_within else None
 
 
 def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:

@@ -1,16 +1,20 @@
 """Parameters of some fixes, computed from the run that the fix is for."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
+from adiv_monitor.report.wording import listed
 
 USUAL = 0.9  # momentum, and Adam's β₁
 SAID = 6  # most layers whose learning rates an advice lists
+MOVES = 0.01  # move of activations, relative to their length, in a step of a model that learns
 AT_MOST = 100.0  # largest factor on a layer's learning rate
 
 
@@ -28,6 +32,23 @@ def clip_norm(record: Record) -> float:
     return float(np.quantile(norms, 0.9)) if norms else 1.0
 
 
+def usual_factor(moves: Iterable[float]) -> float | None:
+    """Return the power of ten on the learning rate at which layers would move by `MOVES`.
+
+    A small move is proportional to the learning rate, with plain gradient descent as with Adam. The
+    layer that moves most decides.
+
+    Args:
+        moves: typical `update_ratio` of layers.
+
+    Returns:
+        The factor; None if no layer moves, or one by a number that is not finite.
+    """
+    largest = max(moves, default=0.0)
+    factor = MOVES / largest if largest > 0 else 0.0
+    return 10.0 ** round(math.log10(factor)) if 0 < factor < math.inf else None
+
+
 def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:
     """Return factors on layers' learning rates that even out their speeds: median(e) / e_l.
 
@@ -41,7 +62,7 @@ def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str
     Returns:
         Layer → factor, 0.01 to 100; empty if the speeds of fewer than two layers are known.
     """
-    plain = record.facts.optimizer in ("SGD", "ASGD")
+    plain = optimizer_of(record) in ("SGD", "ASGD")
     speeds = _speeds(record, "effective_lr" if plain else "update_ratio")
     if len(speeds) < 2:
         return {}
@@ -53,12 +74,62 @@ def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str
     }
 
 
+class GroupRates(NamedTuple):
+    """Learning rates of parameter groups that differ from that of most other layers.
+
+    Attributes:
+        own: number of a group → its learning rate.
+        usual: learning rate of most other layers.
+        like: number of a group with that learning rate.
+    """
+
+    own: Mapping[int, float]
+    usual: float
+    like: int
+
+    @property
+    def names(self) -> str:
+        """The groups, as the optimizer's attribute has them."""
+        return listed([f"param_groups[{group}]" for group in self.own])
+
+    @property
+    def rates(self) -> str:
+        """The groups' learning rates."""
+        return listed([f"{rate:g}" for rate in self.own.values()])
+
+
+def group_rates(record: Record, layers: Collection[str]) -> GroupRates | None:
+    """Return the learning rates of the groups of these layers, if all differ from the usual one.
+
+    None: they do not, or the groups are not known.
+    """
+    first = record.reports[0]
+    rates = {
+        path: first.learning_rates[group]
+        for path, group in first.groups.items()
+        if 0 <= group < len(first.learning_rates)
+    }
+    others = Counter(rate for path, rate in rates.items() if path not in layers)
+    if not others or not rates.keys() >= set(layers):
+        return None
+    usual = others.most_common(1)[0][0]
+    own = {first.groups[path]: rates[path] for path in layers}
+    if not usual > 0 or not all(rate > 0 and rate != usual for rate in own.values()):
+        return None
+    return GroupRates(own, usual, first.learning_rates.index(usual))
+
+
+def optimizer_of(record: Record) -> str:
+    """Return the class name of the run's optimizer; "" if it is not known."""
+    return record.facts.optimizer or next((r.optimizer for r in record.reports), "")
+
+
 def own_rates(record: Record, layers: Sequence[str]) -> str:
     """Return advice with the factors of `rates_per_layer`.
 
     It has no numbers if the optimizer, on which they depend, is unknown.
     """
-    factors = rates_per_layer(record, layers) if record.facts.optimizer else {}
+    factors = rates_per_layer(record, layers) if optimizer_of(record) else {}
     said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
     more = f" and {len(said) - SAID} more, each by the ratio of the median layer's speed to its own"
     shown = ", ".join(said[:SAID]) + more * (len(said) > SAID)

@@ -16,9 +16,9 @@ from adiv_monitor.diagnosis.phases import (
     learning_rate,
     still_rises,
 )
-from adiv_monitor.diagnosis.readings import Typical, maps, named, readings
+from adiv_monitor.diagnosis.readings import Typical, maps, readings, these
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report.wording import listed
+from adiv_monitor.diagnosis.rules.remedies import usual_factor
 
 # Findings that already report a measure; a layer that one of them names is not reported again.
 SPEAK_OF: Mapping[str, tuple[str, ...]] = {
@@ -32,8 +32,8 @@ OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
 # Measures that indicate faults. Zero-gradient rows may be padding, and corrected layers a choice.
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
 _WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large) → words
-    ("update_ratio", True): "in a step, the activations of {} move by more than {} times their "
-    "length",
+    ("update_ratio", True): "in a typical step, the activations of {} move by more than {} "
+    "times their length",
     (GRADIENT, False): "the gradient at {} is less than {} times that at the last layer",
     (GRADIENT, True): "the gradient at {} is more than {} times that at the last layer",
     ("idle_share", True): "the gradient is zero for a share of more than {1} of the rows of {0} "
@@ -46,7 +46,7 @@ _WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large)
 
 
 def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Find layers whose typical readings are outside the healthy range, unless others report them.
+    """Find layers whose typical readings are outside of the limits, unless others report them.
 
     If learning rates were tried, the loss itself has decided, and nothing is reported.
 
@@ -66,35 +66,62 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         if health.knots and "*" not in spoken_for.get(measure, ())
         for is_high, layers in zip((False, True), _outside(record, measure), strict=True)
     }
-    still = outside.pop(("update_ratio", False), None)
-    if still is not None:
-        yield from _of_moves(record, still, spoken_for["update_ratio"])
+    if outside.pop(("update_ratio", False), None) is not None:
+        yield from _of_moves(record, spoken_for["update_ratio"])
     if said := {place: layers for place, layers in outside.items() if layers}:
         yield _outside_healthy(record, said)
     yield from _decayed(record)
 
 
-def _of_moves(
-    record: Record, typically: Mapping[str, Typical], spoken_for: Collection[str]
-) -> Iterator[Finding]:
+def _of_moves(record: Record, spoken_for: Collection[str]) -> Iterator[Finding]:
     """Find layers that hardly move, typically or lately, grouped by the possible reason."""
-    lately = {path: t for path, t in _lately(record).items() if path not in spoken_for}
-    still = {**typically, **lately}
-    unmoved = {path: typical for path, typical in still.items() if typical.value == 0}
-    settled = {p: still[p] for p in _moved_at_first(record, still) if p not in unmoved}
+    low, limit = HEALTH["update_ratio"].healthy[0], limits(record, "update_ratio")[0]
+    moves = (typical_values(at_peak(record), "update_ratio"), _lately(record))
+    little = {
+        path: move
+        for of_layers in moves
+        for path, move in of_layers.items()
+        if move.below(low) and path not in spoken_for
+    }
+    unmoved = {path: typical for path, typical in little.items() if typical.value == 0}
+    if is_long_enough(record) and not fell(record):
+        settled = {}  # little movement before the loss has fallen is no state at the end
+    else:
+        settled = {p: little[p] for p in _moved_at_first(record, little) if p not in unmoved}
     if unmoved:
         yield _does_not_move(record, tuple(unmoved))
-    if rest := {p: t for p, t in still.items() if p not in unmoved and p not in settled}:
-        yield _stands_still(record, rest)
+    rest = {p: t for p, t in little.items() if p not in unmoved and p not in settled}
+    if still := {path: move for path, move in rest.items() if move.below(limit)}:
+        yield _stands_still(record, still)
     if settled:
         yield _settled(record, settled)
     if silent := tuple(path for path in _silent(record) if path not in spoken_for):
         yield _tells_nothing(record, silent)
 
 
+def limits(record: Record, measure: str) -> tuple[float, float]:
+    """Return the limits of typical readings beyond which layers are reported.
+
+    They are the ends of the healthy range if the loss does not fall. If it falls, a reading outside
+    the range is unusual, but does no harm that shows: AdamW with its default learning rate moves
+    layers of small networks that learn well by 0.001 to 0.009. Then only readings beyond the ends
+    of the colour scale are reported. If the loss is not known, the same holds for layers that move
+    little, and for measures that do not indicate faults.
+    """
+    health = HEALTH[measure]
+    falls, is_known = fell(record), is_long_enough(record)
+    (low, high), (far_low, far_high) = health.healthy, health.far
+    if is_known:
+        return (far_low, far_high) if falls else (low, high)
+    return (
+        far_low if measure == "update_ratio" or measure not in _TELL_FAULTS else low,
+        high if measure in _TELL_FAULTS else far_high,
+    )
+
+
 def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:
-    """Return layers typically below, and above, the healthy range by two standard errors."""
-    low, high = HEALTH[measure].healthy
+    """Return layers typically below, and above, the limits by two standard errors."""
+    low, high = limits(record, measure)
     typically = typical_values(at_peak(record), measure)
     return (
         {path: value for path, value in typically.items() if value.below(low)},
@@ -103,12 +130,11 @@ def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str
 
 
 def _lately(record: Record) -> dict[str, Typical]:
-    """Return layers that hardly moved in the last quarter of the steps at peak learning rate."""
-    peak = at_peak(record).reports
-    last = replace(record, reports=peak[-(-len(peak) * 3 // 4) :])
-    low = HEALTH["update_ratio"].healthy[0]
-    lately = typical_values(last, "update_ratio")
-    return {path: value for path, value in lately.items() if value.below(low)}
+    """Return the typical moves in the last quarter of the steps at peak learning rate."""
+    reports = at_peak(record).reports
+    begin = reports[-1].step - (reports[-1].step - reports[0].step) / 4 if reports else 0
+    last = tuple(report for report in reports if report.step >= begin)
+    return typical_values(replace(record, reports=last), "update_ratio")
 
 
 def _silent(record: Record) -> Iterator[str]:
@@ -148,13 +174,13 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     least, most = layers[paths[0]].value, layers[paths[-1]].value
     moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
     said = (
-        f"In a step, the activations of {_where(paths, record)} move by {moves} times their "
+        f"In a typical step, the activations of {these(record, paths)} move by {moves} times their "
         f"length. Healthy layers that train from scratch move by at least {health.healthy[0]:g}."
     )
     strength = _strength(record)
     advice: tuple[Advice, ...] = (
-        Advice("use a learning rate ten times as high, for these layers or for all (adiv-audit "
-               "tries it)"),
+        Advice(f"use a learning rate {_times(layers):g} times as high, for these layers or for "
+               "all (adiv-audit tries higher ones)"),
         Advice("change nothing, if pretrained weights should stay close to their values"),
     )  # fmt: skip
     if still_rises(record.reports):
@@ -173,6 +199,11 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     )
 
 
+def _times(layers: Mapping[str, Typical]) -> float:
+    """Return the factor on the learning rate at which these layers would move like healthy ones."""
+    return max(3.0, usual_factor(move.value for move in layers.values()) or 0.0)
+
+
 def _tells_nothing(record: Record, paths: tuple[str, ...]) -> Finding:
     return Finding(
         "stands-still",
@@ -180,7 +211,7 @@ def _tells_nothing(record: Record, paths: tuple[str, ...]) -> Finding:
         _strength(record),
         (),
         (Advice("check whether gradients are zero, or are cleared before the step"),),
-        f"The move of the activations of {_where(paths, record)} is not known: in no measured step "
+        f"The move of the activations of {these(record, paths)} is not known: in no measured step "
         "were both their gradients and their outputs nonzero.",
     )
 
@@ -196,7 +227,7 @@ def _does_not_move(record: Record, paths: tuple[str, ...]) -> Finding:
             Advice("give these layers' parameters a learning rate above zero, unless they should "
                    "not be trained"),
         ),
-        f"The steps do not move the activations of {_where(paths, record)} at all: the learning "
+        f"The steps do not move the activations of {these(record, paths)} at all: the learning "
         "rate is zero, or other code resets the weights.",
         since=_low_since(record, paths),
     )  # fmt: skip
@@ -211,9 +242,9 @@ def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
         "note",
         tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]),
         (),
-        f"The activations of {_where(paths, record)} first moved as far as in healthy layers, and "
-        f"later by less than {low:g} times their length in a step. That is usual near the end of a "
-        "training.",
+        f"The activations of {these(record, paths)} first moved as far as in healthy layers, and "
+        f"later by less than {low:g} times their length in a typical step. That is usual as a loss "
+        "falls.",
         since=_low_since(record, paths),
     )
 
@@ -230,12 +261,21 @@ def _low_since(record: Record, paths: Sequence[str]) -> int | None:
 
 
 def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
-    """Return layers with healthy movement in the first quarter of the steps at the peak."""
-    peak = at_peak(record).reports
-    first = replace(record, reports=peak[: max(1, len(peak) // 4)])
-    begin = typical_values(first, "update_ratio")
+    """Return layers with healthy movement in a step of the first quarter at the peak.
+
+    One such step is enough, so that the result hardly depends on how many steps are measured.
+    """
+    reports = at_peak(record).reports
+    end = reports[0].step + (reports[-1].step - reports[0].step) / 4 if reports else 0
     low, high = HEALTH["update_ratio"].healthy
-    return [p for p in layers if p in begin and low <= begin[p].value <= high]
+    moved = {
+        path
+        for report in reports
+        if report.step <= end
+        for path, value in value_of(record, report, "update_ratio").items()
+        if low <= value <= high
+    }
+    return [path for path in layers if path in moved]
 
 
 def _outside_healthy(
@@ -243,9 +283,9 @@ def _outside_healthy(
 ) -> Finding:
     said, evidence = [], []
     for (measure, is_high), layers in outside.items():
-        limit = HEALTH[measure].healthy[is_high]
+        limit = limits(record, measure)[is_high]
         paths = sorted(layers, key=lambda path: layers[path].value, reverse=is_high)
-        said.append(_WORDS[measure, is_high].format(_where(paths, record), f"{limit:g}"))
+        said.append(_WORDS[measure, is_high].format(these(record, paths), f"{limit:g}"))
         evidence += [Evidence(measure, layers[p].value, limit, p) for p in paths[:3]]
     faulty = any(measure in _TELL_FAULTS for measure, _ in outside)
     return Finding(
@@ -254,15 +294,7 @@ def _outside_healthy(
         _strength(record) if faulty else "note",
         tuple(evidence),
         (Advice("run adiv-audit: it looks for the cause, and tries fixes"),),
-        "Some readings lie outside the healthy range: " + "; ".join(said) + ".",
-    )
-
-
-def _where(paths: Sequence[str], record: Record) -> str:
-    return (
-        f"all {len(paths)} layers"
-        if len(paths) == len({p for report in record.reports for p in report.layers}) > 3
-        else listed([named(record, path) for path in paths])
+        "Some readings typically lie outside the healthy range: " + "; ".join(said) + ".",
     )
 
 

@@ -11,7 +11,7 @@ from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
+from adiv_monitor.diagnosis.rules.remedies import group_rates, rates_per_layer
 
 FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
 FAR_FACTORS = tuple(10.0**n for n in range(2, 10))  # for layers that hardly move
@@ -71,6 +71,16 @@ def _per_layer(fork: Fork, layers: Sequence[str], record: Record | None) -> None
     scale_rates(fork.optimizer, factors)
 
 
+def _group_rate(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Give the parameter groups of these layers the learning rate of most other layers."""
+    found = None if record is None or not record.reports else group_rates(record, layers)
+    groups = fork.optimizer.param_groups
+    if found is None or max(*found.own, found.like) >= len(groups):
+        raise DoesNotApply("these layers have no learning rate of their own")
+    for group in found.own:
+        groups[group]["lr"] = groups[found.like]["lr"]
+
+
 def _warm_up(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """Raise the learning rate linearly from a hundredth over the first third of the steps."""
     scale_rate(fork.optimizer, 1.0)
@@ -89,5 +99,6 @@ FIXES = [
         "a learning rate for each layer that evens out how fast the layers move",
         _per_layer,
     ),
+    Fix("group-rate", "the learning rate of the other parameter groups", _group_rate),
     Fix("warm-up", "let the learning rate rise from near 0 at the beginning", _warm_up),
 ]

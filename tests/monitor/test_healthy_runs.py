@@ -1,0 +1,108 @@
+"""What a run is told at its end: nothing if it is healthy, and the same at every interval."""
+
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from made_records import reading
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+
+from adiv_monitor import Monitor
+from adiv_monitor.diagnosis.finding import Finding, red_layers
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.diagnosis.verdict import NOTHING, running_headline
+from adiv_monitor.report import StepReport
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "AdamW": lambda model: AdamW(model.parameters(), lr=1e-3),
+    "SGD": lambda model: SGD(model.parameters(), lr=0.1),
+}
+
+
+def perceptron(make: Callable[[nn.Module], Optimizer], *, knows_loss: bool) -> Monitor:
+    """Train a small perceptron that learns well."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    )
+    x = torch.randn(512, 20)
+    labels, optimizer = x[:, :4].argmax(1), make(model)
+    with Monitor(model, optimizer, every_n_steps=10) as monitor:
+        for step in range(120):
+            chosen = torch.arange(32 * step, 32 * step + 32) % 512
+            loss = functional.cross_entropy(model(x[chosen]), labels[chosen])
+            if knows_loss:
+                monitor.log_loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert loss < 0.8
+    return monitor
+
+
+@pytest.mark.parametrize("knows_loss", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_healthy_run_is_told_nothing(
+    optimizer: str,
+    knows_loss: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(logging.getLogger("adiv_monitor"), "propagate", False)  # no handlers
+    running = perceptron(OPTIMIZERS[optimizer], knows_loss=knows_loss)._outlet.running
+    findings = running.findings()
+    assert {f.name for f in findings} <= {"settled"}
+    assert running_headline(findings, running.record()) == NOTHING
+    line = "adiv-monitor: nothing found in what was measured (12 measured steps)\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_line_at_the_end_needs_reports_and_no_set_up_logging(
+    steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed() -> str:
+        torch.manual_seed(0)
+        model, x = nn.Linear(3, 2), torch.randn(32, 3)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        with Monitor(model, optimizer, every_n_steps=1):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        return capsys.readouterr().err
+
+    assert printed() == ""  # pytest has set up logging
+    monkeypatch.setattr(logging.getLogger("adiv_monitor"), "propagate", False)
+    assert printed().startswith("adiv-monitor: ") is (steps == 3)
+
+
+def measured(every: int, moves: Callable[[int], float], losses: Callable[[int], float]) -> Running:
+    """The reports of 400 steps in which one layer moves less and less."""
+    running = Running()
+    for step in range(0, 400, every):
+        layers = {"a": reading(update_ratio=moves(step)), "b": reading(), "c": reading()}
+        running.add(StepReport(step, layers, {}, 1.0))
+    running.add_losses({step: losses(step) for step in range(400)})
+    return running
+
+
+@pytest.mark.parametrize("every", [1, 10, 50, 100, 150])
+def test_what_has_settled_does_not_depend_on_the_interval(every: int) -> None:
+    falling = measured(every, lambda s: 0.03 * math.exp(-s / 20), lambda s: 2.3 * 0.99**s)
+    assert {f.name: f.layers for f in falling.findings()} == {"settled": ("a",)}
+    still = measured(every, lambda s: 0.03 * math.exp(-s / 20), lambda s: 2.3)
+    assert "settled" not in {f.name for f in still.findings()}
+
+
+def test_pictures_draw_names_in_red_only_of_layers_that_may_harm() -> None:
+    findings = [
+        Finding("a", ("x",), "act", (), ()),
+        Finding("b", ("y", "x"), "watch", (), ()),
+        Finding("c", ("z",), "note", (), ()),
+    ]
+    assert red_layers(findings) == {"x", "y"}
