@@ -7,6 +7,7 @@ from types import MappingProxyType
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
+    attention,
     code,
     data,
     initialisation,
@@ -36,12 +37,16 @@ RULES: tuple[Rule, ...] = (
     wiring.unreached,
     code.rate_zero,
     code.rounded_away,
+    optimizer.epsilon_dominates,
     code.gradient_hooks,
     code.left_in_eval,
     samples.samples_mixed,
     samples.reshape_scrambles,
     samples.gradient_cut,
     samples.no_activation,
+    attention.attention_axis,
+    wiring.module_repeated,
+    wiring.joined_with_itself,
     targets.future_leak,
     targets.broadcast_loss,
     targets.no_log,
@@ -50,6 +55,8 @@ RULES: tuple[Rule, ...] = (
     loss.double_softmax,
     loss.activated_logits,
     targets.targets_out_of_range,
+    targets.outputs_normalised,
+    targets.dropout_on_outputs,
     targets.target_is_input,
     loss.unbounded,
     wiring.frozen,
@@ -65,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     code.batch_norm_starved,
     code.dropout_too_high,
     data.one_sided_weights,
+    attention.attention_saturated,
     initialisation.bad_initialisation,
     wiring.input_lost,
     initialisation.vanishing,
@@ -99,11 +107,13 @@ SYMPTOMS = frozenset({"rate-too-low", "loss-stuck", "stands-still", "outside-hea
 CAUSES = frozenset(
     {
         *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
+        "epsilon-dominates",
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
         *("samples-mixed", "reshape-scrambles", "gradient-cut"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss", "target-scale"),
         *("no-activation", "constant-data"),
+        *("attention-axis", "dropout-on-outputs", "outputs-normalised"),
     }
 )
 FOLLOWS = frozenset(
