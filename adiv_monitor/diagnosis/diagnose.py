@@ -58,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     targets.outputs_normalised,
     targets.dropout_on_outputs,
     targets.target_is_input,
+    loss.zero_gradient,
     loss.unbounded,
     wiring.frozen,
     data.constant_data,
@@ -113,13 +114,13 @@ CAUSES = frozenset(
         *("samples-mixed", "reshape-scrambles", "gradient-cut"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss", "target-scale"),
         *("no-activation", "constant-data"),
-        *("attention-axis", "dropout-on-outputs", "outputs-normalised"),
+        *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
     }
 )
 FOLLOWS = frozenset(
     {
         *("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit"),
-        *("loss-stuck", "behind-reference"),
+        *("loss-stuck", "behind-reference", "zero-gradient"),
     }
 )
 LAST = frozenset({"cannot-overfit", "behind-reference"})

@@ -211,6 +211,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "attention-saturated": "Attention that begins saturated",
         "dropout-on-outputs": "Dropout on the outputs",
         "outputs-normalised": "Normalised outputs of a regression",
+        "zero-gradient": "A loss without a gradient",
         "constant-data": "Data without differences",
         "no-activation": "Activation functions without effect",
     }

@@ -110,7 +110,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
             *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
             *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
-            *("dropout-on-outputs", "outputs-normalised"),
+            *("dropout-on-outputs", "outputs-normalised", "zero-gradient"),
         ),
         _of_loss,
     ),

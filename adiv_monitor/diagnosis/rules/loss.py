@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import (
     FAR_BELOW,
+    FEWEST,
     STILL,
     end,
     falls_ever_faster,
@@ -81,6 +82,37 @@ def activated_logits(record: Record) -> Iterator[Finding]:
         f"The loss uses the outputs of {where} as logits. Such logits "
         f"{_LACK.get(output.function, 'are bounded on one side')}.",
         "Another learning rate does not widen the range of the logits.",
+        0,
+        RATES,
+    )  # fmt: skip
+
+
+def zero_gradient(record: Record) -> Iterator[Finding]:
+    """Find a loss whose gradient is zero for all parameters in every step."""
+    norms = record.gradient_norms
+    if len(norms) < FEWEST or any(norms) or not record.wiring.zero_gradient:
+        return  # or no parameter is reached, which is another finding
+    facts = record.found_by("zero-gradient")
+    where = (
+        f" {facts[0].place} compares a tensor with itself: its loss is 0 whatever the model "
+        "computes."
+        if facts
+        else ""
+    )
+    yield Finding(
+        "zero-gradient",
+        (),
+        "act",
+        (Evidence("largest norm of a gradient", 0.0, 0.0),),
+        (
+            Advice("compare the outputs with the targets of the batch")
+            if facts else
+            Advice("look in the loss for a comparison of the outputs with themselves, for rounding "
+                   "and clamps, and for a margin that every sample already satisfies"),
+        ),
+        f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps, so "
+        f"no step has a direction.{where}",
+        "No learning rate moves weights without a gradient.",
         0,
         RATES,
     )  # fmt: skip

@@ -38,6 +38,7 @@ from adiv_monitor.audit.seen.probes import (
     softmax_axes,
     targets_out_of_range,
     unbounded_loss,
+    zero_gradient,
 )
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Probed
@@ -78,6 +79,7 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "batch-norm-starved": batch_norm_starved.ask,
         "dropout-too-high": dropout_too_high.ask,
         "epsilon-dominates": epsilon_dominates.ask,
+        "zero-gradient": zero_gradient.ask,
         "unbounded-loss": unbounded_loss.ask,
         "behind-reference": behind_reference.ask,
     }
