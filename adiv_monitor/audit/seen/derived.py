@@ -9,15 +9,16 @@ from adiv_monitor.audit.seen.calls import Call
 
 # Functions that do more than move, mask or map entries one by one.
 PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "mm", "linear")
-LAYERS = ("bilinear", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward")
+LAYERS = ("bilinear", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
+          "lstm", "gru", "rnn_tanh", "rnn_relu")  # fmt: skip
 
 
 class Derived:
     """Follows tensors through a pass, as its calls are reported in order.
 
     A tensor derives from a call if it is its result, or the result of a function of a tensor that
-    derives from it, with as many entries: a view, a permutation, a mask, a scaling, an activation.
-    Products, layers and convolutions end the chain.
+    derives from it: a part of that tensor, or one with as many entries, by a view, a permutation, a
+    mask, a scaling or an activation. Products, layers and convolutions end the chain.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,8 @@ class Derived:
             if (source := self.source(given)) is None:
                 continue
             for x in flat(call.result):
-                if x.numel() == given.numel() and x is not given:
+                is_part = call.name == "__getitem__" or x.numel() == given.numel()
+                if is_part and x is not given:
                     self._of.setdefault(id(x), (x, source))
 
     def source(self, x: object) -> Call | None:
