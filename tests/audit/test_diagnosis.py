@@ -115,6 +115,18 @@ HITS = {
     "left-in-eval": probed("left-in-eval", given=0.0, losses=STILL),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0, losses=STILL),
     "dropout-too-high": probed("dropout-too-high", rate=0.9, **{"with": 2.0, "without": 1.0}),
+    "epsilon-dominates": probed(
+        "epsilon-dominates", share=0.9, epsilon=1.0, root=0.01, losses=STILL
+    ),
+    "dropout-on-outputs": probed(
+        "dropout-on-outputs", rate=0.3, **{"with": 2.0, "without": 1.0}, losses=STILL
+    ),
+    "outputs-normalised": probed(
+        "outputs-normalised", mean=0.0, std=1.0, losses=STILL,
+        **{"target mean": 100.0, "target std": 3.0},
+    ),
+    "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL,
+                            wiring=Wiring(zero_gradient=("a.weight",))),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
                      weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
 }  # fmt: skip
@@ -157,7 +169,14 @@ NEAR_MISSES = {
     "gradient-cut": probed("gradient-cut", cosine=0.995),
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
-}
+    "epsilon-dominates": probed("epsilon-dominates", share=0.45, epsilon=1.0, root=2.0),
+    "attention-saturated": probed("attention-saturated", spread=2.9, largest=0.6),
+    "outputs-normalised": probed(
+        "outputs-normalised", mean=0.0, std=1.0, **{"target mean": 1.9, "target std": 2.9}
+    ),
+    "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), losses=STILL,
+                            wiring=Wiring(zero_gradient=("a.weight",))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)

@@ -1,6 +1,7 @@
 """Bugs of wiring and of the optimizer's settings: each is seen, and its healthy relatives are not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ def asked(name: str, of: Setup) -> Probed:
 
 def named(of: Setup) -> dict[str, str]:
     """Return the findings of a short run, of which nothing is tried, with their strengths."""
-    return {finding.name: finding.strength for finding in diagnose(observe(of, every_n_steps=8))}
+    return {finding.name: finding.strength for finding in diagnose(observe(replace(of, steps=12), every_n_steps=6))}
 
 
 def with_model(model: nn.Module) -> Setup:

@@ -123,9 +123,10 @@ def unbounded(record: Record) -> Iterator[Finding]:
 
     The line is that from the first weights through the last ones.
     """
-    if not is_unbounded(record):
+    finite = [loss for loss in record.losses if math.isfinite(loss)]
+    if not finite or not is_unbounded(record):
         return
-    lowest = min(loss for loss in record.losses if math.isfinite(loss))
+    lowest = min(finite)
     course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
     summary = f"The loss falls without bound, ever faster: {course}."
     evidence = Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0])))
