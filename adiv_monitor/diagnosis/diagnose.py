@@ -163,7 +163,7 @@ def explained(findings: Sequence[Finding]) -> list[Finding]:
         is_last = any(finding.name != "cannot-overfit" for finding in act)
         return [_behind(f) if f.name in LAST and is_last else f for f in findings]
     follows = FOLLOWS | ALSO.get(cause.name, frozenset())
-    explains = dict.fromkeys(finding.name for finding in findings if finding.name in follows)
+    explains = dict.fromkeys(f.name for f in findings if f.name in follows and f is not cause)
     said = f" This would explain: {', '.join(explains)}." if explains else ""
     return [
         replace(f, summary=f"{f.summary}{said}") if f is cause

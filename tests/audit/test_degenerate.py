@@ -28,8 +28,11 @@ NUMBERS = (
     *("root", "epsilon", "sums", "spread", "largest", "mean", "std", "target mean", "target std"),
 )
 WORDS = dict.fromkeys(
-    ("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked", "class", "product", "axis",
-     "over"), "x"
+    (
+        *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"),
+        *("class", "product", "axis", "over"),
+    ),
+    "x",
 )
 PROBES = (
     *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks", "left-in-eval"),

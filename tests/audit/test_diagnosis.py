@@ -206,6 +206,18 @@ def test_what_lies_within_errors_is_no_hit(name: str) -> None:
     assert name not in found(WITHIN_ERRORS[name])
 
 
+@pytest.mark.parametrize(
+    ("left", "strength"), [(1.35, "act"), (1.5, "watch")], ids=["far less", "less"]
+)
+def test_from_a_high_first_loss_what_a_tenth_of_the_rate_leaves_decides(
+    left: float, strength: str
+) -> None:
+    """Of a thousand outputs for ten classes, each learning rate finds out which ones occur."""
+    losses = (8.0, *(2.1,) * (STEPS - 1))
+    of = record(losses=losses, chance=6.9, rates=trials(own=2.1, x01=left, x03=1.9))
+    assert [f.strength for f in diagnose(of) if f.name == "rate-too-high"] == [strength]
+
+
 def test_causes_come_before_what_follows_from_them() -> None:
     faulty = record(
         inputs={"0": replace(INPUTS, std=160.0)},

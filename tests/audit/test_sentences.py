@@ -521,7 +521,7 @@ ROWS: list[Row] = [
         "entries, its ε (1) is larger than √v (typically 0.0015): ε shortens their steps, which "
         "are no longer adapted to the size of their gradients", epsilon(0.9), epsilon(0.4)),
     Row("epsilon-dominates", "use the default eps of 1e-8", epsilon(0.9), epsilon(0.4)),
-    Row("module-repeated", "6 entries of a container are the same Block, 'body.0': they share one "
+    Row("module-repeated", "6 entries of a container are the same Block 'body.0': they share one "
         "set of weights. [block] * n repeats the module, it does not copy it. Number of further "
         "such modules: 1.",
         probed("module-repeated", REPEATED, REPEATED), probed("module-repeated", REPEATED)),
@@ -552,7 +552,7 @@ ROWS: list[Row] = [
         replace(probed("attention-axis", OVER_QUERIES), rates=LOW)),
     Row("attention-saturated", "Before training, the scores of a query at softmax in 'a' have a "
         "standard deviation of 10, and the softmax gives 84% of the weight to one key: so hard a "
-        "choice passes hardly any gradient to queries and keys", sharp(10.0), sharp(2.9)),
+        "choice passes little gradient to queries and keys", sharp(10.0), sharp(2.9)),
     Row("attention-saturated", "divide the scores by the square root of the width of the queries, "
         "and normalise the inputs of the attention", sharp(10.0), sharp(2.9)),
     Row("dropout-on-outputs", "dropout in 'a' sets 30% of the outputs to 0 in each step, and "

@@ -1,4 +1,4 @@
-"""Bugs of wiring and of the optimizer's settings: each is seen, and its healthy relatives are not."""
+"""Bugs of wiring, outputs and epsilon: each is seen, and its healthy relatives are not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,10 @@ def asked(name: str, of: Setup) -> Probed:
 
 def named(of: Setup) -> dict[str, str]:
     """Return the findings of a short run, of which nothing is tried, with their strengths."""
-    return {finding.name: finding.strength for finding in diagnose(observe(replace(of, steps=12), every_n_steps=6))}
+    return {
+        finding.name: finding.strength
+        for finding in diagnose(observe(replace(of, steps=12), every_n_steps=6))
+    }
 
 
 def with_model(model: nn.Module) -> Setup:
@@ -306,7 +309,8 @@ class Joined(nn.Module):
 
 @pytest.mark.parametrize(
     ("join", "function"),
-    [(lambda z, x: torch.cat([z, z], 1), "cat"), (lambda z, x: torch.concat((x, z, x), -1), "concat"),
+    [(lambda z, x: torch.cat([z, z], 1), "cat"),
+     (lambda z, x: torch.concat((x, z, x), -1), "concat"),
      (lambda z, x: z + z, "add"), (lambda z, x: torch.add(z, z), "add")],
 )  # fmt: skip
 def test_features_joined_with_themselves_are_watched(join: Any, function: str) -> None:
@@ -353,7 +357,7 @@ def squared(model: nn.Module, batch: Any, scale: float = 1.0, shift: float = 0.0
 
 
 def by_hand(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
+    x, _ = batch
     return (model(x)[:, 0] - x[:, 0]).square().mean()
 
 

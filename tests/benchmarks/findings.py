@@ -853,7 +853,8 @@ PICTURES: dict[str, Picture] = {
         {"loss at the better of learning rates × 0.1, 0.3": of_rates(lambda f: 0.1 <= f < 1),
          "share of steps that raise their batch's loss": raised,
          "largest update_ratio": extreme("update_ratio")},
-        (rates, ("SHARE_OF_FALL_WATCH", "SHARE_OF_FALL_ACT", "MOVES_TOO_FAR")),
+        (rates, ("SHARE_OF_FALL_WATCH", "SHARE_OF_FALL_ACT", "LEFT_AT_A_TENTH",
+                 "MOVES_TOO_FAR")),
     ),
     "rate-too-low": Picture(
         "the learning rate × 0.001",

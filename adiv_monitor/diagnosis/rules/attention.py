@@ -58,6 +58,6 @@ def attention_saturated(record: Record) -> Iterator[Finding]:
             ),
             f"Before training, the scores of a query at {worst.place} have a standard deviation of "
             f"{size:.3g}, and the softmax gives {largest:.0%} of the weight to one key: so hard a "
-            "choice passes hardly any gradient to queries and keys.",
+            "choice passes little gradient to queries and keys.",
             since=0,
         )  # fmt: skip

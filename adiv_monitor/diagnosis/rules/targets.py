@@ -8,8 +8,8 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 
 # Share of the targets outside the range of the function on the outputs.
 OUTSIDE = 0.01
-# Standard deviation of the targets over that of normalised outputs, or the reverse; and the distance
-# of their means, in the larger standard deviation. Standardised targets have 1 and 0.
+# Standard deviation of the targets over that of normalised outputs, or the reverse; and the
+# distance of their means, in the larger standard deviation. Standardised targets have 1 and 0.
 OTHER_SCALE, OTHER_MEAN = 3.0, 1.0
 
 

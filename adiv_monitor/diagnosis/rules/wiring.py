@@ -156,7 +156,7 @@ def module_repeated(record: Record) -> Iterator[Finding]:
                 Advice("create a module for each entry, as in [Block() for _ in range(n)], unless "
                        "the entries should share weights", "own-copies"),
             ),
-            f"{times:.0f} entries of a container are the same {kind}, '{fact.place}': they share "
+            f"{times:.0f} entries of a container are the same {kind} '{fact.place}': they share "
             "one set of weights. [block] * n repeats the module, it does not copy it." + others,
         )  # fmt: skip
 

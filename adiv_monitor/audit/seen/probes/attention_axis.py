@@ -62,9 +62,7 @@ def uses(fork: Fork) -> list[Use]:
     one, and does not count. Dropout, which changes the sums, drops nothing.
     """
     whole = replace(fork)
-    change_calls(
-        whole, lambda call: with_rate(call, 0.0) if rate_of(call) > 0 else NotImplemented
-    )
+    change_calls(whole, lambda call: with_rate(call, 0.0) if rate_of(call) > 0 else NotImplemented)
     scores, weights = Derived(), Derived()
     found: list[Use] = []
 

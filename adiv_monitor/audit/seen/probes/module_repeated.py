@@ -9,7 +9,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return the modules that several entries of one container share, with the number of entries."""
+    """Return the modules that are several entries of one container, with their number."""
     return Probed(tuple(
         Fact(f"{path}.{names[0]}".lstrip("."), {"times": float(len(names))},
              {"class": type(container._modules[names[0]]).__name__})
