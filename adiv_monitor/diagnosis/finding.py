@@ -43,7 +43,7 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
     }
 )
 # Of these, what is meant as often as not: a note, where a fix of it was tried and does not help.
-ELSE_A_NOTE = frozenset({"order-ignored"})
+ELSE_A_NOTE = frozenset({"order-ignored", "attention-saturated"})
 # Learning rates below and above the run's own, by the names of their trials.
 LOWER_RATES = ("rate*0.01", "rate*0.1", "rate*0.3")
 HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))

@@ -205,7 +205,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "dropout-too-high": "Dropout rate too high",
         "behind-reference": "The model learns less than a small network",
         "labels-unrelated": "Labels that no model predicts",
-        "module-repeated": "One module several times in a container",
+        "module-repeated": "Several layers are one module",
         "joined-with-itself": "A tensor joined with itself",
         "attention-axis": "Attention weights summed over another axis",
         "attention-saturated": "Attention that begins saturated",

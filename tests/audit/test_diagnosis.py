@@ -170,7 +170,7 @@ NEAR_MISSES = {
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
     "epsilon-dominates": probed("epsilon-dominates", share=0.45, epsilon=1.0, root=2.0),
-    "attention-saturated": probed("attention-saturated", spread=2.9, largest=0.6),
+    "attention-saturated": probed("attention-saturated", spread=2.4, largest=0.6),
     "outputs-normalised": probed(
         "outputs-normalised", mean=0.0, std=1.0, **{"target mean": 1.9, "target std": 2.9}
     ),

@@ -521,7 +521,7 @@ ROWS: list[Row] = [
         "entries, its ε (1) is larger than √v (typically 0.0015): ε shortens their steps, which "
         "are no longer adapted to the size of their gradients", epsilon(0.9), epsilon(0.4)),
     Row("epsilon-dominates", "use the default eps of 1e-8", epsilon(0.9), epsilon(0.4)),
-    Row("module-repeated", "6 entries of a container are the same Block 'body.0': they share one "
+    Row("module-repeated", "6 entries of the model are the same Block 'body.0': they share one "
         "set of weights. [block] * n repeats the module, it does not copy it. Number of further "
         "such modules: 1.",
         probed("module-repeated", REPEATED, REPEATED), probed("module-repeated", REPEATED)),
@@ -552,18 +552,18 @@ ROWS: list[Row] = [
         replace(probed("attention-axis", OVER_QUERIES), rates=LOW)),
     Row("attention-saturated", "Before training, the scores of a query at softmax in 'a' have a "
         "standard deviation of 10, and the softmax gives 84% of the weight to one key: so hard a "
-        "choice passes little gradient to queries and keys", sharp(10.0), sharp(2.9)),
+        "choice passes little gradient to queries and keys", sharp(10.0), sharp(2.4)),
     Row("attention-saturated", "divide the scores by the square root of the width of the queries, "
-        "and normalise the inputs of the attention", sharp(10.0), sharp(2.9)),
+        "and normalise the inputs of the attention", sharp(10.0), sharp(2.4)),
     Row("dropout-on-outputs", "dropout in 'a' sets 30% of the outputs to 0 in each step, and "
         "multiplies the others by 1/(1 − p), before the loss compares them with their targets",
         DROPPED, record()),
     Row("dropout-on-outputs", "remove the dropout behind the last layer", DROPPED, record()),
     Row("dropout-on-outputs", "Another learning rate does not remove this noise", DROPPED,
         replace(DROPPED, rates=LOW)),
-    Row("outputs-normalised", "batch_norm in 'a' normalises the outputs: they have a mean of 0 and "
-        "a standard deviation of 1, whatever the layers before it compute. The targets have 100 "
-        "and 3",
+    Row("outputs-normalised", "batch_norm in 'a' normalises the outputs: whatever the layers "
+        "before it compute, they begin with a mean of 0 and a standard deviation of 1. The targets "
+        "have 100 and 3",
         normalised(100.0, 3.0), normalised(0.5, 2.0)),
     Row("outputs-normalised", "remove the normalisation of the outputs", normalised(0.0, 10.0),
         normalised(0.0, 1.0)),

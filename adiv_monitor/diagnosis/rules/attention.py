@@ -6,9 +6,9 @@ from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 
 # Standard deviation of a query's scores before training. Divided by √d, the products of independent
-# queries and keys of unit variance have 1 (Vaswani et al. 2017, section 3.2.1); at 3, a key at two
-# deviations gets e⁶ = 400 times the weight of the mean key.
-SPREAD = 3.0
+# queries and keys of unit variance have 1 (Vaswani et al. 2017, section 3.2.1); at 2.5, a key at
+# two deviations gets e⁵ = 150 times the weight of the mean key.
+SPREAD = 2.5
 
 
 def attention_axis(record: Record) -> Iterator[Finding]:

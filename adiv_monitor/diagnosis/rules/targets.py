@@ -177,9 +177,9 @@ def outputs_normalised(record: Record) -> Iterator[Finding]:
                 ),
                 (Advice("remove the normalisation of the outputs", "outputs-without-norm"),
                  Advice("standardise the targets")),
-                f"{fact.place} normalises the outputs: they have a mean of {mean:.2g} and a "
-                f"standard deviation of {std:.2g}, whatever the layers before it compute. The "
-                f"targets have {target_mean:.3g} and {target_std:.3g}.",
+                f"{fact.place} normalises the outputs: whatever the layers before it "
+                f"compute, they begin with a mean of {mean:.2g} and a standard deviation of "
+                f"{std:.2g}. The targets have {target_mean:.3g} and {target_std:.3g}.",
                 since=0,
             )  # fmt: skip
 

@@ -141,7 +141,7 @@ def _ignored(record: Record) -> Iterator[Finding]:
 
 
 def module_repeated(record: Record) -> Iterator[Finding]:
-    """Find containers that hold one module several times, which may be meant."""
+    """Find modules that are several entries of another one, which may be meant."""
     facts = record.found_by("module-repeated")
     if facts:
         fact = facts[0]
@@ -151,13 +151,13 @@ def module_repeated(record: Record) -> Iterator[Finding]:
             "module-repeated",
             tuple(fact.place for fact in facts),
             "watch",
-            (Evidence("entries of a container that are one module", times, 1.0, fact.place),),
+            (Evidence("entries that are one module", times, 1.0, fact.place),),
             (
                 Advice("create a module for each entry, as in [Block() for _ in range(n)], unless "
                        "the entries should share weights", "own-copies"),
             ),
-            f"{times:.0f} entries of a container are the same {kind} '{fact.place}': they share "
-            "one set of weights. [block] * n repeats the module, it does not copy it." + others,
+            f"{times:.0f} entries of the model are the same {kind} '{fact.place}': they share one "
+            "set of weights. [block] * n repeats the module, it does not copy it." + others,
         )  # fmt: skip
 
 

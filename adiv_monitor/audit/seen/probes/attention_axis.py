@@ -13,6 +13,7 @@ from adiv_monitor.audit.seen.probes.dropout_too_high import rate_of, with_rate
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
+ENTRYWISE = ("mul", "multiply", "__mul__", "__rmul__")
 _EXACT = 1e-4  # deviation from 1 of sums of float32 numbers
 
 
@@ -64,10 +65,17 @@ def uses(fork: Fork) -> list[Use]:
     whole = replace(fork)
     change_calls(whole, lambda call: with_rate(call, 0.0) if rate_of(call) > 0 else NotImplemented)
     scores, weights = Derived(), Derived()
+    weighted: dict[int, tuple[Call, Tensor]] = {}  # products entry by entry, and their weights
     found: list[Use] = []
 
     def look(call: Call) -> None:
         scores.follow(call)
+        if call.name in ENTRYWISE:
+            for x in call.args:
+                if weights.source(x) is not None and isinstance(call.result, Tensor):
+                    weighted[id(call.result)] = call, x
+        elif call.name == "sum" and call.args and id(call.args[0]) in weighted:
+            found.extend(_summed_up(call, *weighted[id(call.args[0])], weights))
         weights.follow(call)
         if call.name in PRODUCTS and call.name != "linear":
             scores.begin(call)
@@ -95,6 +103,18 @@ def _used(call: Call, weights: Derived) -> Iterator[Use]:
             yield Use(softmax, call, tuple(x.shape), sums[i], over)
 
 
+def _summed_up(call: Call, product: Call, x: Tensor, weights: Derived) -> Iterator[Use]:
+    """Yield the use of weights that are multiplied entry by entry and then summed over axes."""
+    axes = call.argument(1, "dim", call.kwargs.get("axis"))
+    result, softmax = product.result, weights.source(x)
+    axes = (axes,) if isinstance(axes, int) else tuple(axes or range(result.ndim))
+    over = tuple(axis % result.ndim - (result.ndim - x.ndim) for axis in axes)
+    over = tuple(axis for axis in over if axis >= 0 and x.shape[axis] > 1)
+    ones = sums_to_1(x)
+    if softmax is not None and over and ones:
+        yield Use(softmax, call, tuple(x.shape), ones, over)
+
+
 def summed(call: Call) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """Yield each operand of a product with the axes that the product sums over."""
     if call.name == "einsum":
@@ -112,12 +132,14 @@ def summed(call: Call) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
 
 def _of_einsum(call: Call) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     equation, *operands = call.args
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+    if not isinstance(equation, str) or "->" not in equation:
         return
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = [*operands[0]]
     inputs, output = equation.replace(" ", "").split("->")
     for letters, x in zip(inputs.split(","), operands, strict=True):
+        others = "." * (x.ndim - len(letters.replace("...", "")))  # the axes of an ellipsis
+        letters = letters.replace("...", others)
         yield x, tuple(i for i, letter in enumerate(letters) if letter not in output)
 
 

@@ -32,13 +32,13 @@ def dropout(setup: Setup, trained: Fork) -> Probed:
 
 
 def normalised(setup: Setup, trained: Fork) -> Probed:
-    """Return the normalisations whose results a regression compares with targets.
+    """Return the normalisations of the outputs that a regression compares with targets.
 
-    Each comes with the means and the standard deviations of results and targets.
+    Each comes with the means and the standard deviations of outputs and targets.
     """
     facts = {}
-    for call, target in _compared(setup.fork(), _normalises, DIFFERENCES):
-        x, y = call.result.detach().double(), target.detach().double()
+    for call, output, target in _compared(setup.fork(), _normalises, DIFFERENCES):
+        x, y = output.detach().double(), target.detach().double()
         numbers = {
             "mean": float(x.mean()),
             "std": float(x.std()),
@@ -52,12 +52,12 @@ def normalised(setup: Setup, trained: Fork) -> Probed:
 def dropped(fork: Fork) -> list[Call]:
     """Return the calls of dropout whose results the loss compares with targets."""
     compare = (*CLASSIFIES, *DIFFERENCES)
-    return [call for call, _ in _compared(fork, lambda call: rate_of(call) > 0, compare)]
+    return [call for call, *_ in _compared(fork, lambda call: rate_of(call) > 0, compare)]
 
 
 def norms(fork: Fork) -> list[Call]:
     """Return the calls of normalisations whose results a regression compares with targets."""
-    return [call for call, _ in _compared(fork, _normalises, DIFFERENCES)]
+    return [call for call, *_ in _compared(fork, _normalises, DIFFERENCES)]
 
 
 def leave_out(fork: Fork, calls: list[Call]) -> None:
@@ -77,19 +77,19 @@ def _normalises(call: Call) -> bool:
 
 def _compared(
     fork: Fork, is_met: Callable[[Call], bool], compare: tuple[str, ...]
-) -> list[tuple[Call, Tensor]]:
-    """Return calls from whose results one side of a comparison derives, each with the other side.
+) -> list[tuple[Call, Tensor, Tensor]]:
+    """Return calls from whose results one side of a comparison derives, with both sides.
 
     The other side depends on no parameters. A function of further computed tensors, such as the sum
     of a residual connection, ends the chain.
     """
     made = Derived()
-    found: dict[int, tuple[Call, Tensor]] = {}
+    found: dict[int, tuple[Call, Tensor, Tensor]] = {}
 
     def look(call: Call) -> None:
         if call.name in compare:
-            for source, target in _sides(call, made):
-                found.setdefault(source.number, (source, target))
+            for source, *sides in _sides(call, made):
+                found.setdefault(source.number, (source, *sides))
         computed = [x for x in flat([*call.args, *call.kwargs.values()]) if x.grad_fn is not None]
         if len(computed) == 1:
             made.follow(call)
@@ -101,9 +101,9 @@ def _compared(
     return list(found.values())
 
 
-def _sides(call: Call, made: Derived) -> Iterator[tuple[Call, Tensor]]:
+def _sides(call: Call, made: Derived) -> Iterator[tuple[Call, Tensor, Tensor]]:
     sides = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)][:2]
     for output, target in zip(sides, reversed(sides), strict=True):
         source = made.source(output)
         if source is not None and not target.requires_grad:
-            yield source, target
+            yield source, output, target

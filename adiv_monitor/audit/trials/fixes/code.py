@@ -239,17 +239,17 @@ def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> 
 
 def _own_copies(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Replace all but the first of the entries that are one module by copies, drawn anew."""
-    found = module_repeated.repeated(fork.model)
+    found = module_repeated.repeated(fork)
     if not found:
-        raise DoesNotApply("no container holds a module twice")
-    for _, container, names in found:
+        raise DoesNotApply("no module is there twice")
+    for _, parent, names in found:
         for name in names[1:]:
-            own = copy.deepcopy(container._modules[names[0]])
+            own = copy.deepcopy(parent._modules[names[0]])
             assert own is not None
             for module in own.modules():
                 if callable(reset := getattr(module, "reset_parameters", None)):
                     reset()
-            container._modules[name] = own
+            parent._modules[name] = own
             hold(fork, [p for p in own.parameters() if p.requires_grad])
 
 
