@@ -9,7 +9,7 @@ from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 FEWEST = 4  # keys: of fewer, one may well get most of the weight
-_MASK = -9e3  # scores of masked keys are −10⁴, the smallest number of the type, or −∞
+_FAR = 50.0  # below a query's largest score; masks add −100 (Swin) to −∞
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
@@ -37,9 +37,9 @@ def spreads(fork: Fork) -> list[tuple[Call, float]]:
 def spread(scores: Tensor, axis: int) -> float:
     """Return the rms, over queries, of the standard deviation of a query's scores.
 
-    Masked keys do not count.
+    Masked keys do not count: those whose weight is below e⁻⁵⁰ of the largest one.
     """
-    kept = scores > _MASK
+    kept = scores > scores.amax(axis, keepdim=True) - _FAR
     count = kept.sum(axis, keepdim=True).clamp(min=1)
     mean = torch.where(kept, scores, 0.0).sum(axis, keepdim=True) / count
     square = torch.where(kept, (scores - mean).square(), 0.0).sum(axis, keepdim=True) / count
