@@ -88,8 +88,8 @@ def _compared(
 
     def look(call: Call) -> None:
         if call.name in compare:
-            for source, *sides in _sides(call, made):
-                found.setdefault(source.number, (source, *sides))
+            for source, output, target in _sides(call, made):
+                found.setdefault(source.number, (source, output, target))
         computed = [x for x in flat([*call.args, *call.kwargs.values()]) if x.grad_fn is not None]
         if len(computed) == 1:
             made.follow(call)
