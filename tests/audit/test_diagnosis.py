@@ -207,14 +207,16 @@ def test_what_lies_within_errors_is_no_hit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "strength"), [(1.35, "act"), (1.5, "watch")], ids=["far less", "less"]
+    ("rates", "strength"),
+    [({"x01": 1.35}, "act"), ({"x01": 1.5}, "watch"), ({"x03": 1.35, "x01": 2.0}, "watch")],
+    ids=["far less", "less", "not by a tenth"],
 )
 def test_from_a_high_first_loss_what_a_tenth_of_the_rate_leaves_decides(
-    left: float, strength: str
+    rates: dict[str, float], strength: str
 ) -> None:
     """Of a thousand outputs for ten classes, each learning rate finds out which ones occur."""
     losses = (8.0, *(2.1,) * (STEPS - 1))
-    of = record(losses=losses, chance=6.9, rates=trials(own=2.1, x01=left, x03=1.9))
+    of = record(losses=losses, chance=6.9, rates=trials(own=2.1, **rates))
     assert [f.strength for f in diagnose(of) if f.name == "rate-too-high"] == [strength]
 
 
