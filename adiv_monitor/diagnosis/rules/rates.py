@@ -131,10 +131,18 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     factor, trial = better
     share = share_of_fall(record, trial)
     if share < SHARE_OF_FALL_WATCH:
+        left = trial.loss / trial.loss_without if _far_less_is_left(factor, trial) else None
         yield _too_high(
             record,
-            "act" if share < SHARE_OF_FALL_ACT or _far_less_is_left(factor, trial) else "watch",
-            _by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
+            "act" if share < SHARE_OF_FALL_ACT or left is not None else "watch",
+            (
+                *_by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
+                *(
+                    []
+                    if left is None
+                    else [Evidence("share of the loss that it leaves", left, LEFT_AT_A_TENTH)]
+                ),
+            ),
             _said(factor, trial),
             factor,
         )
@@ -142,7 +150,8 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
 
 def _far_less_is_left(factor: float, trial: Trial) -> bool:
     """Return whether a tenth of the learning rate, or less, leaves far less of the loss."""
-    return factor <= 0.1 and 0 < trial.loss < LEFT_AT_A_TENTH * trial.loss_without
+    is_finite = math.isfinite(trial.loss_without)
+    return is_finite and factor <= 0.1 and 0 < trial.loss < LEFT_AT_A_TENTH * trial.loss_without
 
 
 def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:
