@@ -5,6 +5,7 @@ from torch import Tensor
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.train import gradient_norm
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -13,8 +14,11 @@ LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 def ask(setup: Setup, trained: Fork) -> Probed:
     """Return the losses whose output and target are the same entries in memory.
 
-    A detached tensor shares the memory of the tensor that it was detached from.
+    A detached tensor shares the memory of the tensor that it was detached from. A run whose last
+    gradient is not zero is not looked at.
     """
+    if gradient_norm(trained.optimizer) > 0:
+        return Probed()
     found: dict[str, Fact] = {}
 
     def look(call: Call) -> None:
