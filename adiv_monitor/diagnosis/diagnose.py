@@ -7,6 +7,7 @@ from types import MappingProxyType
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
+    attention,
     code,
     data,
     initialisation,
@@ -38,12 +39,16 @@ RULES: tuple[Rule, ...] = (
     wiring.unreached,
     code.rate_zero,
     code.rounded_away,
+    optimizer.epsilon_dominates,
     code.gradient_hooks,
     code.left_in_eval,
     samples.samples_mixed,
     samples.reshape_scrambles,
     samples.gradient_cut,
     samples.no_activation,
+    attention.attention_axis,
+    wiring.module_repeated,
+    wiring.joined_with_itself,
     targets.future_leak,
     targets.broadcast_loss,
     targets.no_log,
@@ -52,7 +57,10 @@ RULES: tuple[Rule, ...] = (
     loss.double_softmax,
     loss.activated_logits,
     targets.targets_out_of_range,
+    targets.outputs_normalised,
+    targets.dropout_on_outputs,
     targets.target_is_input,
+    loss.zero_gradient,
     loss.unbounded,
     wiring.frozen,
     data.constant_data,
@@ -67,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     code.batch_norm_starved,
     code.dropout_too_high,
     data.one_sided_weights,
+    attention.attention_saturated,
     initialisation.bad_initialisation,
     wiring.input_lost,
     initialisation.vanishing,
@@ -101,17 +110,19 @@ SYMPTOMS = frozenset({"rate-too-low", "loss-stuck", "stands-still", "outside-hea
 CAUSES = frozenset(
     {
         *("not-held", "not-zeroed", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
+        "epsilon-dominates",
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
         *("samples-mixed", "reshape-scrambles", "gradient-cut"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss", "target-scale"),
         *("no-activation", "constant-data"),
+        *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
     }
 )
 FOLLOWS = frozenset(
     {
         *("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit"),
-        *("loss-stuck", "behind-reference"),
+        *("loss-stuck", "behind-reference", "zero-gradient"),
     }
 )
 LAST = frozenset({"cannot-overfit", "behind-reference"})
@@ -155,7 +166,7 @@ def explained(findings: Sequence[Finding]) -> list[Finding]:
         is_last = any(finding.name != "cannot-overfit" for finding in act)
         return [_behind(f) if f.name in LAST and is_last else f for f in findings]
     follows = FOLLOWS | ALSO.get(cause.name, frozenset())
-    explains = dict.fromkeys(finding.name for finding in findings if finding.name in follows)
+    explains = dict.fromkeys(f.name for f in findings if f.name in follows and f is not cause)
     said = f" This would explain: {', '.join(explains)}." if explains else ""
     return [
         replace(f, summary=f"{f.summary}{said}") if f is cause

@@ -14,7 +14,7 @@ WIRING = frozenset(
         *("not-held", "unreached", "frozen", "input-ignored"),
         *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
         *("future-leak", "target-is-input", "softmax-over-samples", "same-batch", "unshuffled"),
-        "constant-data",
+        *("constant-data", "module-repeated", "zero-gradient"),
     }
 )
 # Facts that may be harmless: they are "watch" unless the run suffers, or a fix of theirs helps and
@@ -22,6 +22,7 @@ WIRING = frozenset(
 IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
     {
         "rounded-away": 1.0,
+        "epsilon-dominates": 1.0,
         "gradient-hooks": 1.0,
         "left-in-eval": 1.0,
         "batch-norm-starved": 1.0,
@@ -33,12 +34,16 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
         "reshape-scrambles": 1.0,
         "gradient-cut": 0.95,
         "no-activation": 0.8,
+        "attention-axis": 0.95,
+        "attention-saturated": 0.95,
+        "dropout-on-outputs": 0.8,
+        "outputs-normalised": 0.8,
         "input-partly-ignored": 1.0,
         "order-ignored": 0.8,
     }
 )
 # Of these, what is meant as often as not: a note, where a fix of it was tried and does not help.
-ELSE_A_NOTE = frozenset({"order-ignored"})
+ELSE_A_NOTE = frozenset({"order-ignored", "attention-saturated"})
 # Learning rates below and above the run's own, by the names of their trials.
 LOWER_RATES = ("rate*0.01", "rate*0.1", "rate*0.3")
 HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))

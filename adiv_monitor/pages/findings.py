@@ -110,6 +110,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
             *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
             *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
+            *("dropout-on-outputs", "outputs-normalised", "zero-gradient"),
         ),
         _of_loss,
     ),
@@ -128,8 +129,11 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     ("Interference", "Do rows disturb each other's step?", ("interference",), _always),
     (
         "Optimizer",
-        "Do momentum, decay, clipping or projections turn the step or undo it?",
-        ("optimizer-turns", "decay-fights", "projection-fights", "clipping-always"),
+        "Do momentum, decay, clipping, projections or ε turn the step, undo it or shorten it?",
+        (
+            *("optimizer-turns", "decay-fights", "projection-fights", "clipping-always"),
+            "epsilon-dominates",
+        ),
         _always,
     ),
     (
@@ -139,7 +143,8 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
             *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
             *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
-            *("input-partly-ignored", "order-ignored"),
+            *("input-partly-ignored", "order-ignored", "module-repeated", "joined-with-itself"),
+            *("attention-axis", "attention-saturated"),
         ),
         _of_probes,
     ),

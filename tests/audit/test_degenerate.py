@@ -25,9 +25,14 @@ NUMBERS = (
     *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
     *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
+    *("root", "epsilon", "sums", "spread", "largest", "mean", "std", "target mean", "target std"),
 )
 WORDS = dict.fromkeys(
-    ("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"), "x"
+    (
+        *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"),
+        *("class", "product", "axis", "over"),
+    ),
+    "x",
 )
 PROBES = (
     *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks", "left-in-eval"),
@@ -35,7 +40,9 @@ PROBES = (
     *("no-log", "softmax-of-one", "softmax-over-samples", "targets-out-of-range"),
     *("target-is-input", "same-batch", "unshuffled", "one-sided-weights", "order-ignored"),
     *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),
-    *("unbounded-loss", "behind-reference"),
+    *("unbounded-loss", "behind-reference", "epsilon-dominates", "module-repeated"),
+    *("joined-with-itself", "attention-axis", "attention-saturated", "dropout-on-outputs"),
+    *("outputs-normalised", "zero-gradient"),
 )
 
 

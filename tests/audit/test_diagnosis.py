@@ -124,6 +124,18 @@ HITS = {
     "left-in-eval": probed("left-in-eval", given=0.0, losses=STILL),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0, losses=STILL),
     "dropout-too-high": probed("dropout-too-high", rate=0.9, **{"with": 2.0, "without": 1.0}),
+    "epsilon-dominates": probed(
+        "epsilon-dominates", share=0.9, epsilon=1.0, root=0.01, losses=STILL
+    ),
+    "dropout-on-outputs": probed(
+        "dropout-on-outputs", rate=0.3, **{"with": 2.0, "without": 1.0}, losses=STILL
+    ),
+    "outputs-normalised": probed(
+        "outputs-normalised", mean=0.0, std=1.0, losses=STILL,
+        **{"target mean": 100.0, "target std": 3.0},
+    ),
+    "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL,
+                            wiring=Wiring(zero_gradient=("a.weight",))),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
                      weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
 }  # fmt: skip
@@ -167,7 +179,14 @@ NEAR_MISSES = {
     "gradient-cut": probed("gradient-cut", cosine=0.995),
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
-}
+    "epsilon-dominates": probed("epsilon-dominates", share=0.45, epsilon=1.0, root=2.0),
+    "attention-saturated": probed("attention-saturated", spread=2.4, largest=0.6),
+    "outputs-normalised": probed(
+        "outputs-normalised", mean=0.0, std=1.0, **{"target mean": 1.9, "target std": 2.9}
+    ),
+    "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), losses=STILL,
+                            wiring=Wiring(zero_gradient=("a.weight",))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
@@ -195,6 +214,20 @@ WITHIN_ERRORS = {
 @pytest.mark.parametrize("name", WITHIN_ERRORS)
 def test_what_lies_within_errors_is_no_hit(name: str) -> None:
     assert name not in found(WITHIN_ERRORS[name])
+
+
+@pytest.mark.parametrize(
+    ("rates", "strength"),
+    [({"x01": 1.35}, "act"), ({"x01": 1.5}, "watch"), ({"x03": 1.35, "x01": 2.0}, "watch")],
+    ids=["far less", "less", "not by a tenth"],
+)
+def test_from_a_high_first_loss_what_a_tenth_of_the_rate_leaves_decides(
+    rates: dict[str, float], strength: str
+) -> None:
+    """Of a thousand outputs for ten classes, each learning rate finds out which ones occur."""
+    losses = (8.0, *(2.1,) * (STEPS - 1))
+    of = record(losses=losses, chance=6.9, rates=trials(own=2.1, **rates))
+    assert [f.strength for f in diagnose(of) if f.name == "rate-too-high"] == [strength]
 
 
 def test_causes_come_before_what_follows_from_them() -> None:

@@ -32,6 +32,11 @@ from adiv_monitor.diagnosis.record import Fact, Probed, Record
 STEPS = 16
 SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
 TOLD = {*PROBES, "labels-unrelated"}
+# Planted in test_wiring_probes.py, with healthy relatives of each.
+IN_OTHER_TESTS = {
+    *("epsilon-dominates", "module-repeated", "joined-with-itself", "attention-axis"),
+    *("attention-saturated", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
+}
 BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 
 
@@ -62,7 +67,7 @@ def test_no_probe_finds_a_fault_in_a_fixed_twin(twin: Healthy) -> None:
 def test_every_probe_has_a_planted_bug_on_each_side() -> None:
     for half in (SET_BY, HELD_OUT):
         found = {case.expected[0] for case in half}
-        assert found >= PROBES.keys() - {"left-in-eval", "behind-reference"}
+        assert found >= PROBES.keys() - {"left-in-eval", "behind-reference"} - IN_OTHER_TESTS
     assert {case.twin.name for case in REPORTED.values()} == TWINS.keys()
 
 

@@ -208,6 +208,41 @@ UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
 DENSITY = tuple(2 - 1e3 * (i / (STEPS - 1)) ** 0.5 for i in range(STEPS))  # ever slower
 
 
+def epsilon(share: float) -> Record:
+    numbers = {"share": share, "epsilon": 1.0, "root": 0.0015}
+    return probed("epsilon-dominates", Fact("", numbers))
+
+
+REPEATED = Fact("body.0", {"times": 6.0}, {"class": "Block"})
+JOINED, DOUBLED = (
+    probed("joined-with-itself", Fact(f"{f} in 'a'", {}, {"function": f, "shape": "(8, 16)"}))
+    for f in ("cat", "add")
+)
+OVER_QUERIES = Fact(
+    "softmax in 'a'", {"sums": 1.0},
+    {"product": "matmul in 'a'", "shape": "(8, 4, 16, 16)", "axis": "2", "over": "3"},
+)  # fmt: skip
+
+
+def sharp(size: float) -> Record:
+    fact = Fact("softmax in 'a'", {"spread": size, "largest": 0.84})
+    return probed("attention-saturated", fact)
+
+
+DROPPED = probed(
+    "dropout-on-outputs", Fact("dropout in 'a'", {"rate": 0.3, "with": 2.0, "without": 1.0})
+)
+
+
+def normalised(mean: float, std: float) -> Record:
+    numbers = {"mean": 0.0, "std": 1.0, "target mean": mean, "target std": std}
+    return probed("outputs-normalised", Fact("batch_norm in 'a'", numbers))
+
+
+FLAT = record(gradient_norms=(0.0,) * STEPS, wiring=Wiring(zero_gradient=("a.weight",)))
+ITSELF = replace(FLAT, probed={"zero-gradient": Probed((Fact("mse_loss (loss.py:3)"),))})
+
+
 def explained(reference: float, model: float, per_class: float = 40.0) -> Record:
     numbers = {"reference": reference, "model": model, "error": 0.05, "per class": per_class}
     return probed("behind-reference", Fact("", {**numbers, "held out": 200.0}))
@@ -514,6 +549,67 @@ ROWS: list[Row] = [
     Row("dropout-too-high", "use a dropout rate of 0.1: the argument is the share to drop, not to "
         "keep",
         dropped(2.0), record()),
+    Row("epsilon-dominates", "The optimizer divides the gradient by √v + ε. For 90% of the "
+        "entries, its ε (1) is larger than √v (typically 0.0015): ε shortens their steps, which "
+        "are no longer adapted to the size of their gradients", epsilon(0.9), epsilon(0.4)),
+    Row("epsilon-dominates", "use the default eps of 1e-8", epsilon(0.9), epsilon(0.4)),
+    Row("module-repeated", "6 entries of the model are the same Block 'body.0': they share one "
+        "set of weights. [block] * n repeats the module, it does not copy it. Number of further "
+        "such modules: 1.",
+        probed("module-repeated", REPEATED, REPEATED), probed("module-repeated", REPEATED)),
+    Row("module-repeated", "they share one set of weights. [block] * n repeats the module, it does "
+        "not copy it.", probed("module-repeated", REPEATED), record()),
+    Row("module-repeated", "create a module for each entry, as in [Block() for _ in range(n)], "
+        "unless the entries should share weights",
+        probed("module-repeated", REPEATED), record()),
+    Row("joined-with-itself", "cat in 'a' concatenates a tensor of shape (8, 16) with itself: the "
+        "second copy tells the next layer nothing new.", JOINED, DOUBLED),
+    Row("joined-with-itself", "add in 'a' adds a tensor of shape (8, 16) to itself, which only "
+        "doubles it.", DOUBLED, JOINED),
+    Row("joined-with-itself", "Number of further such places: 1.",
+        probed("joined-with-itself", *2 * JOINED.found_by("joined-with-itself")), JOINED),
+    Row("joined-with-itself", "look whether another tensor was meant, such as the input of a skip "
+        "connection", JOINED, record()),
+    Row("attention-axis", "softmax in 'a' makes weights of shape (8, 4, 16, 16) that sum to 1 "
+        "along axis 2, but matmul in 'a' sums over axis 3: the weights of a query do not sum to 1, "
+        "so its result is no mean of the values.", probed("attention-axis", OVER_QUERIES),
+        record()),
+    Row("attention-axis", "Number of further such softmaxes: 1.",
+        probed("attention-axis", OVER_QUERIES, OVER_QUERIES),
+        probed("attention-axis", OVER_QUERIES)),
+    Row("attention-axis", "take the softmax over the keys, the axis that the product with the "
+        "values sums over, usually dim=-1", probed("attention-axis", OVER_QUERIES), record()),
+    Row("attention-axis", "Another learning rate does not change the axis",
+        probed("attention-axis", OVER_QUERIES),
+        replace(probed("attention-axis", OVER_QUERIES), rates=LOW)),
+    Row("attention-saturated", "Before training, the scores of a query at softmax in 'a' have a "
+        "standard deviation of 10, and the softmax gives 84% of the weight to one key: so hard a "
+        "choice passes little gradient to queries and keys", sharp(10.0), sharp(2.4)),
+    Row("attention-saturated", "divide the scores by the square root of the width of the queries, "
+        "and normalise the inputs of the attention", sharp(10.0), sharp(2.4)),
+    Row("dropout-on-outputs", "dropout in 'a' sets 30% of the outputs to 0 in each step, and "
+        "multiplies the others by 1/(1 − p), before the loss compares them with their targets",
+        DROPPED, record()),
+    Row("dropout-on-outputs", "remove the dropout behind the last layer", DROPPED, record()),
+    Row("dropout-on-outputs", "Another learning rate does not remove this noise", DROPPED,
+        replace(DROPPED, rates=LOW)),
+    Row("outputs-normalised", "batch_norm in 'a' normalises the outputs: whatever the layers "
+        "before it compute, they begin with a mean of 0 and a standard deviation of 1. The targets "
+        "have 100 and 3",
+        normalised(100.0, 3.0), normalised(0.5, 2.0)),
+    Row("outputs-normalised", "remove the normalisation of the outputs", normalised(0.0, 10.0),
+        normalised(0.0, 1.0)),
+    Row("outputs-normalised", "standardise the targets", normalised(3.0, 1.0),
+        normalised(0.9, 1.0)),
+    Row("zero-gradient", "The gradient of the loss is exactly 0 for all parameters in all "
+        f"{STEPS} steps, so no step has a direction.", FLAT, record()),
+    Row("zero-gradient", "mse_loss (loss.py:3) compares a tensor with itself: its loss is 0 "
+        "whatever the model computes.", ITSELF, FLAT),
+    Row("zero-gradient", "compare the outputs with the targets of the batch", ITSELF, FLAT),
+    Row("zero-gradient", "look in the loss for a comparison of the outputs with themselves, for "
+        "rounding and clamps, and for a margin that every sample already satisfies", FLAT, ITSELF),
+    Row("zero-gradient", "No learning rate moves weights without a gradient", FLAT,
+        replace(FLAT, rates=LOW)),
     Row("samples-mixed", "The predictions for one sample change if the input of another sample "
         "changes (90% of the outputs do). The first function that mixes samples is gru in 'a'",
         mixed(), record()),

@@ -38,6 +38,7 @@ from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
+    attention,
     code,
     data,
     initialisation,
@@ -378,6 +379,70 @@ def in_evaluation(model: nn.Sequential) -> nn.Sequential:
     return made
 
 
+def adamw(model: nn.Module, eps: float = 1e-8) -> AdamW:
+    return AdamW(model.parameters(), lr=3e-3, eps=eps)
+
+
+def stacked(shared: bool) -> nn.Module:
+    """Four blocks between two layers."""
+    made = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]
+    blocks = nn.Sequential(*(made[:1] * 4 if shared else made))
+    return nn.Sequential(nn.Linear(64, 64), blocks, nn.Linear(64, 10))
+
+
+class Skipping(nn.Module):
+    """Joins the features of a narrow layer with the inputs, by a skip connection."""
+
+    def __init__(self, of_itself: bool) -> None:
+        super().__init__()
+        self.of_itself, self.wide = of_itself, nn.Linear(64, 64)
+        self.narrow, self.widen, self.head = nn.Linear(64, 4), nn.Linear(4, 64), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.wide(x).relu()
+        after = self.widen(self.narrow(before).relu()).relu()
+        return self.head(torch.cat([after, after if self.of_itself else before], 1))
+
+
+class Attending(nn.Module):
+    """Attention among the rows of an image, with positions."""
+
+    def __init__(self, axis: int, scale: float) -> None:
+        super().__init__()
+        self.axis, self.scale = axis, scale * 24**-0.5
+        self.take, self.positions = nn.Linear(8, 24), nn.Parameter(torch.randn(8, 24) / 5)
+        self.q, self.k, self.v = (nn.Linear(24, 24) for _ in range(3))
+        self.head = nn.Linear(192, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.take(x.reshape(-1, 8, 8)) + self.positions
+        scores = self.q(z) @ self.k(z).transpose(1, 2) * self.scale
+        return self.head((scores.softmax(self.axis) @ self.v(z)).flatten(1))
+
+
+def attending(axis: int = -1, scale: float = 1.0) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Attending(axis, scale))
+
+
+def of_digits(last: nn.Module) -> Setup:
+    """A regression of ten times the digit."""
+
+    def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return functional.mse_loss(model(x)[:, 0], 10.0 * y)
+
+    setup = HEALTHY.setup()
+    layers = [*setup.model.children()][:-1]
+    model = nn.Sequential(*layers, nn.Linear(setup.model[-1].in_features, 1), last)
+    return replace(setup, model=model, loss=squared, optimizer=partial(momentum, rate=3e-4))
+
+
+def of_itself(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    outputs = model(batch[0])
+    return functional.mse_loss(outputs, outputs.detach())
+
+
 def dropping(rate: float) -> Callable[[nn.Sequential], nn.Module]:
     return lambda model: nn.Sequential(model[0], model[1], nn.Dropout(rate), *model[2:])
 
@@ -698,6 +763,60 @@ PICTURES: dict[str, Picture] = {
         (batch_norm_starved, ("FEW",)),
         with_model(normed),
     ),
+    "epsilon-dominates": Picture(
+        "AdamW with an epsilon of 1; the healthy one has the default",
+        with_setup(optimizer=partial(adamw, eps=1.0)),
+        {"share of entries whose root is below ε": of_fact("epsilon-dominates", "share")},
+        (optimizer, ("EPSILON",)),
+        with_setup(optimizer=adamw),
+    ),
+    "module-repeated": Picture(
+        "four entries of a Sequential are one block; the healthy one has four blocks",
+        with_model(lambda _: stacked(shared=True)),
+        {},
+        None,
+        with_model(lambda _: stacked(shared=False)),
+    ),
+    "joined-with-itself": Picture(
+        "the skip connection concatenates the features with themselves, not with the inputs",
+        with_model(lambda _: Skipping(of_itself=True)),
+        {},
+        None,
+        with_model(lambda _: Skipping(of_itself=False)),
+    ),
+    "attention-axis": Picture(
+        "the softmax of an attention over the rows of an image is over the queries",
+        lambda: attending(axis=-2),
+        {},
+        None,
+        lambda: attending(axis=-1),
+    ),
+    "attention-saturated": Picture(
+        "the scores of an attention are multiplied by 40",
+        lambda: attending(scale=40.0),
+        {"standard deviation of a query's scores": of_fact("attention-saturated", "spread"),
+         "largest weight of a query": of_fact("attention-saturated", "largest")},
+        (attention, ("SPREAD",)),
+        lambda: attending(),
+    ),
+    "dropout-on-outputs": Picture(
+        "dropout of 0.3 behind the last layer",
+        with_model(lambda model: nn.Sequential(*model, nn.Dropout(0.3))),
+        {"dropout rate": of_fact("dropout-on-outputs", "rate"),
+         "loss of the trained model without it": of_fact("dropout-on-outputs", "without")},
+    ),
+    "outputs-normalised": Picture(
+        "a regression of the digit times 10, by a model that ends in a batch normalisation",
+        lambda: of_digits(nn.BatchNorm1d(1)),
+        {"standard deviation of the targets": of_fact("outputs-normalised", "target std")},
+        (targets, ("OTHER_SCALE", "OTHER_MEAN")),
+        lambda: of_digits(nn.Identity()),
+    ),
+    "zero-gradient": Picture(
+        "the loss compares the outputs with their own detached copy",
+        with_setup(loss=of_itself),
+        {"largest gradient norm": lambda r: max(r.gradient_norms)},
+    ),
     "dropout-too-high": Picture(
         "dropout of 0.9 behind the first layer; the healthy one's is 0.1",
         with_model(dropping(0.9)),
@@ -734,7 +853,8 @@ PICTURES: dict[str, Picture] = {
         {"loss at the better of learning rates × 0.1, 0.3": of_rates(lambda f: 0.1 <= f < 1),
          "share of steps that raise their batch's loss": raised,
          "largest update_ratio": extreme("update_ratio")},
-        (rates, ("SHARE_OF_FALL_WATCH", "SHARE_OF_FALL_ACT", "MOVES_TOO_FAR")),
+        (rates, ("SHARE_OF_FALL_WATCH", "SHARE_OF_FALL_ACT", "LEFT_AT_A_TENTH",
+                 "MOVES_TOO_FAR")),
     ),
     "rate-too-low": Picture(
         "the learning rate × 0.001",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import (
     FAR_BELOW,
+    FEWEST,
     STILL,
     end,
     falls_ever_faster,
@@ -88,14 +89,46 @@ def activated_logits(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def zero_gradient(record: Record) -> Iterator[Finding]:
+    """Find a loss whose gradient is zero for all parameters in every step."""
+    norms = record.gradient_norms
+    if len(norms) < FEWEST or any(norms) or not record.wiring.zero_gradient:
+        return  # or no parameter is reached, which is another finding
+    facts = record.found_by("zero-gradient")
+    where = (
+        f" {facts[0].place} compares a tensor with itself: its loss is 0 whatever the model "
+        "computes."
+        if facts
+        else ""
+    )
+    yield Finding(
+        "zero-gradient",
+        (),
+        "act",
+        (Evidence("largest norm of a gradient", 0.0, 0.0),),
+        (
+            Advice("compare the outputs with the targets of the batch")
+            if facts else
+            Advice("look in the loss for a comparison of the outputs with themselves, for rounding "
+                   "and clamps, and for a margin that every sample already satisfies"),
+        ),
+        f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps, so "
+        f"no step has a direction.{where}",
+        "No learning rate moves weights without a gradient.",
+        0,
+        RATES,
+    )  # fmt: skip
+
+
 def unbounded(record: Record) -> Iterator[Finding]:
     """Find a loss without a lower bound: it falls ever faster, or keeps falling on a straight line.
 
     The line is that from the first weights through the last ones.
     """
-    if not is_unbounded(record):
+    finite = [loss for loss in record.losses if math.isfinite(loss)]
+    if not finite or not is_unbounded(record):
         return
-    lowest = min(loss for loss in record.losses if math.isfinite(loss))
+    lowest = min(finite)
     course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
     summary = f"The loss falls without bound, ever faster: {course}."
     evidence = Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0])))

@@ -32,6 +32,8 @@ SHRUNK = 0.5  # healthy ratios are 1.1 to 2.9
 PROJECTED = 0.98
 # cos(first step, −gradient): the first step has no past, and healthy runs have 0.47 and above.
 FIRST_STEP = 0.2
+# Share of the entries with a gradient whose √v̂ is below ε: then most of a step is not adapted.
+EPSILON = 0.5
 # Share of clipped steps; above half, a lower learning rate is the better fix (Google's deep
 # learning tuning playbook).
 CLIPPED = 0.5
@@ -141,6 +143,27 @@ def _late_cosine(record: Record) -> float:
     late = readings[len(readings) // 2 :]
     known = [r.parameter_cosine for r in late if r.parameter_cosine is not None]
     return median([c for c in known if not math.isnan(c)] or [1.0])
+
+
+def epsilon_dominates(record: Record) -> Iterator[Finding]:
+    """Find an epsilon that is larger than the roots it is added to, so that it sets the step."""
+    for fact in record.found_by("epsilon-dominates"):
+        share, epsilon, root = (fact.numbers[name] for name in ("share", "epsilon", "root"))
+        if share > EPSILON:
+            yield Finding(
+                "epsilon-dominates",
+                (),
+                "act" if suffers(record) else "watch",
+                (
+                    Evidence("share of entries whose root is below ε", share, EPSILON),
+                    Evidence("ε", epsilon),
+                    Evidence("median root of the mean squared gradient", root),
+                ),
+                (Advice("use the default eps of 1e-8", "usual-epsilon"),),
+                f"The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, "
+                f"its ε ({epsilon:g}) is larger than √v (typically {root:.2g}): ε shortens their "
+                "steps, which are no longer adapted to the size of their gradients.",
+            )
 
 
 def decay_fights(record: Record) -> Iterator[Finding]:

@@ -34,6 +34,10 @@ from adiv_monitor.diagnosis.rules.remedies import (
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
+# Loss at a tenth of the learning rate, or less, over that at the learning rate itself. Where the
+# first loss is far above what is soon reached, any learning rate takes most of the fall, and what
+# is left of the loss tells more.
+LEFT_AT_A_TENTH = 2 / 3
 # In few steps a higher learning rate gets further, as more steps would, and need not be better in
 # the end: AdamW's usual 1e-3 has 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below
 # 0.11.
@@ -140,13 +144,27 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     factor, trial = better
     share = share_of_fall(record, trial)
     if share < SHARE_OF_FALL_WATCH:
+        left = trial.loss / trial.loss_without if _far_less_is_left(factor, trial) else None
         yield _too_high(
             record,
-            "act" if share < SHARE_OF_FALL_ACT else "watch",
-            _by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
+            "act" if share < SHARE_OF_FALL_ACT or left is not None else "watch",
+            (
+                *_by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
+                *(
+                    []
+                    if left is None
+                    else [Evidence("share of the loss that it leaves", left, LEFT_AT_A_TENTH)]
+                ),
+            ),
             _said(factor, trial),
             factor,
         )
+
+
+def _far_less_is_left(factor: float, trial: Trial) -> bool:
+    """Return whether a tenth of the learning rate, or less, leaves far less of the loss."""
+    is_finite = math.isfinite(trial.loss_without)
+    return is_finite and factor <= 0.1 and 0 < trial.loss < LEFT_AT_A_TENTH * trial.loss_without
 
 
 def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:

@@ -8,6 +8,9 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 
 # Share of the targets outside the range of the function on the outputs.
 OUTSIDE = 0.01
+# Standard deviation of the targets over that of normalised outputs, or the reverse; and the
+# distance of their means, in the larger standard deviation. Standardised targets have 1 and 0.
+OTHER_SCALE, OTHER_MEAN = 3.0, 1.0
 
 
 def broadcast_loss(record: Record) -> Iterator[Finding]:
@@ -150,3 +153,54 @@ def future_leak(record: Record) -> Iterator[Finding]:
             "that it predicts well.",
             since=0,
         )  # fmt: skip
+
+
+def outputs_normalised(record: Record) -> Iterator[Finding]:
+    """Find a regression whose outputs are normalised, though its targets are not."""
+    for fact in record.found_by("outputs-normalised"):
+        names = ("mean", "std", "target mean", "target std")
+        mean, std, target_mean, target_std = (fact.numbers[name] for name in names)
+        if not (std > 0 and target_std > 0):
+            continue
+        scale = max(std / target_std, target_std / std)
+        distance = abs(target_mean - mean) / max(std, target_std)
+        if scale > OTHER_SCALE or distance > OTHER_MEAN:
+            yield Finding(
+                "outputs-normalised",
+                (),
+                "act" if suffers(record) else "watch",
+                (
+                    Evidence("ratio of the standard deviations of outputs and targets", scale,
+                             OTHER_SCALE, step=0),
+                    Evidence("distance of their means, in the larger standard deviation", distance,
+                             OTHER_MEAN, step=0),
+                ),
+                (Advice("remove the normalisation of the outputs", "outputs-without-norm"),
+                 Advice("standardise the targets")),
+                f"{fact.place} normalises the outputs: whatever the layers before it "
+                f"compute, they begin with a mean of {mean:.2g} and a standard deviation of "
+                f"{std:.2g}. The targets have {target_mean:.3g} and {target_std:.3g}.",
+                since=0,
+            )  # fmt: skip
+
+
+def dropout_on_outputs(record: Record) -> Iterator[Finding]:
+    """Find dropout behind the last layer: it sets outputs to 0 that are compared with targets."""
+    for fact in record.found_by("dropout-on-outputs"):
+        rate, with_it, without = (fact.numbers[name] for name in ("rate", "with", "without"))
+        yield Finding(
+            "dropout-on-outputs",
+            (),
+            "act" if suffers(record) else "watch",
+            (
+                Evidence("dropout rate of the outputs", rate, 0.0, fact.place, 0),
+                Evidence("loss of the trained model with it", with_it),
+                Evidence("loss of the trained model without it", without),
+            ),
+            (Advice("remove the dropout behind the last layer", "outputs-without-dropout"),),
+            f"{fact.place} sets {rate:.0%} of the outputs to 0 in each step, and multiplies the "
+            "others by 1/(1 − p), before the loss compares them with their targets.",
+            "Another learning rate does not remove this noise.",
+            0,
+            RATES,
+        )

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from adiv_monitor.audit.trials.fixes import (
     activations,
+    attention,
     code,
     inputs,
     layers,
@@ -18,7 +19,10 @@ from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 FIXES: Mapping[str, Fix] = MappingProxyType(
     {
         fix.name: fix
-        for family in (inputs, rates, layers, activations, wiring, optimizer, code, sequences)
+        for family in (
+            *(inputs, rates, layers, activations, wiring, optimizer, code, sequences),
+            attention,
+        )
         for fix in family.FIXES
     }
 )

@@ -1,5 +1,6 @@
 """Fixes of faults in a run's code, applied to a copy."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,8 +10,10 @@ from torch import nn
 from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.seen.probes import (
     broadcast_loss,
+    changed_outputs,
     dropout_too_high,
     gradient_cut,
+    module_repeated,
     one_sided_weights,
     reshape_scrambles,
     samples_mixed,
@@ -220,6 +223,36 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
     _replace(fork, lambda call: call.name == "cross_entropy", instead)
 
 
+def _outputs_without_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = changed_outputs.dropped(fork)
+    if not found:
+        raise DoesNotApply("no dropout acts on the outputs")
+    changed_outputs.leave_out(fork, found)
+
+
+def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = changed_outputs.norms(fork)
+    if not found:
+        raise DoesNotApply("no normalisation acts on the outputs")
+    changed_outputs.leave_out(fork, found)
+
+
+def _own_copies(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Replace all but the first of the entries that are one module by copies, drawn anew."""
+    found = module_repeated.repeated(fork)
+    if not found:
+        raise DoesNotApply("no module is there twice")
+    for _, parent, names in found:
+        for name in names[1:]:
+            own = copy.deepcopy(parent._modules[names[0]])
+            assert own is not None
+            for module in own.modules():
+                if callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
+            parent._modules[name] = own
+            hold(fork, [p for p in own.parameters() if p.requires_grad])
+
+
 def _names(fork: Fork) -> set[str]:
     """Return the names of all functions that a pass calls."""
     names: set[str] = set()
@@ -254,5 +287,9 @@ FIXES = [
     Fix("uncut", "no cut of the gradient", _uncut, rescales=True),
     Fix("centred-weights", "weights drawn around zero", _centred_weights, rescales=True),
     Fix("logits-times-10", "logits ten times as large", _logits_times_10, rescales=True),
+    Fix("outputs-without-dropout", "no dropout on the outputs", _outputs_without_dropout),
+    Fix("outputs-without-norm", "no normalisation of the outputs", _outputs_without_norm,
+         rescales=True),
+    Fix("own-copies", "a module of its own for each entry", _own_copies, rescales=True),
     Fix("dropout-0.1", "dropout of 0.1 where it is above 0.7", _less_dropout),
 ]  # fmt: skip

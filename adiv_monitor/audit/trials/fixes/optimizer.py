@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from adiv_monitor.audit.seen.probes.epsilon_dominates import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
@@ -93,6 +94,14 @@ def _adamw(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     fork.optimizer = AdamW(held(fork.optimizer), lr=1e-3)
 
 
+def _usual_epsilon(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    larger = [g for g in fork.optimizer.param_groups if g.get("eps", 0.0) > USUAL_EPSILON]
+    if not larger:
+        raise DoesNotApply("no epsilon is above 1e-8")
+    for group in larger:
+        group["eps"] = USUAL_EPSILON
+
+
 def _no_projection(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """Remove later changes of the stepped weights: the optimizer's hooks, embeddings' max_norm."""
     hooks = fork.optimizer._optimizer_step_post_hooks
@@ -117,5 +126,6 @@ FIXES = [
     Fix("clip", "gradients clipped at the 90th percentile of their norms", _clip),
     Fix("plain-sgd", "plain SGD, without momentum or decay", _plain_sgd, rescales=True),
     Fix("adamw", "AdamW with a learning rate of 0.001", _adamw, rescales=True),
+    Fix("usual-epsilon", "an epsilon of 1e-8", _usual_epsilon, rescales=True),
     Fix("no-projection", "weights left as the optimizer's step leaves them", _no_projection),
 ]

@@ -1,0 +1,584 @@
+"""Bugs of wiring, outputs and epsilon: each is seen, and its healthy relatives are not."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Adam, AdamW, Optimizer, RMSprop
+from trial_setups import batches, loss, mlp, setup
+
+from adiv_monitor.audit.seen.calls import Call
+from adiv_monitor.audit.seen.derived import Derived
+from adiv_monitor.audit.seen.observe import observe
+from adiv_monitor.audit.seen.probes import PROBES
+from adiv_monitor.audit.seen.probes.attention_axis import sums_to_1, uses
+from adiv_monitor.audit.seen.probes.attention_saturated import spread
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import held, train
+from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.record import Probed
+
+
+def asked(name: str, of: Setup) -> Probed:
+    return PROBES[name](of, of.fork())
+
+
+def named(of: Setup) -> dict[str, str]:
+    """Return the findings of a short run, of which nothing is tried, with their strengths."""
+    return {
+        finding.name: finding.strength
+        for finding in diagnose(observe(replace(of, steps=12), every_n_steps=6))
+    }
+
+
+def with_model(model: nn.Module) -> Setup:
+    return setup(model=model)
+
+
+# Attention
+
+Weighing = Callable[["Attending", Tensor, Tensor, Tensor], Tensor]
+
+
+class Attending(nn.Module):
+    """Four places of three features each, with two heads of four features, and a way to attend."""
+
+    def __init__(self, attend: Weighing, gain: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend, self.drop = attend, nn.Dropout(0.2)
+        self.take, self.qkv, self.head = nn.Linear(3, 8), nn.Linear(8, 24), nn.Linear(8, 3)
+        self.logits, self.gain = nn.Linear(4, 5), gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.take(x.reshape(-1, 4, 3))
+        parts = self.qkv(z).reshape(len(z), 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        q, k, v = (self.gain * parts[0], *parts[1:])
+        return self.head(self.attend(self, q, k, v).mean(2).flatten(1))
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+
+
+def along(axis: int) -> Weighing:
+    return lambda net, q, k, v: net.drop(scores(q, k).softmax(axis)) @ v
+
+
+def masked(axis: int) -> Weighing:
+    def attend(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q, k).masked_fill(~torch.ones(4, 4, dtype=torch.bool).tril(), -torch.inf)
+        return torch.bmm(functional.softmax(s, dim=axis).flatten(0, 1), v.flatten(0, 1)).view_as(v)
+
+    return attend
+
+
+def einsum(axis: int) -> Weighing:
+    def attend(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.einsum("...qd,...kd->...qk", q, k).softmax(axis)
+        return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+    return attend
+
+
+def on_the_right(axis: int) -> Weighing:
+    """The values on the left: Vᵀ Aᵀ."""
+
+    def attend(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (v.transpose(-1, -2) @ scores(k, q).softmax(axis)).transpose(-1, -2)
+
+    return attend
+
+
+def pooled(axis: int) -> Weighing:
+    """One score for each place, (…, 4, 1), from a layer."""
+
+    def attend(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = net.logits(q.tanh())[..., :1]
+        return logits.softmax(axis).transpose(-1, -2) @ v
+
+    return attend
+
+
+def by_hand_pooled(axis: int) -> Weighing:
+    """One score for each place, whose products are summed."""
+
+    def attend(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = functional.softmax(net.logits(q.tanh())[..., :1], dim=axis)
+        return (weights * v).sum(-2, keepdim=True)
+
+    return attend
+
+
+WRONG = [along(-2), along(1), masked(-2), einsum(2), on_the_right(-1), pooled(-1),
+         by_hand_pooled(-1)]  # fmt: skip
+RIGHT = [along(-1), masked(-1), einsum(3), on_the_right(-2), pooled(-2), by_hand_pooled(-2)]
+
+
+@pytest.mark.parametrize("attend", WRONG)
+def test_weights_that_sum_to_1_along_another_axis_are_seen(attend: Weighing) -> None:
+    (fact,) = asked("attention-axis", with_model(Attending(attend))).facts
+    assert fact.place.startswith("softmax (test_wiring_probes.py:")
+    assert fact.words["axis"] != fact.words["over"]
+
+
+@pytest.mark.parametrize("attend", RIGHT)
+def test_weights_that_sum_to_1_along_the_summed_axis_are_no_fault(attend: Weighing) -> None:
+    of = with_model(Attending(attend))
+    assert asked("attention-axis", of) == Probed()
+    if attend not in RIGHT[-2:]:  # whose scores a layer computes
+        assert len(uses(of.fork())) == 1, "it is looked at"
+
+
+def slots(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Slots compete for places, and take means of what they got (Locatello et al. 2020)."""
+    weights = scores(q, k).softmax(-2) + 1e-6
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def clusters(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each place is assigned to clusters, whose members are summed (Ying et al. 2018)."""
+    assigned = net.logits(q).softmax(-1)
+    return (assigned.transpose(-1, -2) @ v)[..., :4, :]
+
+
+def linear_attention(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmaxes over features of queries and over places of keys (Shen et al. 2018)."""
+    return q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)
+
+
+def both_ways(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of queries times weights of keys are weights again (Xiong et al. 2017)."""
+    s = scores(q, k)
+    return s.softmax(-1) @ s.softmax(-2).transpose(-1, -2) @ v
+
+
+def experts(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    gate = net.logits(q)[..., :2].softmax(-1)
+    return torch.einsum("bhqe,bhqed->bhqd", gate, torch.stack([k, v], 3))
+
+
+def gated(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A softmax over features as a gate, whose results are summed over places."""
+    return (net.logits(q).softmax(-1)[..., :4] * v).sum(-2, keepdim=True)
+
+
+def fused(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "attend", [slots, clusters, linear_attention, both_ways, experts, gated, fused],
+    ids=lambda attend: attend.__name__,
+)  # fmt: skip
+def test_other_ways_to_weigh_are_no_fault(attend: Weighing) -> None:
+    assert asked("attention-axis", with_model(Attending(attend))) == Probed()
+
+
+@pytest.mark.parametrize("attend", WRONG)
+def test_the_softmax_is_moved_to_the_summed_axis(attend: Weighing) -> None:
+    of = with_model(Attending(attend))
+    fork = of.fork()
+    FIXES["summed-axis"].apply(fork)
+    moved = train(fork).losses
+    right = {**dict(zip(WRONG, RIGHT[:1] * 2 + RIGHT[1:], strict=True))}[attend]
+    assert moved == pytest.approx(train(with_model(Attending(right)).fork()).losses, rel=1e-5)
+    with pytest.raises(DoesNotApply, match="all weights sum to 1"):
+        FIXES["summed-axis"].apply(with_model(Attending(right)).fork())
+
+
+def test_a_wrong_axis_is_watched_and_the_right_one_is_not_named() -> None:
+    assert named(with_model(Attending(along(-2))))["attention-axis"] == "watch"
+    assert "attention-axis" not in named(with_model(Attending(along(-1))))
+
+
+def test_a_tensor_with_negative_entries_holds_no_weights() -> None:
+    assert sums_to_1(torch.tensor([[2.0, -1.0], [0.5, 0.5]])) == ()
+    assert sums_to_1(torch.tensor([[1.0, 0.0], [0.5, 0.5]])) == (1,)
+    assert sums_to_1(torch.eye(2)) == (0, 1)
+
+
+def test_masked_scores_do_not_count_in_the_spread() -> None:
+    x = torch.tensor([[1.0, 3.0, -torch.inf, -1e4], [2.0, 0.0, -98.0, -3e38]]).double()
+    assert spread(x, -1) == pytest.approx(1.0)
+    assert spread(torch.full((1, 4), -torch.inf).double(), -1) != 0, "not known"
+
+
+def test_saturated_attention_is_seen_and_its_scores_are_divided() -> None:
+    sharp, well = (with_model(Attending(along(-1), gain)) for gain in (40.0, 1.0))
+    (fact,) = asked("attention-saturated", sharp).facts
+    assert fact.numbers["spread"] > 3 and fact.numbers["largest"] > 0.6
+    (fact,) = asked("attention-saturated", well).facts
+    assert fact.numbers["spread"] < 1
+    assert named(sharp)["attention-saturated"] == "watch"
+    assert "attention-saturated" not in named(well)
+    fork = sharp.fork()
+    FIXES["unit-scores"].apply(fork)
+    assert spread_of(fork) == pytest.approx(1.0, rel=1e-4)
+    with pytest.raises(DoesNotApply):
+        FIXES["unit-scores"].apply(well.fork())
+
+
+def spread_of(fork: Any) -> float:
+    (use,) = uses(fork)
+    return spread(use.softmax.argument(0, "input").detach().double(), -1)
+
+
+def test_products_end_what_derives_entry_by_entry() -> None:
+    made, x = Derived(), torch.ones(2, 2)
+
+    def call(name: str, *args: Tensor, result: Tensor) -> Call:
+        return Call(0, name, None, args, {}, result, torch.add)
+
+    begin = call("softmax", result=x)
+    made.begin(begin)
+    y, z, w = x.T, x @ x, x[:1]
+    made.follow(call("transpose", x, result=y))
+    made.follow(call("matmul", y, result=z))
+    made.follow(call("__getitem__", y, result=w))
+    assert [made.source(each) for each in (x, y, z, w)] == [begin, begin, None, begin]
+
+
+# Modules and tensors
+
+
+def repeated(times: int = 3, own: bool = False, container: Any = nn.Sequential) -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(12, 12) for _ in range(times)] if own else [nn.Linear(12, 12)] * times
+    body = container(*layers) if container is nn.Sequential else container(layers)
+    return Through(body)
+
+
+class Through(nn.Module):
+    """Layers of a container one after the other, with the same activation between them."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:  # type: ignore[attr-defined]
+            x = layer(x).relu()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("container", [nn.Sequential, nn.ModuleList])
+def test_a_module_that_is_several_entries_of_a_container_is_watched(container: Any) -> None:
+    of = with_model(repeated(container=container))
+    (fact,) = asked("module-repeated", of).facts
+    assert (fact.place, fact.numbers, fact.words) == ("body.0", {"times": 3.0}, {"class": "Linear"})
+    assert named(of)["module-repeated"] == "watch"
+    own = with_model(repeated(own=True, container=container))
+    assert asked("module-repeated", own) == Probed() and "module-repeated" not in named(own)
+
+
+def test_activations_without_parameters_and_loops_over_one_layer_are_no_repeated_modules() -> None:
+    act = nn.ReLU()
+    net = nn.Sequential(nn.Linear(12, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 3))
+    assert asked("module-repeated", with_model(net)) == Probed()
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.ModuleList([nn.Linear(12, 12)]), nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.layer[0](x).relu()
+            return self.head(x)
+
+    assert asked("module-repeated", with_model(Loop())) == Probed()
+
+
+class Named(nn.Module):
+    """A layer with two names, both of which run, or one."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(12, 12)
+        self.both, self.head = both, nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.head(self.second(x).relu() if self.both else x)
+
+
+def test_two_names_of_one_layer_are_a_fault_only_if_both_run() -> None:
+    (fact,) = asked("module-repeated", with_model(Named(both=True))).facts
+    assert fact.place == "first" and fact.numbers == {"times": 2.0}
+    assert asked("module-repeated", with_model(Named(both=False))) == Probed()
+
+
+def test_shallow_copies_share_their_parameters() -> None:
+    layer = nn.Linear(12, 12)
+    net = nn.Sequential(layer, nn.ReLU(), copy.copy(layer), nn.Linear(12, 3))
+    assert asked("module-repeated", with_model(net)).facts[0].numbers == {"times": 2.0}
+    fork = with_model(net).fork()
+    FIXES["own-copies"].apply(fork)
+    assert fork.model[0].weight is not fork.model[2].weight  # type: ignore[index]
+
+
+def test_copies_of_their_own_are_drawn_and_held() -> None:
+    of = with_model(repeated())
+    fork = of.fork()
+    FIXES["own-copies"].apply(fork)
+    layers = [fork.model.body[i] for i in range(3)]  # type: ignore[union-attr, index]
+    assert len({id(layer) for layer in layers}) == 3
+    assert torch.equal(layers[0].weight, of.model.body[0].weight)  # type: ignore[union-attr, index, operator]
+    assert not torch.equal(layers[0].weight, layers[1].weight)
+    assert {id(p) for p in fork.model.parameters()} == {id(p) for p in held(fork.optimizer)}
+    with pytest.raises(DoesNotApply):
+        FIXES["own-copies"].apply(with_model(repeated(own=True)).fork())
+
+
+class Joined(nn.Module):
+    """Features of a layer, joined with others in a way."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.join = nn.Linear(12, 8), nn.Linear(8, 8), join
+        self.head = nn.LazyLinear(3)
+        self.head(self.join(torch.zeros(2, 8), torch.ones(2, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.first(x).relu()
+        return self.head(self.join(self.second(before).relu(), before))
+
+
+@pytest.mark.parametrize(
+    ("join", "function"),
+    [(lambda z, x: torch.cat([z, z], 1), "cat"),
+     (lambda z, x: torch.concat((x, z, x), -1), "concat"),
+     (lambda z, x: z + z, "add"), (lambda z, x: torch.add(z, z), "add")],
+)  # fmt: skip
+def test_features_joined_with_themselves_are_watched(join: Any, function: str) -> None:
+    of = with_model(Joined(join))
+    (fact,) = asked("joined-with-itself", of).facts
+    assert function in fact.words["function"] and fact.words["shape"] == "(32, 8)"
+    assert named(of)["joined-with-itself"] == "watch"
+
+
+@pytest.mark.parametrize(
+    "join",
+    [lambda z, x: torch.cat([z, x], 1), lambda z, x: z + x, lambda z, x: torch.cat([z, -z], 1),
+     lambda z, x: torch.cat([z, z])[: len(z)], lambda z, x: z + z.detach(), lambda z, x: z * z],
+)  # fmt: skip
+def test_features_joined_with_others_are_no_fault(join: Any) -> None:
+    of = with_model(Joined(join))
+    assert asked("joined-with-itself", of) == Probed() and "joined-with-itself" not in named(of)
+
+
+def test_channels_of_an_input_may_be_repeated() -> None:
+    class Grey(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(24, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.cat([x, x], 1))
+
+    assert asked("joined-with-itself", with_model(Grey())) == Probed()
+
+
+# Outputs
+
+
+def ends_in(last: nn.Module, outputs: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, outputs), last)
+
+
+def squared(model: nn.Module, batch: Any, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    x, _ = batch
+    target = scale * (x[:, 0] - x[:, 1]) / 2 + shift
+    return functional.mse_loss(model(x).squeeze(-1), target)
+
+
+def by_hand(model: nn.Module, batch: Any) -> Tensor:
+    x, _ = batch
+    return (model(x)[:, 0] - x[:, 0]).square().mean()
+
+
+def negative_log(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return functional.nll_loss(model(x).log_softmax(1), y)
+
+
+@pytest.mark.parametrize("of", [loss, negative_log, by_hand])
+def test_dropout_on_what_is_compared_is_seen(of: Any) -> None:
+    dropped = setup(model=ends_in(nn.Dropout(0.5)), loss=of)
+    (fact,) = asked("dropout-on-outputs", dropped).facts
+    assert fact.place.startswith("dropout in '3'") and fact.numbers["rate"] == 0.5
+    fork = dropped.fork()
+    FIXES["outputs-without-dropout"].apply(fork)
+    plain = setup(model=ends_in(nn.Identity()), loss=of)
+    assert train(fork).losses == train(plain.fork()).losses
+    assert asked("dropout-on-outputs", plain) == Probed()
+    with pytest.raises(DoesNotApply):
+        FIXES["outputs-without-dropout"].apply(plain.fork())
+
+
+def test_dropout_on_outputs_is_named_and_other_dropout_is_not() -> None:
+    assert "dropout-on-outputs" in named(setup(model=ends_in(nn.Dropout(0.3))))
+    before = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    assert "dropout-on-outputs" not in named(setup(model=before))
+    assert asked("dropout-on-outputs", setup(model=ends_in(nn.Dropout(0.0)))) == Probed()
+
+
+def test_dropout_on_a_residual_branch_is_none_on_the_outputs() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(12, 12), nn.Dropout(0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.layer(x)
+            return z + self.drop(z.relu())
+
+    def restored(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0]), batch[0])
+
+    assert asked("dropout-on-outputs", setup(model=Residual(), loss=restored)) == Probed()
+
+
+@pytest.mark.parametrize("last", [nn.BatchNorm1d(1), nn.Sequential(nn.BatchNorm1d(1), nn.ReLU())])
+def test_normalised_outputs_are_named_where_the_targets_are_not(last: nn.Module) -> None:
+    def of(scale: float, shift: float, end: nn.Module = last) -> Setup:
+        by = partial(squared, scale=scale, shift=shift)
+        return setup(model=ends_in(end, 1), loss=by)
+
+    (fact,) = asked("outputs-normalised", of(30.0, 100.0)).facts
+    assert abs(fact.numbers["mean"]) < 0.5 < fact.numbers["std"] < 1.1
+    assert "outputs-normalised" in named(of(30.0, 100.0))
+    assert "outputs-normalised" not in named(of(1.0, 0.0)), "the targets are standardised"
+    assert asked("outputs-normalised", of(30.0, 100.0, nn.ReLU())) == Probed()
+    fork = of(30.0, 100.0, nn.BatchNorm1d(1)).fork()
+    FIXES["outputs-without-norm"].apply(fork)
+    assert train(fork).losses == train(of(30.0, 100.0, nn.Identity()).fork()).losses
+    with pytest.raises(DoesNotApply):
+        FIXES["outputs-without-norm"].apply(of(30.0, 100.0, nn.ReLU()).fork())
+
+
+class Rescaled(nn.Module):
+    """Puts normalised outputs back into the targets' units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 30.0 * self.norm(x) + 100.0
+
+
+def test_normalised_outputs_in_the_units_of_the_targets_are_no_fault() -> None:
+    by = partial(squared, scale=30.0, shift=100.0)
+    of = setup(model=ends_in(Rescaled(), 1), loss=by)
+    (fact,) = asked("outputs-normalised", of).facts
+    assert fact.numbers["mean"] == pytest.approx(100.0)
+    assert "outputs-normalised" not in named(of)
+
+
+def test_normalised_logits_are_no_fault() -> None:
+    assert asked("outputs-normalised", setup(model=ends_in(nn.BatchNorm1d(3)))) == Probed()
+
+
+# Loss
+
+
+def with_itself(model: nn.Module, batch: Any) -> Tensor:
+    z = model(batch[0])
+    return functional.mse_loss(z, z.detach())
+
+
+def satisfied(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]).square().mean() - 1e4).relu()
+
+
+def test_a_loss_without_a_gradient_is_named_with_its_place() -> None:
+    assert asked("zero-gradient", setup(loss=with_itself)).facts[0].place.startswith("mse_loss (")
+    assert asked("zero-gradient", setup(loss=satisfied)) == Probed()
+    assert named(setup(loss=with_itself))["zero-gradient"] == "act"
+    assert named(setup(loss=satisfied))["zero-gradient"] == "act"
+    assert "zero-gradient" not in named(setup())
+
+
+def test_stopped_targets_of_other_features_are_compared_with_others() -> None:
+    def straight_through(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        q = z + (z.round() - z).detach()
+        return functional.mse_loss(q, z.detach()) + functional.cross_entropy(q, batch[1])
+
+    assert asked("zero-gradient", setup(loss=straight_through)) == Probed()
+
+
+# The optimizer's epsilon
+
+Made = Callable[[nn.Module], Optimizer]
+
+
+def adam(eps: float, **settings: Any) -> Made:
+    return lambda model: Adam(model.parameters(), lr=3e-3, eps=eps, **settings)
+
+
+def trained(optimizer: Made, of: Any = loss) -> Probed:
+    bed = setup(optimizer=optimizer, loss=of)
+    fork = bed.fork()
+    train(fork)
+    return PROBES["epsilon-dominates"](bed, fork)
+
+
+def tiny(model: nn.Module, batch: Any) -> Tensor:
+    return 1e-9 * loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [adam(1.0), adam(1.0, amsgrad=True), lambda m: AdamW(m.parameters(), eps=0.5),
+     lambda m: RMSprop(m.parameters(), lr=1e-3, eps=1.0),
+     lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-3, eps=5.0)],
+)  # fmt: skip
+def test_an_epsilon_above_the_roots_is_seen(optimizer: Made) -> None:
+    (fact,) = trained(optimizer).facts
+    assert fact.numbers["share"] > 0.9 and fact.numbers["root"] < fact.numbers["epsilon"]
+
+
+def test_the_mean_of_squared_gradients_is_corrected_for_its_bias() -> None:
+    """Of gradients that are all 0.5, the root is 0.5 after any number of steps."""
+
+    def of_sum(model: nn.Module, batch: Any) -> Tensor:
+        return sum(0.5 * p.sum() for p in model.parameters())  # type: ignore[return-value]
+
+    assert trained(adam(0.49), of_sum) == Probed()
+    (fact,) = trained(adam(0.51), of_sum).facts
+    assert fact.numbers == {"share": 1.0, "epsilon": 0.51, "root": pytest.approx(0.5)}
+    (fact,) = trained(lambda m: RMSprop(m.parameters(), eps=0.49), of_sum).facts
+    assert fact.numbers["root"] == pytest.approx(0.5 * (1 - 0.99**24) ** 0.5), "not corrected"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of"),
+    [(adam(1e-8), loss), (adam(1e-8), tiny), (adam(1e-7), loss),
+     (lambda m: torch.optim.Adadelta(m.parameters(), eps=1.0), loss),
+     (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss)],
+)  # fmt: skip
+def test_usual_epsilons_and_optimizers_without_one_are_no_fault(optimizer: Made, of: Any) -> None:
+    assert trained(optimizer, of) == Probed()
+
+
+def test_the_epsilon_becomes_the_usual_one() -> None:
+    of = setup(optimizer=adam(1.0), batches=batches())
+    assert named(of)["epsilon-dominates"] in ("act", "watch")
+    assert "epsilon-dominates" not in named(setup(optimizer=adam(1e-8)))
+    fork = of.fork()
+    FIXES["usual-epsilon"].apply(fork)
+    assert train(fork).losses == train(setup(optimizer=adam(1e-8)).fork()).losses
+    with pytest.raises(DoesNotApply):
+        FIXES["usual-epsilon"].apply(setup(model=mlp()).fork())
