@@ -20,6 +20,7 @@ from adiv_monitor.diagnosis.rules import (
     states,
     targets,
     units,
+    weighting,
     wiring,
 )
 
@@ -51,12 +52,20 @@ RULES: tuple[Rule, ...] = (
     loss.activated_logits,
     targets.targets_out_of_range,
     targets.target_is_input,
+    weighting.label_smoothing,
+    weighting.class_weights,
+    weighting.class_untaught,
+    weighting.padding_counts,
+    weighting.penalty_dominates,
     loss.unbounded,
     wiring.frozen,
     data.constant_data,
     numbers.non_finite_from_the_start,
     data.same_batch,
     data.unshuffled,
+    data.target_leak,
+    data.targets_moved,
+    numbers.unsafe_division,
     inputs.input_scale,
     inputs.input_mean,
     inputs.target_scale,
@@ -103,7 +112,8 @@ CAUSES = frozenset(
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
         *("samples-mixed", "reshape-scrambles", "gradient-cut"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss", "target-scale"),
-        *("no-activation", "constant-data"),
+        *("no-activation", "constant-data", "label-smoothing", "class-weights"),
+        *("class-untaught", "penalty-dominates", "unsafe-division", "targets-moved"),
     }
 )
 FOLLOWS = frozenset(

@@ -205,6 +205,14 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "behind-reference": "The model learns less than a small network",
         "labels-unrelated": "Labels that no model predicts",
         "constant-data": "Data without differences",
+        "label-smoothing": "Label smoothing that is too strong",
+        "class-weights": "Class weights that grow with the counts",
+        "class-untaught": "Classes without a gradient",
+        "padding-counts": "Padding counts in the loss",
+        "penalty-dominates": "A penalty dominates the loss",
+        "target-leak": "A feature that is the target",
+        "targets-moved": "Targets that are transposed or flipped",
+        "unsafe-division": "Division by numbers close to zero",
         "no-activation": "Activation functions without effect",
     }
 )

@@ -92,8 +92,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         "belong to their inputs?",
         (
             *("input-scale", "input-mean", "row-spread", "constant-data", "same-batch"),
-            "unshuffled",
-            "labels-unrelated",
+            *("unshuffled", "target-leak", "targets-moved", "labels-unrelated"),
         ),
         _of_inputs,
     ),
@@ -110,6 +109,8 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
             *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
             *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
+            *("label-smoothing", "class-weights", "class-untaught", "padding-counts"),
+            "penalty-dominates",
         ),
         _of_loss,
     ),

@@ -1,6 +1,7 @@
 """A model's outputs for a batch with changed inputs; labels, targets and masks stay."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,12 +42,19 @@ class ChangedInputs:
 
     Attributes:
         inputs: The tensors of the batch's length that the model was called with; none of a list.
+        names: Their arguments' names, or numbers.
         own: The outputs for the unchanged inputs.
+
+    Args:
+        fork: A copy, in the mode in which it runs.
+        batch: The batch.
+        fewest: Fewest dimensions of the inputs that count.
     """
 
-    def __init__(self, fork: Fork, batch: Any) -> None:
-        self._fork, self._batch = fork, batch
+    def __init__(self, fork: Fork, batch: Any, fewest: int = 2) -> None:
+        self._fork, self._batch, self._fewest = fork, batch, fewest
         self.inputs: list[Tensor] = []
+        self.names: list[str] = []
         self.own = self.outputs(0, lambda x: x)
 
     def outputs(self, number: int, change: Change) -> list[Tensor]:
@@ -55,18 +63,21 @@ class ChangedInputs:
         seen: list[Tensor] = []
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            self.inputs = []
+            self.inputs, self.names = [], []
 
-            def instead(x: Tensor) -> Tensor:
-                if x.ndim < 2 or len(x) != size:
+            def instead(name: str, x: Tensor) -> Tensor:
+                if x.ndim < self._fewest or len(x) != size:
                     return x
                 self.inputs.append(x.detach())
+                self.names.append(name)
                 return change(x) if len(self.inputs) == number + 1 else x
 
             names = names_by_place(module, len(args))
             given = {**dict(zip(names, args, strict=True)), **kwargs}
             may_change = {n: is_input(n) and not is_list(x) for n, x in given.items()}
-            new = {n: mapped(x, instead) if may_change[n] else x for n, x in given.items()}
+            new = {
+                n: mapped(x, partial(instead, n)) if may_change[n] else x for n, x in given.items()
+            }
             return tuple(new[n] for n in names), {n: new[n] for n in kwargs}
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
