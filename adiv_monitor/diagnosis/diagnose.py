@@ -128,7 +128,8 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "samples-mixed": frozenset({"input-partly-ignored"}),
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
-        "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated"}),
+        "unsafe-division": frozenset({"non-finite", "exploding", "row-spread"}),
+        "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated", "same-batch"}),
     }
 )
 FIRST_THAT = (

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import mapped, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, seeded
 
 Change = Callable[[Tensor], Tensor]
 
@@ -35,6 +36,39 @@ def _modules(value: Any) -> Iterator[nn.Module]:
             yield from _modules(item)
     elif isinstance(value, Mapping):
         yield from _modules([*value.values()])
+
+
+class _Seen(Exception):
+    """Raised to end a forward pass whose inputs are known."""
+
+
+def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
+    """Return the tensors of the batch's length that the model is called with, by argument.
+
+    The model does not run. Of several tensors in an argument, each has a number. None of a list of
+    tensors is returned, no label, target or mask, and nothing if the loss does not call the model.
+    """
+    size = size_of(batch)
+    found: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        names = names_by_place(module, len(args))
+        for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
+            if is_input(name) and not is_list(value):
+                own = [x.detach() for x in tensors(value) if x.ndim and len(x) == size]
+                found.update({name if len(own) == 1 else f"{name}.{i}": x
+                              for i, x in enumerate(own)})  # fmt: skip
+        raise _Seen
+
+    handle = fork.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with seeded(fork.seed), torch.no_grad():
+            fork.loss(fork.model, copied(batch))
+    except _Seen:
+        pass
+    finally:
+        handle.remove()
+    return found
 
 
 class ChangedInputs:

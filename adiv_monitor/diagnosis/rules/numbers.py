@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.inputs import row_spread
 from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.rules.remedies import clip_norm
 
@@ -46,11 +47,12 @@ def unsafe_division(record: Record) -> Iterator[Finding]:
     """Find divisors of both signs, some close to zero, which make a few results huge."""
     for fact in record.found_by("unsafe-division"):
         close, times = fact.numbers["close"], fact.numbers["times"]
+        uneven = any(finding.strength == "act" for finding in row_spread(record))
         if times > HUGE:
             yield Finding(
                 "unsafe-division",
                 (),
-                "act" if suffers(record) else "watch",
+                "act" if suffers(record) or uneven else "watch",
                 (
                     Evidence("5th percentile of the divisors' sizes over their median", close, 0.2,
                              step=0),
@@ -59,8 +61,8 @@ def unsafe_division(record: Record) -> Iterator[Finding]:
                 (Advice("divide by something positive: a norm, a standard deviation, or "
                         "softplus(x) + 0.1"),),
                 f"{fact.place} divides by numbers of both signs, some of them close to zero: the "
-                f"largest result is {times:.3g} times the median one, and its sign is as good as "
-                "random.",
+                f"largest result is {times:.3g} times the median one, and changes its sign with "
+                "the least change of the divisor.",
                 "A small constant added to the divisors only moves the zero.",
                 since=0,
             )  # fmt: skip

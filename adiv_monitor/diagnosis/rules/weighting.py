@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.loss import cannot_overfit
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 # ε of label smoothing; 0.1 is usual. From 0.5 on, at most about half of a target's weight is left
@@ -19,6 +20,12 @@ PADDING = 0.05
 LEARNT, LEARNABLE = 0.1, 0.1
 
 
+def _strength(record: Record) -> Strength:
+    """Return "act" if the run suffers, or can't even overfit one small batch."""
+    stays = any(finding.strength == "act" for finding in cannot_overfit(record))
+    return "act" if suffers(record) or stays else "watch"
+
+
 def label_smoothing(record: Record) -> Iterator[Finding]:
     """Find label smoothing that leaves the right class less weight than all others together."""
     for fact in record.found_by("label-smoothing"):
@@ -27,7 +34,7 @@ def label_smoothing(record: Record) -> Iterator[Finding]:
             yield Finding(
                 "label-smoothing",
                 (),
-                "act" if suffers(record) else "watch",
+                _strength(record),
                 (Evidence("label smoothing", share, SMOOTH, step=0),),
                 (Advice("use label_smoothing=0.1 or less"),),
                 f"{fact.place} uses a label smoothing of {share:.3g}: of {classes:.0f} classes, "
@@ -46,7 +53,7 @@ def class_weights(record: Record) -> Iterator[Finding]:
             yield Finding(
                 "class-weights",
                 (),
-                "act" if suffers(record) else "watch",
+                _strength(record),
                 (Evidence("slope of log weight over log count, of classes", numbers["slope"],
                           GROWS, step=0),),
                 (Advice("weight each class by the inverse of its count: counts.sum() / counts; "
@@ -107,7 +114,7 @@ def penalty_dominates(record: Record) -> Iterator[Finding]:
             yield Finding(
                 "penalty-dominates",
                 (),
-                "act" if suffers(record) else "watch",
+                _strength(record),
                 (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
                 (Advice("give this term a far smaller weight, or raise its weight from zero over "
                         "the first steps; check whether it is a sum where the others are means"),),

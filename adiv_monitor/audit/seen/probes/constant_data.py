@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
-from adiv_monitor.audit.seen.changed_inputs import ChangedInputs
+from adiv_monitor.audit.seen.changed_inputs import given_inputs
 from adiv_monitor.audit.seen.probes.batches_drawn import labels_of
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
@@ -41,7 +41,7 @@ def _inputs(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     fork = setup.fork()
     first: list[Tensor] = []
     for batch in batches:
-        inputs = ChangedInputs(fork, batch).inputs
+        inputs = [x for x in given_inputs(fork, batch).values() if x.ndim > 1]
         first = first or inputs
         if not inputs or len(inputs) != len(first):
             return []
@@ -56,11 +56,8 @@ def _parts(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     fork = setup.fork()
     given: dict[str, list[Tensor]] = {}
     for batch in batches:
-        changed = ChangedInputs(fork, batch, fewest=1)
-        for number, x in enumerate(changed.inputs):
-            name = changed.names[number]
-            alone = changed.names.count(name) == 1
-            given.setdefault(name if alone else f"{name}.{number}", []).append(x)
+        for name, x in given_inputs(fork, batch).items():
+            given.setdefault(name, []).append(x)
     samples = float(sum(map(size_of, batches)))
     found = []
     for name, parts in given.items():

@@ -1,6 +1,6 @@
 """Do places that only fill sequences up to one length count in the loss?"""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,23 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 # Padding is the same value at the end (or the beginning) of rows, nowhere else, of different
 # lengths, at two places or more in this share of the rows.
 ROWS = 0.25
+# Share of the padding that has a gradient: where the loss leaves padding out, it is 0.
+COUNTS = 0.5
 _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
            "binary_cross_entropy", "binary_cross_entropy_with_logits")  # fmt: skip
+
+
+class Padding(NamedTuple):
+    """The padding of rows (B, T).
+
+    Attributes:
+        places: The places that are padding.
+        inside: Those beside others that are, on the side of the real places: only their targets
+            are padding, too, if targets are the next, or the previous, tokens.
+    """
+
+    places: Tensor
+    inside: Tensor
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
@@ -46,16 +61,15 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         loss.backward()  # type: ignore[no-untyped-call]
     for given, made in pairs:
         for x in given:
-            filled = padding(x)
-            share = 0.0 if filled is None else _share(filled, made, targets)
-            if filled is not None and share > 0:
-                numbers = {"share": share, "padding": float(filled.float().mean())}
-                return Probed((Fact("", numbers, {"shape": str(tuple(x.shape))}),))
+            of_rows = padding(x)
+            share = 0.0 if of_rows is None else _share(of_rows, made, targets)
+            if share > 0:
+                return Probed((Fact("", {"share": share}, {"shape": str(tuple(x.shape))}),))
     return Probed()
 
 
-def padding(x: Tensor) -> Tensor | None:
-    """Return which places of tokens (B, T), or of vectors (B, T, F), are padding; None: none are.
+def padding(x: Tensor) -> Padding | None:
+    """Return the padding of tokens (B, T), or of vectors (B, T, F); None: there is none.
 
     Tokens of padding are those of most rows' last, or first, place; vectors are zero.
     """
@@ -67,32 +81,38 @@ def padding(x: Tensor) -> Tensor | None:
         candidates = [x == x[:, end].mode().values for end in (-1, 0)]
     else:
         return None
-    for filled in candidates:
-        counts = filled.sum(1)
-        for way in (filled, filled.flip(1)):
-            at_the_end = bool((way[:, 1:] >= way[:, :-1]).all())
-            long = float((counts >= 2).float().mean()) >= ROWS
-            if at_the_end and long and len(counts.unique()) > 1:
-                return filled
+    for places in candidates:
+        counts = places.sum(1)
+        long = float((counts >= 2).float().mean()) >= ROWS
+        for step in (1, -1):  # from the real places to the padding
+            before = places.roll(step, 1)
+            before[:, 0 if step == 1 else -1] = False
+            if long and len(counts.unique()) > 1 and not bool((before & ~places).any()):
+                return Padding(places, places & before)
     return None
 
 
-def _share(filled: Tensor, made: list[Tensor], targets: list[Tensor]) -> float:
+def _share(found: Padding, made: list[Tensor], targets: list[Tensor]) -> float:
     """Return the share of padding in the places with a gradient; 0 if most padding has none."""
-    size, length = filled.shape
+    size, length = found.places.shape
     known = [
-        y.reshape(size, length, -1)[filled] for y in targets if y.numel() % filled.numel() == 0
+        y.reshape(size, length, -1)[found.inside]
+        for y in targets
+        if y.numel() % (size * length) == 0
     ]
-    if not any(len(y) and bool((y == y[0]).all()) for y in known):
+    if not any(bool((y == y[0]).all()) for y in known):
         return 0.0
     for x in made:
         gradient = x.grad
         if gradient is None:
             continue
-        if gradient.ndim == 3 and gradient.shape[::2] == (size, length):
-            gradient = gradient.mT
-        if gradient.shape[:2] == (size, length) or gradient.shape[:1] == (size * length,):
+        is_placed = gradient.shape[:2] == (size, length)
+        if not is_placed and gradient.ndim == 3 and gradient.shape[::2] == (size, length):
+            gradient, is_placed = gradient.mT, True
+        if is_placed or gradient.shape[:1] == (size * length,):
             counts = gradient.reshape(size, length, -1).ne(0).any(-1)
-            of_padding = float(counts[filled].float().mean())
-            return float((counts & filled).sum() / counts.sum()) if of_padding > 0.5 else 0.0
+            of_padding = float(counts[found.inside].float().mean())
+            return (
+                float((counts & found.places).sum() / counts.sum()) if of_padding > COUNTS else 0.0
+            )
     return 0.0

@@ -32,13 +32,13 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     which input belongs to which target. At least one of the other terms does: by how much it rises
     with exchanged inputs is what the model has learned of them.
     """
-    begin, end = _Terms(setup.fork()), _Terms(_copy(setup, trained))
-    batches = setup.batches[:_BATCHES]
-    own, exchanged = begin.of(batches), begin.of(batches, exchanged=True)
-    if not 1 < len(own) <= MOST or len(exchanged) != len(own):
+    begin, batches = _Terms(setup.fork()), setup.batches[:_BATCHES]
+    if not 1 < len(begin.of(batches[:1])) <= MOST:
         return Probed()
+    own, exchanged = begin.of(batches), begin.of(batches, exchanged=True)
+    end = _Terms(_copy(setup, trained))
     after, moved = end.of(batches), end.of(batches, exchanged=True)
-    if not len(own) == len(after) == len(moved):
+    if not len(own) == len(exchanged) == len(after) == len(moved):
         return Probed()
     pairs = [((a, b), (c, d)) for a, b, c, d in zip(own, exchanged, after, moved, strict=True)]
     penalties = [i for i, each in enumerate(pairs) if all(_alike(*pair) for pair in each)]

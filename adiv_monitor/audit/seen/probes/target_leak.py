@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.seen.changed_inputs import ChangedInputs
+from adiv_monitor.audit.seen.changed_inputs import given_inputs
 from adiv_monitor.audit.seen.probes.batches_drawn import labels_of
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -19,7 +19,8 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     has one value for each class. Tokens and images are left out.
     """
     count = min(BATCHES, len(setup.batches))
-    inputs: dict[int, list[Tensor]] = {}
+    fork = setup.fork()
+    inputs: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     for i in range(count):
         batch = setup.batches[i * len(setup.batches) // count]
@@ -27,19 +28,19 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         if found is None:
             return Probed(untold="no label for each sample")
         labels.append(found)
-        for number, x in enumerate(ChangedInputs(setup.fork(), batch).inputs):
+        for name, x in given_inputs(fork, batch).items():
             if x.ndim == 2 and x.shape[1] > 1 and x.is_floating_point():
-                inputs.setdefault(number, []).append(x.cpu().double())
+                inputs.setdefault(name, []).append(x.cpu().double())
     y = torch.cat(labels)
     facts = []
-    for number, parts in inputs.items():
+    for name, parts in inputs.items():
         x = torch.cat(parts) if len({part.shape[1] for part in parts}) == 1 else y[:0]
         if len(x) != len(y) or len(y) < SAMPLES or not bool(x.isfinite().all()):
             continue
         shares = explained(x, y)
         best = int(shares.argmax())
         numbers = {"feature": float(best), "share": float(shares[best]), "samples": float(len(y))}
-        facts.append(Fact(f"input {number}", numbers))
+        facts.append(Fact(f"input '{name}'", numbers))
     return Probed(tuple(facts))
 
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.seen.changed_inputs import ChangedInputs
+from adiv_monitor.audit.seen.changed_inputs import given_inputs
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -34,7 +34,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     images: list[Tensor] = []
     targets: list[Tensor] = []
     for batch in setup.batches[:BATCHES]:
-        inputs = [x for x in ChangedInputs(fork, batch).inputs if x.ndim == 4]
+        inputs = [x for x in given_inputs(fork, batch).values() if x.ndim == 4]
         if len(inputs) != 1 or not inputs[0].is_floating_point():
             return Probed()
         x = inputs[0].float().cpu()

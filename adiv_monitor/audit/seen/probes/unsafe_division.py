@@ -26,8 +26,9 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             return
         close = closeness(divisor.detach())
         if close is not None and close < CLOSE and bool(call.result.isfinite().all()):
-            sizes = call.result.detach().float().abs().flatten()
-            times = float(sizes.max() / sizes.median().clamp(min=1e-30))
+            sizes = call.result.detach().float().abs()
+            sizes = sizes[sizes > 0]  # without units that are off
+            times = float(sizes.max() / sizes.median()) if len(sizes) else 0.0
             found.setdefault(call.place, Fact(call.place, {"close": close, "times": times}))
 
     with torch.no_grad():
