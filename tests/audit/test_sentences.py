@@ -674,7 +674,7 @@ ROWS: list[Row] = [
     Row("input-partly-ignored", "check the mask: does True mark the positions to keep",
         ignored(1, masked="True"), ignored(1)),
     Row("input-partly-ignored", "follow these parts through forward(): look for masks, slices such "
-        "as [:, -1], and overwritten tensors", ignored(1), record()),
+        "as [:, -1], overwritten tensors, and divisions of whole numbers", ignored(1), record()),
     Row("order-ignored", "The outputs do not depend on the order of the 8 positions of an input",
         UNORDERED, record(probed={"order-ignored": Probed()})),
     Row("order-ignored", "add position embeddings (sinusoids, or a learnt table) to the outputs of "

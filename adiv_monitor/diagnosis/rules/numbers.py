@@ -10,6 +10,9 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.rules.remedies import clip_norm
 
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
+# 5th percentile of the sizes of divisors of both signs, over their median: 0.09 for a normal
+# distribution, up to 0.25 in a batch of 64, and 1 for divisors of one size.
+CLOSE = 0.3
 HUGE = 30.0  # largest result of a division over the median one; 3 to 5 for a normal distribution
 DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 
@@ -48,14 +51,14 @@ def unsafe_division(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("unsafe-division"):
         close, times = fact.numbers["close"], fact.numbers["times"]
         uneven = any(finding.strength == "act" for finding in row_spread(record))
-        if times > HUGE:
+        if close < CLOSE and times > HUGE:
             yield Finding(
                 "unsafe-division",
                 (),
                 "act" if suffers(record) or uneven else "watch",
                 (
-                    Evidence("5th percentile of the divisors' sizes over their median", close, 0.2,
-                             step=0),
+                    Evidence("5th percentile of the divisors' sizes over their median", close,
+                             CLOSE, step=0),
                     Evidence("largest result over the median one", times, HUGE, step=0),
                 ),
                 (Advice("divide by something positive: a norm, a standard deviation, or "

@@ -75,7 +75,7 @@ def class_untaught(record: Record) -> Iterator[Finding]:
         yield Finding(
             "class-untaught",
             (),
-            "watch",
+            _strength(record),
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
             (Advice("check what the loss expects as labels, such as −1 and 1 instead of 0 and 1, "
                     "and whether a weight, a mask or an ignore_index leaves these samples out"),),

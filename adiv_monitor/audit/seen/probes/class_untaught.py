@@ -52,7 +52,7 @@ def _untaught(labels: Tensor, taught: Tensor, fewest: int) -> dict[float, int]:
 
     Negative labels, which mark what is left out, are no classes.
     """
-    classes = [c for c in labels.unique().tolist() if c >= 0]
+    classes = [c for c in torch.unique(labels).tolist() if c >= 0]
     still = [c for c in classes if not bool(taught[labels == c].any())]
     others = torch.tensor([c not in still and c >= 0 for c in labels.tolist()])
     is_taught = bool(others.any()) and float(taught[others].float().mean()) > MOST

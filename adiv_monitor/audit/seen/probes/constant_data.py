@@ -66,7 +66,7 @@ def _parts(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
         features = _features(parts)
         low, high = features.aminmax(dim=0)
         still = low == high
-        values = low[still].unique()
+        values = torch.unique(low[still])
         words = {"input": name, "type": "float" if parts[0].is_floating_point() else "integer"}
         if bool(still.all()) and len(values) == 1 and len(given) > 1:
             numbers = {"samples": samples, "value": float(values)}

@@ -87,7 +87,11 @@ def padding(x: Tensor) -> Padding | None:
         for step in (1, -1):  # from the real places to the padding
             before = places.roll(step, 1)
             before[:, 0 if step == 1 else -1] = False
-            if long and len(counts.unique()) > 1 and not bool((before & ~places).any()):
+            if (
+                long
+                and int(counts.min()) < int(counts.max())
+                and not bool((before & ~places).any())
+            ):
                 return Padding(places, places & before)
     return None
 

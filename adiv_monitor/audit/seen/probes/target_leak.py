@@ -53,10 +53,10 @@ def explained(x: Tensor, y: Tensor) -> Tensor:
     apart, own = x - x.mean(0), y - y.mean()
     squares = apart.square().sum(0) * own.square().sum()
     shares = ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0, 0.0, 0.0)
-    values, classes = y.unique(return_inverse=True)
+    values, classes = torch.unique(y, return_inverse=True)
     if 1 < len(values) <= CLASSES:
         for feature in range(x.shape[1]):
-            pairs = torch.stack([x[:, feature], classes.double()], 1).unique(dim=0)
-            if len(pairs) == len(values) == len(pairs[:, 0].unique()):
+            pairs = torch.unique(torch.stack([x[:, feature], classes.double()], 1), dim=0)
+            if len(pairs) == len(values) == len(torch.unique(pairs[:, 0])):
                 shares[feature] = 1.0
     return shares

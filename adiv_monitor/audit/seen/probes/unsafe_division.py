@@ -7,40 +7,49 @@ from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
+BATCHES = 4  # most batches, if the first has divisors of both signs
 FEWEST = 16  # fewest divisors
-# The smallest twentieth of the divisors, over their median: 0.09 for a normal distribution, 1 for
-# divisors of one size.
-CLOSE, SHARE = 0.2, 0.05
+SHARE = 0.05  # share of the divisors that are smaller than what is said of their size
 _DIVISORS = {"div": 1, "divide": 1, "true_divide": 1, "__truediv__": 1, "__itruediv__": 1,
              "__rtruediv__": 0, "__rdiv__": 0, "reciprocal": 0}  # fmt: skip
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return divisions by tensors of both signs, with the size of the smallest divisors."""
-    found: dict[str, Fact] = {}
+    """Return divisions by tensors of both signs, with the size of their smallest divisors.
+
+    Also return the largest result over the median one, without units that are off.
+    """
+    fork = setup.fork()
+    divisors: dict[str, list[Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
 
     def look(call: Call) -> None:
         place = _DIVISORS.get(call.name)
         divisor = None if place is None else call.argument(place, "other")
-        if not isinstance(divisor, Tensor) or not divisor.is_floating_point():
-            return
-        close = closeness(divisor.detach())
-        if close is not None and close < CLOSE and bool(call.result.isfinite().all()):
+        if isinstance(divisor, Tensor) and divisor.is_floating_point():
+            divisors.setdefault(call.place, []).append(divisor.detach().float().flatten())
             sizes = call.result.detach().float().abs()
-            sizes = sizes[sizes > 0]  # without units that are off
-            times = float(sizes.max() / sizes.median()) if len(sizes) else 0.0
-            found.setdefault(call.place, Fact(call.place, {"close": close, "times": times}))
+            results.setdefault(call.place, []).append(sizes[sizes > 0])
 
     with torch.no_grad():
-        see_calls(setup.fork(), look)
-    return Probed(tuple(found.values()))
+        for batch in setup.batches[:BATCHES]:
+            see_calls(fork, look, batch)
+            if all(closeness(torch.cat(parts)) is None for parts in divisors.values()):
+                return Probed()
+    found = []
+    for place, parts in divisors.items():
+        close, sizes = closeness(torch.cat(parts)), torch.cat(results[place])
+        if close is not None and len(sizes) and bool(sizes.isfinite().all()):
+            times = float(sizes.max() / sizes.median())
+            found.append(Fact(place, {"close": close, "times": times}))
+    return Probed(tuple(found))
 
 
-def closeness(divisor: Tensor) -> float | None:
+def closeness(divisors: Tensor) -> float | None:
     """Return the 5th percentile of the divisors' sizes over their median; None: of one sign."""
-    values = divisor.float().flatten()
-    if len(values) < FEWEST or not bool((values > 0).any()) or not bool((values < 0).any()):
+    is_mixed = bool((divisors > 0).any()) and bool((divisors < 0).any())
+    if len(divisors) < FEWEST or not is_mixed:
         return None
-    sizes = values.abs().sort().values
+    sizes = divisors.abs().sort().values
     smallest, middle = sizes[int(SHARE * len(sizes))], sizes[len(sizes) // 2]
     return float(smallest / middle) if float(middle) > 0 else None
