@@ -108,7 +108,7 @@ HITS = {
         {"common": "0", "rare": "1"}),))}, losses=STILL),
     "penalty-dominates": probed("penalty-dominates", losses=STILL, without=2.0, others=1.0,
                                 penalty=30.0, **{"with": 0.1, "penalty after": 0.5}),
-    "unsafe-division": probed("unsafe-division", close=0.1, times=50.0, losses=STILL),
+    "unsafe-division": probed("unsafe-division", close=0.01, times=50.0, losses=STILL),
     "targets-moved": record(probed={"targets-moved": Probed(
         (Fact("", {"own": 0.1, "best": 0.5}, {"move": "transposed"}),))}, losses=STILL),
     "unshuffled": probed("unshuffled", ratio=0.1, z=-20.0),
@@ -171,7 +171,7 @@ NEAR_MISSES = {
     "class-weights": probed("class-weights", slope=0.45, correlation=1.0, losses=STILL),
     "padding-counts": probed("padding-counts", share=0.04),
     "penalty-dominates": probed("penalty-dominates", without=2.0, others=1.0, **{"with": 0.25}),
-    "unsafe-division": probed("unsafe-division", close=0.1, times=25.0, losses=STILL),
+    "unsafe-division": probed("unsafe-division", close=0.01, times=25.0, losses=STILL),
     "target-leak": probed("target-leak", share=0.999, feature=1.0, samples=64.0),
     "targets-moved": probed("targets-moved", own=0.3, best=0.5, losses=STILL),
 }

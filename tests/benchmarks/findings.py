@@ -751,7 +751,7 @@ PICTURES: dict[str, Picture] = {
     "unsafe-division": Picture(
         "each image is divided by the sum of its entries; the healthy run divides by its length",
         with_model(lambda model: nn.Sequential(OverSum(by_sum=True), *model)),
-        {"5th percentile of the divisors' sizes over their median":
+        {"smallest divisor over the median one":
             of_fact("unsafe-division", "close"),
          "largest result over the median one": of_fact("unsafe-division", "times")},
         (numbers, ("CLOSE", "HUGE")),

@@ -11,6 +11,14 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
 # Share of the target's variance that one feature explains; what is left may be rounding.
 DETERMINED = 0.9999
+MOVED = {
+    "transposed": "transposed",
+    "rows-reversed": "flipped vertically",
+    "columns-reversed": "flipped horizontally",
+    "upside-down": "turned by 180°",
+    "left": "turned left",
+    "right": "turned right",
+}
 # Correlation of pixels with moved targets; and that with the targets as they are, over it.
 FITS, BETTER = 0.2, 0.5
 
@@ -135,8 +143,8 @@ def targets_moved(record: Record) -> Iterator[Finding]:
                 (Evidence("correlation of the pixels with their targets", own, BETTER * best),),
                 (Advice("look at an image with its target over it, and compare the order of their "
                         "axes, and the transforms that each gets"),),
-                f"The targets of pixels fit the images better {fact.words['move']}: their "
-                f"correlation is then {best:.2g} instead of {own:.2g}.",
+                f"The targets of pixels fit the images better {MOVED[fact.words['move']]}: "
+                f"their correlation is then {best:.2g} instead of {own:.2g}.",
                 "More steps only teach the model to move its outputs.",
             )  # fmt: skip
 

@@ -10,9 +10,9 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.rules.remedies import clip_norm
 
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
-# 5th percentile of the sizes of divisors of both signs, over their median: 0.09 for a normal
-# distribution, up to 0.25 in a batch of 64, and 1 for divisors of one size.
-CLOSE = 0.3
+# Smallest size of divisors of both signs, over their median: 0.02 in 64 normal numbers, 1 for
+# divisors of one size.
+CLOSE = 0.1
 HUGE = 30.0  # largest result of a division over the median one; 3 to 5 for a normal distribution
 DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 
@@ -57,8 +57,8 @@ def unsafe_division(record: Record) -> Iterator[Finding]:
                 (),
                 "act" if suffers(record) or uneven else "watch",
                 (
-                    Evidence("5th percentile of the divisors' sizes over their median", close,
-                             CLOSE, step=0),
+                    Evidence("smallest size of the divisors over the median one", close, CLOSE,
+                             step=0),
                     Evidence("largest result over the median one", times, HUGE, step=0),
                 ),
                 (Advice("divide by something positive: a norm, a standard deviation, or "

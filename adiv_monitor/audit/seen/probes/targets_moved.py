@@ -15,11 +15,11 @@ BATCHES, IMAGES = 16, 32  # most batches, and fewest images in them
 MOVES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "transposed": lambda y: y.mT,
-        "flipped from top to bottom": lambda y: y.flip(1),
-        "flipped from left to right": lambda y: y.flip(2),
-        "turned by 180°": lambda y: y.flip(1, 2),
-        "turned by 90° to the left": lambda y: y.rot90(1, (1, 2)),
-        "turned by 90° to the right": lambda y: y.rot90(-1, (1, 2)),
+        "rows-reversed": lambda y: y.flip(1),
+        "columns-reversed": lambda y: y.flip(2),
+        "upside-down": lambda y: y.flip(1, 2),
+        "left": lambda y: y.rot90(1, (1, 2)),
+        "right": lambda y: y.rot90(-1, (1, 2)),
     }
 )
 

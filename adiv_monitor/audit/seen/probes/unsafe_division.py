@@ -9,13 +9,12 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 BATCHES = 4  # most batches, if the first has divisors of both signs
 FEWEST = 16  # fewest divisors
-SHARE = 0.05  # share of the divisors that are smaller than what is said of their size
 _DIVISORS = {"div": 1, "divide": 1, "true_divide": 1, "__truediv__": 1, "__itruediv__": 1,
              "__rtruediv__": 0, "__rdiv__": 0, "reciprocal": 0}  # fmt: skip
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return divisions by tensors of both signs, with the size of their smallest divisors.
+    """Return divisions by tensors of both signs, with the size of the smallest over the median one.
 
     Also return the largest result over the median one, without units that are off.
     """
@@ -46,10 +45,10 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def closeness(divisors: Tensor) -> float | None:
-    """Return the 5th percentile of the divisors' sizes over their median; None: of one sign."""
+    """Return the smallest size of the divisors over the median one; None: they have one sign."""
     is_mixed = bool((divisors > 0).any()) and bool((divisors < 0).any())
     if len(divisors) < FEWEST or not is_mixed:
         return None
     sizes = divisors.abs().sort().values
-    smallest, middle = sizes[int(SHARE * len(sizes))], sizes[len(sizes) // 2]
-    return float(smallest / middle) if float(middle) > 0 else None
+    middle = float(sizes[len(sizes) // 2])
+    return float(sizes[0]) / middle if middle > 0 else None
