@@ -140,7 +140,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
             *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
             *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
-            *("input-partly-ignored", "order-ignored"),
+            *("unsafe-division", "input-partly-ignored", "order-ignored"),
         ),
         _of_probes,
     ),

@@ -21,28 +21,28 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
     Of the samples of other classes, more than half have one.
     """
-    fork = setup.fork()
-    fork.model.load_state_dict(trained.model.state_dict())
+    after = setup.fork()
+    after.model.load_state_dict(trained.model.state_dict())
     labels: list[Tensor] = []
     taught: list[Tensor] = []
     count = min(BATCHES, len(setup.batches))
-    forks = (setup.fork(), fork)
-    for i in range(count):
-        batch = setup.batches[i * len(setup.batches) // count]
-        found = labels_of(batch)
-        if found is None or not bool((found == found.round()).all()):
-            return Probed(untold="no class for each sample")
-        own = [_has_gradient(each, batch) for each in forks]
-        if any(x is None for x in own):
-            return Probed(untold="no output has a part for each sample")
-        labels.append(found)
-        taught.append(torch.stack([x for x in own if x is not None]).any(0))
-        if not _untaught(torch.cat(labels), torch.cat(taught), fewest=1):
-            return Probed()
-    every = torch.cat(labels)
-    counts = _untaught(every, torch.cat(taught), SAMPLES)
+    for fork in (setup.fork(), after):
+        for i in range(count):
+            batch = setup.batches[i * len(setup.batches) // count]
+            found = labels_of(batch)
+            if found is None or not bool((found == found.round()).all()):
+                return Probed(untold="no class for each sample")
+            has_gradient = _has_gradient(fork, batch)
+            if has_gradient is None:
+                return Probed(untold="no output has a part for each sample")
+            labels.append(found)
+            taught.append(has_gradient)
+            if not _untaught(torch.cat(labels), torch.cat(taught), fewest=1):
+                return Probed()
+    every = torch.cat(labels[:count])
+    counts = _untaught(torch.cat(labels), torch.cat(taught), 2 * SAMPLES)
     return Probed(tuple(
-        Fact("", {"class": value, "samples": float(n), "of": float(len(every))})
+        Fact("", {"class": value, "samples": n / 2, "of": float(len(every))})
         for value, n in counts.items()
     ))  # fmt: skip
 
