@@ -261,8 +261,15 @@ def test_terms_that_are_subtracted_and_added_in_place_are_told_apart() -> None:
         penalty = 100.0 * outputs.square().mean()
         return 1.0 - (-penalty) - (0 - functional.cross_entropy(outputs, batch[1]))
 
-    (fact,) = told("penalty-dominates", setup(loss=of, optimizer=adam), trained=True).facts
-    assert fact.numbers["penalty"] > 0
+    def by_parameter(model: nn.Module, batch: Any) -> Tensor:
+        total = functional.cross_entropy(model(batch[0]), batch[1])
+        for parameter in model.parameters():
+            total += 10.0 * parameter.square().sum()
+        return total.mean()
+
+    for a_loss in (of, by_parameter):
+        facts = told("penalty-dominates", setup(loss=a_loss, optimizer=adam), trained=True).facts
+        assert found("penalty-dominates", *facts) and facts[0].numbers["penalty"] > 0
 
 
 # Divisions

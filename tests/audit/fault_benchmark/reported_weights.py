@@ -108,7 +108,7 @@ def _is_three() -> Run:
     """Return a run that tells the digit 3 from all others, balanced by weights."""
     batches = [(x, (y == 3).long()) for x, y in data.digits()]
     balanced = partial(weighted, weight=(1.0, 9.0))
-    return Run(networks.mlp([64, 64, 2]), batches, balanced, AdamW, {"lr": 3e-3})
+    return Run(networks.mlp([64, 64, 2]), batches, balanced, AdamW, {"lr": 1e-2})
 
 
 def _is_three_of_one() -> Run:

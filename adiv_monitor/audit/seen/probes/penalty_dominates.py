@@ -1,9 +1,9 @@
 """Does a penalty in the loss keep the terms beside it from falling?"""
 
+import math
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, change_calls
@@ -17,47 +17,50 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 STEPS = 60  # most steps of the copy without the penalty; the run may have more
 # A copy is trained only if the other terms rise by less than this share if inputs are exchanged.
 LITTLE = 0.1
-MOST = 8  # most terms of a loss
-_TRIED = 2  # most penalties that a copy is trained without, the largest first
 _BATCHES = 2
 _SAME = 1e-5  # relative rounding of a term in which samples come in another order
 _SUMS = ("add", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "__rsub__", "__isub__")
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Train a copy without each penalty, and compare what is learned of the inputs.
+    """Train a copy without penalties, and compare what is learned of the inputs.
 
     A penalty is a term of the loss that stays the same if the model's inputs are exchanged between
     samples, such as one of the outputs' size, or a divergence from a prior: it does not depend on
     which input belongs to which target. At least one of the other terms does: by how much it rises
-    with exchanged inputs is what the model has learned of them.
+    with exchanged inputs is what the model has learned of them. All penalties are taken as one.
     """
     begin, batches = _Terms(setup.fork()), setup.batches[:_BATCHES]
-    if not 1 < len(begin.of(batches[:1])) <= MOST:
+    if len(begin.of(batches[:1])) < 2:
         return Probed()
-    own, exchanged = begin.of(batches), begin.of(batches, exchanged=True)
     end = _Terms(_copy(setup, trained))
+    own, exchanged = begin.of(batches), begin.of(batches, exchanged=True)
     after, moved = end.of(batches), end.of(batches, exchanged=True)
     if not len(own) == len(exchanged) == len(after) == len(moved):
         return Probed()
-    pairs = [((a, b), (c, d)) for a, b, c, d in zip(own, exchanged, after, moved, strict=True)]
-    penalties = [i for i, each in enumerate(pairs) if all(_alike(*pair) for pair in each)]
-    if len(penalties) == len(own):
+    same = [_alike(*x) and _alike(*y) for x, y in zip(
+        zip(own, exchanged, strict=True), zip(after, moved, strict=True), strict=True)]  # fmt: skip
+    penalties = frozenset(i for i, is_same in enumerate(same) if is_same)
+    learnt, left = sum(moved) - sum(after), _others(after, penalties)
+    if not 0 < len(penalties) < len(own) or not learnt < LITTLE * abs(left):
         return Probed()
-    found = []
-    for i in sorted(penalties, key=lambda i: -abs(own[i]))[:_TRIED]:
-        if not sum(moved) - sum(after) < LITTLE * abs(sum(after) - after[i]):
-            continue
-        fork = replace(setup, steps=min(setup.steps, STEPS)).fork()
-        terms = _Terms(fork, without=i)
-        if not all(map(torch.isfinite, torch.tensor(train(fork).losses))):
-            continue
-        freed = terms.of(batches), terms.of(batches, exchanged=True)
-        others = [[sum(x) - x[i] for x in run] for run in ((after, moved), freed)]
-        (here, here_moved), (there, there_moved) = others
-        numbers = {"with": here_moved - here, "without": there_moved - there, "others": there}
-        found.append(Fact("", {**numbers, "penalty": own[i], "penalty after": after[i]}))
-    return Probed(tuple(found))
+    fork = replace(setup, steps=min(setup.steps, STEPS)).fork()
+    terms = _Terms(fork, without=penalties)
+    if not all(map(math.isfinite, train(fork).losses)):
+        return Probed()
+    freed = _others(terms.of(batches), penalties)
+    numbers = {
+        "with": learnt,
+        "without": _others(terms.of(batches, exchanged=True), penalties) - freed,
+        "others": freed,
+        "penalty": sum(own) - _others(own, penalties),
+        "penalty after": sum(after) - left,
+    }
+    return Probed((Fact("", numbers),))
+
+
+def _others(terms: list[float], penalties: frozenset[int]) -> float:
+    return sum(x for i, x in enumerate(terms) if i not in penalties)
 
 
 def _alike(x: float, y: float) -> bool:
@@ -73,8 +76,8 @@ def _copy(setup: Setup, trained: Fork) -> Fork:
 class _Terms:
     """The terms of a fork's loss: the numbers that are added, or subtracted, last."""
 
-    def __init__(self, fork: Fork, without: int | None = None) -> None:
-        """Note terms in each call of the loss; leave out term number `without`."""
+    def __init__(self, fork: Fork, without: frozenset[int] = frozenset()) -> None:
+        """Note terms in each call of the loss; leave out those with these numbers."""
         self._fork, self._without = fork, without
         self._sums: dict[int, tuple[Tensor, list[tuple[Tensor, float]]]] = {}
         self._exchanged = False
@@ -98,31 +101,43 @@ class _Terms:
     def _noted(self, model: nn.Module, batch: Any) -> Tensor:
         self._sums = {}
         loss = self._loss(model, batch)
-        terms = self._expanded(loss, 1.0)
+        terms = self._sums[id(loss)][1] if id(loss) in self._sums else [(loss, 1.0)]
         self._last = [sign * float(x.detach()) for x, sign in terms]
-        if self._without is not None and self._without < len(terms):
-            term, sign = terms[self._without]
-            loss = loss - sign * term
+        for number in self._without:
+            if number < len(terms):
+                term, sign = terms[number]
+                loss = loss - sign * term
         return loss
 
     def _note(self, call: Call) -> Any:
-        operands = call.args[:2]
-        if call.name not in _SUMS or not all(map(_is_number, operands)) or call.kwargs:
+        """Note the terms of a sum, or of a sum that is scaled by a number."""
+        operands = [x for x in call.args[:2] if isinstance(x, Tensor)]
+        if call.kwargs or not operands or not all(map(_is_number, call.args[:2])):
+            return NotImplemented
+        parts: list[tuple[Tensor, float]] = []
+        if call.name in _SUMS and len(call.args) == 2:
+            minus = "sub" in call.name
+            signs = (-1.0 if call.name == "__rsub__" else 1.0,
+                     -1.0 if minus and call.name != "__rsub__" else 1.0)  # fmt: skip
+            for x, sign in zip(call.args, signs, strict=True):
+                parts += [(y, sign * own) for y, own in self._terms(x)]
+        elif id(operands[0]) in self._sums and call.name in ("mean", "sum", "squeeze"):
+            parts = self._terms(operands[0])
+        else:
             return NotImplemented
         result = call.function(*call.args)
-        second = -1.0 if "sub" in call.name and call.name != "__rsub__" else 1.0
-        first = -1.0 if call.name == "__rsub__" else 1.0
-        if isinstance(result, Tensor) and not any(result is x for x in operands):
-            pairs = zip(operands, (first, second), strict=True)
-            parts = [(x, sign) for x, sign in pairs if isinstance(x, Tensor) and x.requires_grad]
+        if isinstance(result, Tensor):
             self._sums[id(result)] = result, parts
         return result
 
-    def _expanded(self, x: Tensor, sign: float) -> list[tuple[Tensor, float]]:
-        if id(x) not in self._sums:
-            return [(x, sign)]
-        parts = self._sums[id(x)][1]
-        return [term for part, own in parts for term in self._expanded(part, sign * own)]
+    def _terms(self, x: Any) -> list[tuple[Tensor, float]]:
+        """Return the terms of a sum; of another number with a gradient, a copy of itself.
+
+        The copy keeps its value if more is added to the number in place.
+        """
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return []
+        return self._sums[id(x)][1] if id(x) in self._sums else [(x.clone(), 1.0)]
 
     def _exchange(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._exchanged:
