@@ -22,6 +22,7 @@ from adiv_monitor.diagnosis.rules import (
     states,
     targets,
     units,
+    weighting,
     wiring,
 )
 
@@ -61,12 +62,20 @@ RULES: tuple[Rule, ...] = (
     targets.dropout_on_outputs,
     targets.target_is_input,
     loss.zero_gradient,
+    weighting.label_smoothing,
+    weighting.class_weights,
+    weighting.class_untaught,
+    weighting.padding_counts,
+    weighting.penalty_dominates,
     loss.unbounded,
     wiring.frozen,
     data.constant_data,
     numbers.non_finite_from_the_start,
     data.same_batch,
     data.unshuffled,
+    data.target_leak,
+    data.targets_moved,
+    numbers.unsafe_division,
     inputs.input_scale,
     inputs.input_mean,
     inputs.target_scale,
@@ -115,7 +124,8 @@ CAUSES = frozenset(
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
         *("samples-mixed", "reshape-scrambles", "gradient-cut"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss", "target-scale"),
-        *("no-activation", "constant-data"),
+        *("no-activation", "constant-data", "label-smoothing", "class-weights"),
+        *("class-untaught", "penalty-dominates", "unsafe-division", "targets-moved"),
         *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
     }
 )
@@ -132,7 +142,8 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "samples-mixed": frozenset({"input-partly-ignored"}),
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
-        "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated"}),
+        "unsafe-division": frozenset({"non-finite", "exploding", "row-spread"}),
+        "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated", "same-batch"}),
     }
 )
 FIRST_THAT = (

@@ -214,6 +214,14 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "outputs-normalised": "Normalised outputs of a regression",
         "zero-gradient": "A loss without a gradient",
         "constant-data": "Data without differences",
+        "label-smoothing": "Label smoothing that is too strong",
+        "class-weights": "Class weights that grow with the counts",
+        "class-untaught": "Classes without a gradient",
+        "padding-counts": "Padding counts in the loss",
+        "penalty-dominates": "A penalty dominates the loss",
+        "target-leak": "A feature that is the target",
+        "targets-moved": "Targets that are transposed or flipped",
+        "unsafe-division": "Division by numbers close to zero",
         "no-activation": "Activation functions without effect",
     }
 )

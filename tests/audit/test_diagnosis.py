@@ -109,7 +109,17 @@ HITS = {
         (Fact("", {"samples": 64.0, "value": 0.0}, {"of": "labels"}),))}),
     "no-activation": record(probed={"no-activation": Probed(
         (Fact("", {"layers": 3.0}, {"by": "affine"}),))}, losses=STILL),
-    "same-batch": probed("same-batch", different=1.0, batches=60.0),
+    "same-batch": record(probed={"same-batch": Probed(
+        (Fact("", {"different": 1.0, "batches": 60.0}, {"of": "batches"}),))}),
+    "label-smoothing": probed("label-smoothing", share=0.9, classes=10.0, losses=STILL),
+    "class-weights": record(probed={"class-weights": Probed((Fact(
+        "nll_loss", {"slope": 1.0, "correlation": 1.0, "times": 9.0, "more": 9.0},
+        {"common": "0", "rare": "1"}),))}, losses=STILL),
+    "penalty-dominates": probed("penalty-dominates", losses=STILL, without=2.0, others=1.0,
+                                penalty=30.0, **{"with": 0.1, "penalty after": 0.5}),
+    "unsafe-division": probed("unsafe-division", close=0.01, times=50.0, losses=STILL),
+    "targets-moved": record(probed={"targets-moved": Probed(
+        (Fact("", {"own": 0.1, "best": 0.5}, {"move": "transposed"}),))}, losses=STILL),
     "unshuffled": probed("unshuffled", ratio=0.1, z=-20.0),
     "one-sided-weights": probed("one-sided-weights", share=0.87, losses=STILL),
     "input-partly-ignored": probed("input-partly-ignored", share=0.5, losses=STILL),
@@ -186,6 +196,13 @@ NEAR_MISSES = {
     ),
     "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), losses=STILL,
                             wiring=Wiring(zero_gradient=("a.weight",))),
+    "label-smoothing": probed("label-smoothing", share=0.5, classes=10.0, losses=STILL),
+    "class-weights": probed("class-weights", slope=0.45, correlation=1.0, losses=STILL),
+    "padding-counts": probed("padding-counts", share=0.04),
+    "penalty-dominates": probed("penalty-dominates", without=2.0, others=1.0, **{"with": 0.25}),
+    "unsafe-division": probed("unsafe-division", close=0.01, times=25.0, losses=STILL),
+    "target-leak": probed("target-leak", share=0.999, feature=1.0, samples=64.0),
+    "targets-moved": probed("targets-moved", own=0.3, best=0.5, losses=STILL),
 }  # fmt: skip
 
 

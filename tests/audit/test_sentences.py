@@ -191,10 +191,50 @@ def constant(of: str) -> Record:
     return probed("constant-data", Fact("", numbers, {"of": of}))
 
 
+def constant_part(of: str, kind: str = "float") -> Record:
+    numbers = {"samples": 256.0, "value": 0.0, "features": 9.0, "still": 2.0}
+    words = {"of": of, "input": "x", "type": kind, "at": "3, 7"}
+    return probed("constant-data", Fact("", numbers, words))
+
+
+def smoothed(share: float) -> Record:
+    return probed("label-smoothing", Fact("cross_entropy", {"share": share, "classes": 10.0}))
+
+
+def weighted(slope: float) -> Record:
+    numbers = {"slope": slope, "correlation": 1.0, "times": 9.0, "more": 10.0}
+    return probed("class-weights", Fact("nll_loss", numbers, {"common": "0", "rare": "1"}))
+
+
+def padded(share: float) -> Record:
+    return probed("padding-counts", Fact("", {"share": share}, {"shape": "(32, 16)"}))
+
+
+def penalised(learnt: float) -> Record:
+    numbers = {"with": learnt, "without": 2.0, "others": 1.0}
+    return probed("penalty-dominates", Fact("", {**numbers, "penalty": 30.0, "penalty after": 0.5}))
+
+
+def divided(times: float) -> Record:
+    return probed("unsafe-division", Fact("div in 'a'", {"close": 0.09, "times": times}))
+
+
+def leaked(share: float) -> Record:
+    numbers = {"feature": 7.0, "share": share, "samples": 512.0}
+    return probed("target-leak", Fact("input 'x'", numbers))
+
+
+def moved(own: float) -> Record:
+    return probed("targets-moved", Fact("", {"own": own, "best": 0.5}, {"move": "transposed"}))
+
+
+UNTAUGHT = probed("class-untaught", Fact("", {"class": 0.0, "samples": 96.0, "of": 256.0}))
 LOST = Fact("relu in 'a'", {}, {"by": "lost"})
 AFFINE = Fact("", {"layers": 3.0}, {"by": "affine"})
 ANEW = Fact("linear (net.py:7)", {"share": 0.1}, {"made": "anew"})
-SAME = probed("same-batch", Fact("", {"different": 1.0, "batches": 60.0}))
+SAME = probed("same-batch", Fact("", {"different": 1.0, "batches": 60.0}, {"of": "batches"}))
+ONE = probed("same-batch", Fact("", {"different": 1.0, "batches": 60.0}, {"of": "one"}))
+REPEATED = probed("same-batch", Fact("", {"share": 0.125}, {"of": "samples"}))
 BOUNDED = probed(
     "bounded-logits", Fact("cross_entropy", {"share": 1.0, "classes": 10.0, "floor": 0.8})
 )
@@ -660,6 +700,73 @@ ROWS: list[Row] = [
         "of -100", constant("rest"), constant("labels")),
     Row("constant-data", "Another learning rate or model does not help: there is nothing to learn",
         constant("rest"), replace(constant("rest"), rates=LOW)),
+    Row("constant-data", "All entries of input 'x' are 0 in 256 samples: it tells nothing",
+        constant_part("input"), constant_part("features")),
+    Row("constant-data", "The features of input 'x' with index 3, 7 are the same in 256 samples, "
+        "while the others vary: they tell nothing",
+        constant_part("features"), constant_part("input")),
+    Row("constant-data", "unless it is meant to be constant, look for the step of the preparation "
+        "after which it is: a column that was never filled, or a division of whole numbers",
+        constant_part("input"), constant("inputs")),
+    Row("same-batch", "At most 12% of the samples of a batch differ from each other; the rest "
+        "repeat them", REPEATED, SAME),
+    Row("same-batch", "check whether the dataset uses its index, and what the sampler returns, "
+        "unless samples are repeated on purpose", REPEATED, SAME),
+    Row("same-batch", "Larger batches of the same samples teach no more", REPEATED, SAME),
+    Row("same-batch", "All 60 batches are the same one", ONE, SAME),
+    Row("same-batch", "if this is no test of overfitting, take a new batch for each step: "
+        "next(iter(loader)) begins the loader again each time", ONE, SAME),
+    Row("label-smoothing", "cross_entropy uses a label smoothing of 0.9: of 10 classes, the right "
+        "one gets 19% of the target's weight", smoothed(0.9), smoothed(0.1)),
+    Row("label-smoothing", "use label_smoothing=0.1 or less", smoothed(0.9), smoothed(0.1)),
+    Row("label-smoothing", "Another learning rate does not make the targets clearer",
+        smoothed(0.9), replace(smoothed(0.9), rates=LOW)),
+    Row("class-weights", "nll_loss weights class 0 9 times as much as class 1, of which there are "
+        "fewer samples already, by 10 times: the weights grow with the counts",
+        weighted(1.0), weighted(-1.0)),
+    Row("class-weights", "weight each class by the inverse of its count: counts.sum() / counts; "
+        "for pos_weight, the number of negative targets over that of positive ones",
+        weighted(1.0), weighted(0.4)),
+    Row("class-untaught", "No sample with label 0 has a gradient at the outputs, neither before "
+        "nor after training: 96 of 256 samples teach nothing", UNTAUGHT, record()),
+    Row("class-untaught", "check what the loss expects as labels, such as −1 and 1 instead of 0 "
+        "and 1, and whether a weight, a mask or an ignore_index leaves these samples out",
+        UNTAUGHT, record()),
+    Row("class-untaught", "More samples of these labels would teach nothing either",
+        UNTAUGHT, record()),
+    Row("padding-counts", "76% of the places that count in the loss are padding, whose targets are "
+        "all the same: the loss is lower than that of the real places",
+        padded(0.76), padded(0.04)),
+    Row("padding-counts", "leave padding out of the loss: ignore_index, or the sum over real "
+        "places divided by their number", padded(0.76), padded(0.04)),
+    Row("padding-counts", "A lower loss does not show that the real places are predicted better",
+        padded(0.76), padded(0.04)),
+    Row("penalty-dominates", "One term of the loss, 30 at first and 0.5 at the end, does not "
+        "depend on which input belongs to which target, and keeps the others from learning it: if "
+        "inputs are exchanged between samples, they rise by 0.01, but by 2 in a copy that was "
+        "trained without this term", penalised(0.01), penalised(1.9)),
+    Row("penalty-dominates", "give this term a far smaller weight, or raise its weight from zero "
+        "over the first steps; check whether it is a sum where the others are means",
+        penalised(0.01), penalised(0.3)),
+    Row("penalty-dominates", "Another learning rate does not change the weights of the terms",
+        penalised(0.01), replace(penalised(0.01), rates=LOW)),
+    Row("unsafe-division", "div in 'a' divides by numbers of both signs, some of them close to "
+        "zero: the largest result is 132 times the median one, and changes its sign with the least "
+        "change of the divisor", divided(132.0), divided(20.0)),
+    Row("unsafe-division", "divide by something positive: a norm, a standard deviation, or "
+        "softplus(x) + 0.1", divided(132.0), divided(20.0)),
+    Row("unsafe-division", "A small constant added to the divisors only moves the zero",
+        divided(132.0), divided(20.0)),
+    Row("target-leak", "Feature 7 of input 'x' determines the target of all 512 samples: the model "
+        "can copy it. A low loss does not show that it predicts well", leaked(1.0), leaked(0.99)),
+    Row("target-leak", "leave the target's column out of the inputs, and what was made of it",
+        leaked(1.0), leaked(0.99)),
+    Row("targets-moved", "The targets of pixels fit the images better transposed: their "
+        "correlation is then 0.5 instead of 0.1", moved(0.1), moved(0.3)),
+    Row("targets-moved", "look at an image with its target over it, and compare the order of their "
+        "axes, and the transforms that each gets", moved(0.1), moved(0.3)),
+    Row("targets-moved", "More steps only teach the model to move its outputs", moved(0.1),
+        moved(0.3)),
     Row("no-activation", "Nothing uses the result of relu in 'a'.", probed("no-activation", LOST),
         probed("no-activation", AFFINE)),
     Row("no-activation", "assign the result: x = relu(x), not relu(x)",
@@ -695,7 +802,7 @@ ROWS: list[Row] = [
     Row("input-partly-ignored", "check the mask: does True mark the positions to keep",
         ignored(1, masked="True"), ignored(1)),
     Row("input-partly-ignored", "follow these parts through forward(): look for masks, slices such "
-        "as [:, -1], and overwritten tensors", ignored(1), record()),
+        "as [:, -1], overwritten tensors, and divisions of whole numbers", ignored(1), record()),
     Row("order-ignored", "The outputs do not depend on the order of the 8 positions of an input",
         UNORDERED, record(probed={"order-ignored": Probed()})),
     Row("order-ignored", "add position embeddings (sinusoids, or a learnt table) to the outputs of "

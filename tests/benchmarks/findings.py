@@ -28,6 +28,7 @@ from adiv_monitor.audit.seen.probes import (
     batch_norm_starved,
     batches_drawn,
     bounded_logits,
+    class_untaught,
     constant_data,
     input_partly_ignored,
     no_activation,
@@ -44,11 +45,13 @@ from adiv_monitor.diagnosis.rules import (
     initialisation,
     inputs,
     interference,
+    numbers,
     optimizer,
     rates,
     samples,
     targets,
     units,
+    weighting,
     wiring,
 )
 from adiv_monitor.diagnosis.rules import loss as loss_rules
@@ -505,6 +508,90 @@ def gradient_ratio(record: Record) -> float:
     return next(iter(initialisation.gradient_ratios(record).values()), math.nan)
 
 
+class OverSum(nn.Module):
+    """Divides each row by the sum of its entries, or by its length."""
+
+    def __init__(self, by_sum: bool) -> None:
+        super().__init__()
+        self.by_sum = by_sum
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 8.0 * x / (x.sum(1, keepdim=True) if self.by_sum else x.norm(dim=1, keepdim=True))
+
+
+def threes(weight: tuple[float, float]) -> Setup:
+    """Is the digit a 3? One in ten is, and the loss weights the two classes."""
+    each = torch.tensor([*weight, *(1.0,) * 8])
+
+    def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], weight=each)
+
+    batches = tuple((x, (y == 3).long()) for x, y in HEALTHY.setup().batches)
+    return slower(replace(HEALTHY.setup(), batches=batches, loss=weighted))
+
+
+def by_margin(of_signs: bool) -> Setup:
+    """Is the digit odd? By the hinge loss of one output."""
+
+    def hinge(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        sought = 2.0 * y - 1 if of_signs else y.float()
+        return functional.relu(1 - model(x)[:, 0] * sought).mean()
+
+    batches = tuple((x, y % 2) for x, y in HEALTHY.setup().batches)
+    return slower(replace(HEALTHY.setup(), batches=batches, loss=hinge))
+
+
+def padded(ignored: int) -> Setup:
+    """The walks on a ring, of 3 to 9 places of 16; the place 0 is padding."""
+    setup = tokens(1, both_ways=False)
+    chance = torch.Generator().manual_seed(1)
+
+    def cut(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        rest = torch.arange(16) >= torch.randint(3, 10, (32, 1), generator=chance)
+        return tuple(x.clamp(min=1).masked_fill(rest, 0) for x in batch)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        flat = model(batch[0]).flatten(0, 1)
+        return functional.cross_entropy(flat, batch[1].flatten(), ignore_index=ignored)
+
+    return replace(setup, batches=tuple(map(cut, setup.batches)), loss=loss)
+
+
+def with_penalty(weight: float) -> Setup:
+    """The outputs' mean square is a term of the loss."""
+
+    def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs = model(batch[0])
+        return functional.cross_entropy(outputs, batch[1]) + weight * outputs.square().mean()
+
+    return replace(with_adam(HEALTHY.setup().model), loss=penalised)
+
+
+def leaked() -> tuple[Any, ...]:
+    """The first pixel, which is always black, holds the label."""
+    return tuple((torch.cat([y[:, None] / 3, x[:, 1:]], 1), y) for x, y in HEALTHY.setup().batches)
+
+
+def by_pixels(transposed: bool) -> Setup:
+    """Which pixels of a noisy digit are bright."""
+    chance = torch.Generator().manual_seed(0)
+    batches = []
+    for x, _ in HEALTHY.setup().batches:
+        image = x.reshape(-1, 8, 8)
+        noisy = image + 0.3 * torch.randn(image.shape, generator=chance)
+        bright = (image > 0.5).float()
+        batches.append((noisy[:, None], bright.mT.contiguous() if transposed else bright))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(model(batch[0])[:, 0], batch[1])
+
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 1, 3, padding=1))
+    setup = with_adam(nn.Sequential(*layers))
+    return replace(setup, batches=tuple(batches), loss=loss)
+
+
 @dataclass(frozen=True)
 class Picture:
     """What the page of a finding shows.
@@ -687,13 +774,75 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(HEALTHY.setup(), batches=tuple(
             (x, 0 * y) for x, y in HEALTHY.setup().batches)),
         {},
-        (constant_data, ("BATCHES", "SAMPLES")),
+        (constant_data, ("BATCHES", "SAMPLES", "MANY", "RARE")),
+    ),
+    "label-smoothing": Picture(
+        "a label smoothing of 0.9",
+        with_setup(loss=lambda model, batch: functional.cross_entropy(
+            model(batch[0]), batch[1], label_smoothing=0.9)),
+        {"label smoothing": of_fact("label-smoothing", "share")},
+        (weighting, ("SMOOTH",)),
+    ),
+    "class-weights": Picture(
+        "one in ten digits is a 3, and weighs 1 instead of 9; the others weigh 9 instead of 1",
+        lambda: threes((9.0, 1.0)),
+        {"slope of log weight over log count": of_fact("class-weights", "slope")},
+        (weighting, ("GROWS", "CORRELATED")),
+        lambda: threes((1.0, 9.0)),
+    ),
+    "class-untaught": Picture(
+        "a hinge loss of labels of 0 and 1; the healthy one's are −1 and 1",
+        lambda: by_margin(of_signs=False),
+        {"samples of the class": of_fact("class-untaught", "samples")},
+        (class_untaught, ("BATCHES", "SAMPLES", "CLASSES", "MOST")),
+        lambda: by_margin(of_signs=True),
+    ),
+    "padding-counts": Picture(
+        "padding counts; the healthy run ignores it (ignore_index=0)",
+        lambda: padded(-100),
+        {"share of padding in the places that count": of_fact("padding-counts", "share")},
+        (weighting, ("PADDING",)),
+        lambda: padded(0),
+    ),
+    "penalty-dominates": Picture(
+        "100 times the mean square of the outputs is added to the loss; in the healthy run, 0.001 "
+        "times",
+        lambda: with_penalty(100.0),
+        {"what is learned of the inputs": of_fact("penalty-dominates", "with"),
+         "what is learned without the penalty": of_fact("penalty-dominates", "without")},
+        (weighting, ("LEARNT", "LEARNABLE")),
+        lambda: with_penalty(0.001),
+    ),
+    "unsafe-division": Picture(
+        "each image is divided by the sum of its entries; the healthy run divides by its length",
+        with_model(lambda model: nn.Sequential(OverSum(by_sum=True), *model)),
+        {"smallest divisor over the median one":
+            of_fact("unsafe-division", "close"),
+         "largest result over the median one": of_fact("unsafe-division", "times")},
+        (numbers, ("CLOSE", "HUGE")),
+        with_model(lambda model: nn.Sequential(OverSum(by_sum=False), *model)),
+    ),
+    "target-leak": Picture(
+        "the first of 64 features is the label",
+        lambda: replace(HEALTHY.setup(), batches=leaked()),
+        {"share of the target's variance that one feature explains":
+            of_fact("target-leak", "share")},
+        (data, ("DETERMINED",)),
+    ),
+    "targets-moved": Picture(
+        "a convolutional net learns which pixels are bright; the targets' rows and columns are "
+        "exchanged",
+        lambda: by_pixels(transposed=True),
+        {"correlation of pixels and targets": of_fact("targets-moved", "own"),
+         "the same if the targets are moved": of_fact("targets-moved", "best")},
+        (data, ("FITS", "BETTER")),
+        lambda: by_pixels(transposed=False),
     ),
     "same-batch": Picture(
         "the loader gives one batch, read anew each time",
         lambda: replace(HEALTHY.setup(), batches=read_anew(HEALTHY.setup().batches[0])),
         {"different batches": of_fact("same-batch", "different")},
-        (batches_drawn, ("FEW", "SEVERAL")),
+        (batches_drawn, ("FEW", "SEVERAL", "REPEATED", "ENTRIES")),
     ),
     "unshuffled": Picture(
         "the samples are sorted by their label before they are made into batches",

@@ -1,14 +1,16 @@
 """A model's outputs for a batch with changed inputs; labels, targets and masks stay."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import mapped, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, seeded
 
 Change = Callable[[Tensor], Tensor]
 
@@ -36,17 +38,57 @@ def _modules(value: Any) -> Iterator[nn.Module]:
         yield from _modules([*value.values()])
 
 
+class _Seen(Exception):
+    """Raised to end a forward pass whose inputs are known."""
+
+
+def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
+    """Return the tensors of the batch's length that the model is called with, by argument.
+
+    The model does not run. Of several tensors in an argument, each has a number. None of a list of
+    tensors is returned, no label, target or mask, and nothing if the loss does not call the model.
+    """
+    size = size_of(batch)
+    found: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        names = names_by_place(module, len(args))
+        for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
+            if is_input(name) and not is_list(value):
+                own = [x.detach() for x in tensors(value) if x.ndim and len(x) == size]
+                found.update({name if len(own) == 1 else f"{name}.{i}": x
+                              for i, x in enumerate(own)})  # fmt: skip
+        raise _Seen
+
+    handle = fork.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with seeded(fork.seed), torch.no_grad():
+            fork.loss(fork.model, copied(batch))
+    except _Seen:
+        pass
+    finally:
+        handle.remove()
+    return found
+
+
 class ChangedInputs:
     """Runs a fork's model on a batch with its own and with changed inputs.
 
     Attributes:
         inputs: The tensors of the batch's length that the model was called with; none of a list.
+        names: Their arguments' names, or numbers.
         own: The outputs for the unchanged inputs.
+
+    Args:
+        fork: A copy, in the mode in which it runs.
+        batch: The batch.
+        fewest: Fewest dimensions of the inputs that count.
     """
 
-    def __init__(self, fork: Fork, batch: Any) -> None:
-        self._fork, self._batch = fork, batch
+    def __init__(self, fork: Fork, batch: Any, fewest: int = 2) -> None:
+        self._fork, self._batch, self._fewest = fork, batch, fewest
         self.inputs: list[Tensor] = []
+        self.names: list[str] = []
         self.own = self.outputs(0, lambda x: x)
 
     def outputs(self, number: int, change: Change) -> list[Tensor]:
@@ -55,18 +97,21 @@ class ChangedInputs:
         seen: list[Tensor] = []
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            self.inputs = []
+            self.inputs, self.names = [], []
 
-            def instead(x: Tensor) -> Tensor:
-                if x.ndim < 2 or len(x) != size:
+            def instead(name: str, x: Tensor) -> Tensor:
+                if x.ndim < self._fewest or len(x) != size:
                     return x
                 self.inputs.append(x.detach())
+                self.names.append(name)
                 return change(x) if len(self.inputs) == number + 1 else x
 
             names = names_by_place(module, len(args))
             given = {**dict(zip(names, args, strict=True)), **kwargs}
             may_change = {n: is_input(n) and not is_list(x) for n, x in given.items()}
-            new = {n: mapped(x, instead) if may_change[n] else x for n, x in given.items()}
+            new = {
+                n: mapped(x, partial(instead, n)) if may_change[n] else x for n, x in given.items()
+            }
             return tuple(new[n] for n in names), {n: new[n] for n in kwargs}
 
         def after(module: nn.Module, args: Any, output: Any) -> None:

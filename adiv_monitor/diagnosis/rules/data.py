@@ -3,18 +3,33 @@
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
 # it must be less.
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
+# Share of the target's variance that one feature explains; what is left may be rounding.
+DETERMINED = 0.9999
+MOVED = {
+    "transposed": "transposed",
+    "rows-reversed": "flipped vertically",
+    "columns-reversed": "flipped horizontally",
+    "upside-down": "turned by 180°",
+    "left": "turned left",
+    "right": "turned right",
+}
+# Correlation of pixels with moved targets; and that with the targets as they are, over it.
+FITS, BETTER = 0.2, 0.5
 
 
 def constant_data(record: Record) -> Iterator[Finding]:
     """Find data without any difference to learn from: in inputs, labels, or the targets left."""
     for fact in record.found_by("constant-data"):
         of, numbers = fact.words["of"], fact.numbers
+        if of in ("input", "features"):
+            yield _constant_part(fact)
+            continue
         check: tuple[Advice, ...]
         if of == "inputs":
             said = (
@@ -71,9 +86,98 @@ def constant_data(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _constant_part(fact: Fact) -> Finding:
+    """Return the finding of an input, or of features, that never vary beside others that do."""
+    words, numbers = fact.words, fact.numbers
+    name, samples = f"input '{words['input']}'", f"{numbers['samples']:.0f} samples"
+    if words["of"] == "input":
+        said = f"All entries of {name} are {numbers['value']:g} in {samples}: it tells nothing."
+    else:
+        said = (
+            f"The features of {name} with index {words['at']} are the same in {samples}, while "
+            "the others vary: they tell nothing."
+        )
+    return Finding(
+        "constant-data",
+        (),
+        "note" if words["type"] == "integer" else "watch",
+        (Evidence("different values", 1.0, 1.0, step=0),),
+        (
+            Advice(
+                "unless it is meant to be constant, look for the step of the preparation after "
+                "which it is: a column that was never filled, or a division of whole numbers"
+            ),
+        ),
+        said,
+        since=0,
+    )
+
+
+def target_leak(record: Record) -> Iterator[Finding]:
+    """Find a feature of the inputs that is the target."""
+    for fact in record.found_by("target-leak"):
+        share, feature = fact.numbers["share"], fact.numbers["feature"]
+        if share > DETERMINED:
+            yield Finding(
+                "target-leak",
+                (),
+                "watch",
+                (Evidence("share of the target's variance that a feature explains", share,
+                          DETERMINED),),
+                (Advice("leave the target's column out of the inputs, and what was made of it"),),
+                f"Feature {feature:.0f} of {fact.place} determines the target of all "
+                f"{fact.numbers['samples']:.0f} samples: the model can copy it. A low loss does "
+                "not show that it predicts well.",
+            )  # fmt: skip
+
+
+def targets_moved(record: Record) -> Iterator[Finding]:
+    """Find targets for pixels that fit the images far better transposed, flipped or turned."""
+    for fact in record.found_by("targets-moved"):
+        own, best = fact.numbers["own"], fact.numbers["best"]
+        if best > FITS and own < BETTER * best:
+            yield Finding(
+                "targets-moved",
+                (),
+                "act" if suffers(record) else "watch",
+                (Evidence("correlation of the pixels with their targets", own, BETTER * best),),
+                (Advice("look at an image with its target over it, and compare the order of their "
+                        "axes, and the transforms that each gets"),),
+                f"The targets of pixels fit the images better {MOVED[fact.words['move']]}: "
+                f"their correlation is then {best:.2g} instead of {own:.2g}.",
+                "More steps only teach the model to move its outputs.",
+            )  # fmt: skip
+
+
 def same_batch(record: Record) -> Iterator[Finding]:
-    """Find batches that repeat the same one or two."""
+    """Find batches that repeat the same one or two, or samples that repeat within a batch."""
     for fact in record.found_by("same-batch"):
+        if fact.words["of"] == "samples":
+            share = fact.numbers["share"]
+            yield Finding(
+                "same-batch",
+                (),
+                "watch",
+                (Evidence("share of a batch's samples that differ", share, 0.5),),
+                (Advice("check whether the dataset uses its index, and what the sampler returns, "
+                        "unless samples are repeated on purpose"),),
+                f"At most {share:.0%} of the samples of a batch differ from each other; the rest "
+                "repeat them.",
+                "Larger batches of the same samples teach no more.",
+                against=("larger-batch",),
+            )  # fmt: skip
+            continue
+        if fact.words["of"] == "one":
+            yield Finding(
+                "same-batch",
+                (),
+                "watch",
+                (Evidence("different batches", 1.0, 2.0),),
+                (Advice("if this is no test of overfitting, take a new batch for each step: "
+                        "next(iter(loader)) begins the loader again each time"),),
+                f"All {fact.numbers['batches']:.0f} batches are the same one.",
+            )  # fmt: skip
+            continue
         different, given = fact.numbers["different"], fact.numbers["batches"]
         yield Finding(
             "same-batch",

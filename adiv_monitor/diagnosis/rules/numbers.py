@@ -1,13 +1,19 @@
-"""Rules about values that are not finite."""
+"""Rules about values that are not finite, or become huge in a division."""
 
 import math
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.inputs import row_spread
+from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.rules.remedies import clip_norm
 
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
+# Smallest size of divisors of both signs, over their median: 0.02 in 64 normal numbers, 1 for
+# divisors of one size.
+CLOSE = 0.1
+HUGE = 30.0  # largest result of a division over the median one; 6 for 4,096 normal numbers
 DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 
 
@@ -38,6 +44,31 @@ def skipped_steps(record: Record) -> Iterator[Finding]:
             "scaler does in half precision.",
             since=step,
         )
+
+
+def unsafe_division(record: Record) -> Iterator[Finding]:
+    """Find divisors of both signs, some close to zero, which make a few results huge."""
+    for fact in record.found_by("unsafe-division"):
+        close, times = fact.numbers["close"], fact.numbers["times"]
+        uneven = any(finding.strength == "act" for finding in row_spread(record))
+        if close < CLOSE and times > HUGE:
+            yield Finding(
+                "unsafe-division",
+                (),
+                "act" if suffers(record) or uneven else "watch",
+                (
+                    Evidence("smallest size of the divisors over the median one", close, CLOSE,
+                             step=0),
+                    Evidence("largest result over the median one", times, HUGE, step=0),
+                ),
+                (Advice("divide by something positive: a norm, a standard deviation, or "
+                        "softplus(x) + 0.1"),),
+                f"{fact.place} divides by numbers of both signs, some of them close to zero: the "
+                f"largest result is {times:.3g} times the median one, and changes its sign with "
+                "the least change of the divisor.",
+                "A small constant added to the divisors only moves the zero.",
+                since=0,
+            )  # fmt: skip
 
 
 def _seen(record: Record) -> bool:

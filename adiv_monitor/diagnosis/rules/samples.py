@@ -161,19 +161,21 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         where = ", ".join(fact.place for fact in facts[:SAID])
         more = f" and {len(facts) - SAID} more" if len(facts) > SAID else ""
         masked = any("masked" in fact.words for fact in facts)
-        # Where units are flat, no input gets through: that is another finding.
+        # Where units are flat, no input gets through: that is another finding. An argument of the
+        # model that is not used may be meant for others.
         flat = any(units.dead_units(record)) or any(units.saturated_units(record))
+        unused = all("whole" in fact.words for fact in facts)
         yield Finding(
             "input-partly-ignored",
             (),
-            "act" if suffers(record) and not flat else "watch",
+            "act" if suffers(record) and not flat and not unused else "watch",
             (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
                       0.0, step=0),),
             (
                 *((Advice("check the mask: does True mark the positions to keep, or those to "
                           "ignore?", "inverted-masks"),) if masked else ()),
                 Advice("follow these parts through forward(): look for masks, slices such as "
-                       "[:, -1], and overwritten tensors"),
+                       "[:, -1], overwritten tensors, and divisions of whole numbers"),
             ),
             f"No output depends on {where}{more} (shape {facts[0].words['shape']}), neither before "
             "nor after training: exchanging these parts between samples changes no output.",

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from audit.fault_benchmark import data, healthy, networks, reported_inputs
+from audit.fault_benchmark import data, healthy, networks, reported_inputs, reported_weights
 from audit.fault_benchmark.run import Case, Healthy, Run
 from torch import Tensor, nn
 from torch.nn import functional
@@ -612,6 +612,7 @@ SET_BY = [
     _case(healthy.MLP_SGD, "the loss with a minus", negated, "unbounded-loss"),
     _case(healthy.MLP_ADAM, "labels shuffled apart", labels_apart, "labels-unrelated"),
     *reported_inputs.SET_BY,
+    *reported_weights.SET_BY,
 ]  # fmt: skip
 
 HELD_OUT = [
@@ -646,6 +647,7 @@ HELD_OUT = [
     _case(healthy.CNN_ADAM, "the loss with a minus", negated, "unbounded-loss"),
     _case(healthy.VIT, "labels shuffled apart", labels_apart, "labels-unrelated"),
     *reported_inputs.HELD_OUT,
+    *reported_weights.HELD_OUT,
 ]  # fmt: skip
 TWINS = {case.twin.name: case.twin for case in (*SET_BY, *HELD_OUT)}
 REPORTED = {case.name: case for case in (*SET_BY, *HELD_OUT)}

@@ -1,4 +1,4 @@
-"""Do batches differ from each other, and are their labels mixed?"""
+"""Do batches, and their samples, differ from each other, and are their labels mixed?"""
 
 import math
 from typing import Any
@@ -13,23 +13,59 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 FEW, SEVERAL = 2, 3  # at most FEW different batches, of more than SEVERAL
 LEAST = 4  # fewest batches with labels
 SHUFFLES = 50
+# At most this share of a batch's samples differ, where a sample has at least ENTRIES entries, or
+# values between whole numbers: samples of a few whole numbers may be equal by chance.
+REPEATED, ENTRIES = 0.5, 8
+LOOKED_AT, SAMPLES = 4, 4  # batches in which samples are compared, and fewest samples of each
 
 
 def same_batch(setup: Setup, trained: Fork) -> Probed:
-    """Return how many batches differ in content; a batch that is returned again counts once."""
+    """Return how many batches, or samples of a batch, differ in content.
+
+    A batch that is given again counts once, unless no other is given.
+    """
     given = list({id(batch): batch for batch in setup.batches}.values())
-    if len(given) <= SEVERAL:
-        return Probed()
+    if len(given) == 1 and len(setup.batches) > SEVERAL:
+        numbers = {"different": 1, "batches": len(setup.batches)}
+        return Probed((Fact("", numbers, {"of": "one"}),))
     different: list[list[Tensor]] = []
-    for batch in given:
+    for batch in given if len(given) > SEVERAL else ():
         content = list(tensors(batch))
         if not any(_are_equal(content, other) for other in different):
             different.append(content)
         if len(different) > FEW:
-            return Probed()
+            break
+    if not different or len(different) > FEW:
+        return Probed(_repeated(given))
     if not different[0]:
         return Probed(untold="batches hold no tensors")
-    return Probed((Fact("", {"different": len(different), "batches": len(given)}),))
+    numbers = {"different": len(different), "batches": len(given)}
+    return Probed((Fact("", numbers, {"of": "batches"}),))
+
+
+def _repeated(batches: list[Any]) -> tuple[Fact, ...]:
+    """Return a fact if in each of some batches most samples equal another one, labels included."""
+    shares = []
+    for batch in batches[:LOOKED_AT]:
+        size = size_of(batch)
+        parts = [x for x in tensors(batch) if x.ndim and len(x) == size]
+        entries = sum(x[0].numel() for x in parts) if size else 0
+        if size < SAMPLES or not (entries >= ENTRIES or any(map(_has_fractions, parts))):
+            return ()
+        samples = {b"".join(map(_content, row)) for row in zip(*parts, strict=True)}
+        shares.append(len(samples) / size)
+    if max(shares, default=1.0) > REPEATED:
+        return ()
+    return (Fact("", {"share": max(shares)}, {"of": "samples"}),)
+
+
+def _has_fractions(x: Tensor) -> bool:
+    return x.is_floating_point() and not torch.equal(x, x.round())
+
+
+def _content(x: Tensor) -> bytes:
+    """Return the bytes of a tensor's entries."""
+    return bytes(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:

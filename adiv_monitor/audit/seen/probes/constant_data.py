@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
-from adiv_monitor.audit.seen.changed_inputs import ChangedInputs
+from adiv_monitor.audit.seen.changed_inputs import given_inputs
 from adiv_monitor.audit.seen.probes.batches_drawn import labels_of
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
@@ -17,16 +17,23 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 
 BATCHES = 8  # most batches that are looked at
 SAMPLES = 16  # fewest samples in them
+# A feature that never varies is told only of inputs of at most MANY features, and if fewer than
+# RARE of the other features' entries have its value: of pixels, counts and one-hot codes, some are
+# often always zero.
+MANY, RARE = 32, 0.01
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Report inputs, labels, or targets that the loss does not ignore, of one value only."""
+    """Report inputs, labels, or targets that the loss does not ignore, of one value only.
+
+    If the inputs differ, those of several, and features of them, that do not are reported.
+    """
     count = min(BATCHES, len(setup.batches))
     batches = [setup.batches[i * len(setup.batches) // count] for i in range(count)]
     if sum(map(size_of, batches)) < SAMPLES or size_of(batches[0]) < 2:
         return Probed(untold="too few samples")
     found = _inputs(setup, batches) or _targets(setup, batches) or _labels(setup)
-    return Probed(tuple(found))
+    return Probed(tuple(found or _parts(setup, batches)))
 
 
 def _inputs(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
@@ -34,7 +41,7 @@ def _inputs(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     fork = setup.fork()
     first: list[Tensor] = []
     for batch in batches:
-        inputs = ChangedInputs(fork, batch).inputs
+        inputs = [x for x in given_inputs(fork, batch).values() if x.ndim > 1]
         first = first or inputs
         if not inputs or len(inputs) != len(first):
             return []
@@ -42,6 +49,51 @@ def _inputs(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
             if y.shape[1:] != x.shape[1:] or not bool((y == x[:1]).all()):
                 return []
     return [Fact("", {"samples": sum(map(size_of, batches))}, {"of": "inputs"})]
+
+
+def _parts(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
+    """Return the inputs with one value in all entries, beside others, and features like that."""
+    fork = setup.fork()
+    given: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        for name, x in given_inputs(fork, batch).items():
+            given.setdefault(name, []).append(x)
+    samples = float(sum(map(size_of, batches)))
+    found = []
+    for name, parts in given.items():
+        if parts[0].dtype == torch.bool or parts[0].is_complex():
+            continue
+        features = _features(parts)
+        low, high = features.aminmax(dim=0)
+        still = low == high
+        values = torch.unique(low[still])
+        words = {"input": name, "type": "float" if parts[0].is_floating_point() else "integer"}
+        if bool(still.all()) and len(values) == 1 and len(given) > 1:
+            numbers = {"samples": samples, "value": float(values)}
+            found.append(Fact("", numbers, {"of": "input", **words}))
+        elif words["type"] == "float" and bool(still.any()) and 1 < len(still) <= MANY:
+            others = features[:, ~still]
+            rare = [v for v in values if float((others == v).double().mean()) < RARE]
+            if others.numel() and rare:
+                at = [i for i in still.nonzero().flatten().tolist() if low[i] in rare]
+                listed = ", ".join(map(str, at))
+                numbers = {"samples": samples, "features": len(still), "still": len(at)}
+                found.append(Fact("", numbers, {"of": "features", "at": listed, **words}))
+    return found
+
+
+def _features(parts: Sequence[Tensor]) -> Tensor:
+    """Return an input's entries (entries, features) in float64; one feature if lengths differ.
+
+    Features are the channels, dim 1, of four or more dimensions, and the last dimension otherwise.
+    """
+    rows = [
+        x.reshape(-1, 1) if x.ndim == 1
+        else (x.movedim(1, -1) if x.ndim >= 4 else x).flatten(0, -2)
+        for x in (part.cpu().double() for part in parts)
+    ]  # fmt: skip
+    alike = len({x.shape[1] for x in rows}) == 1
+    return torch.cat([x if alike else x.reshape(-1, 1) for x in rows])
 
 
 def _labels(setup: Setup) -> list[Fact]:
@@ -87,7 +139,7 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     def look(call: Call) -> None:
         target = call.argument(1, "target") if call.name in ("cross_entropy", "nll_loss") else None
         if isinstance(target, Tensor) and not target.is_floating_point() and target.numel():
-            index.append(int(call.argument(3, "ignore_index", -100)))
+            index.append(int(call.argument(4, "ignore_index", -100)))
             ignored = target == index[-1]
             shares.append(float(ignored.float().mean()))
             made.append(not any(_are_equal(x, target) for x in given))

@@ -1,4 +1,4 @@
-"""Are there positions, features or patches of the inputs that no output depends on?"""
+"""Are there inputs, or positions, features or patches of them, that no output depends on?"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -44,10 +44,12 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     """Return the parts whose exchange between samples changes no output, before and after training.
 
     Parts that are equal in nearly all samples, such as padding, are left out, and so is an input
-    that is ignored as a whole.
+    that is ignored as a whole, unless another is not.
     """
     batch = first(setup.batches[0], SAMPLES)
-    runs = [ChangedInputs(still(fork), batch) for fork in (_copy(setup, trained), setup.fork())]
+    runs = [ChangedInputs(still(fork), batch, fewest=1)
+            for fork in (_copy(setup, trained), setup.fork())]  # fmt: skip
+    ignored = _ignored(runs)
     masks = {"masked": "True"} if any(_is_masked(setup.fork(), batch)) else {}
     found = []
     for number, x in enumerate(runs[0].inputs):
@@ -61,7 +63,24 @@ def ask(setup: Setup, trained: Fork) -> Probed:
                      {"shape": str(tuple(x.shape)), **masks})
                 for words in _joined(silent)
             ]  # fmt: skip
-    return Probed(tuple(found))
+    return Probed((*found, *ignored))
+
+
+def _ignored(runs: list[ChangedInputs]) -> list[Fact]:
+    """Return the inputs that no output depends on, if outputs depend on another one."""
+    inputs = dict(enumerate(runs[0].inputs))
+    varied = [number for number, x in inputs.items() if _varies(x)]
+    if len(varied) < 2:
+        return []
+    whole = Part("", None, (slice(None),))
+    silent = [n for n in varied if all(_is_silent(run, n, whole) for run in runs)]
+    if len(silent) == len(varied):
+        return []
+    return [
+        Fact(f"input '{runs[0].names[number]}'", {"share": 1.0, "parts": 1.0},
+             {"shape": str(tuple(inputs[number].shape)), "whole": "True"})
+        for number in silent
+    ]  # fmt: skip
 
 
 def _copy(setup: Setup, trained: Fork) -> Fork:
@@ -112,7 +131,7 @@ def _joined(parts: list[Part]) -> list[str]:
 
 def _varies(part: Tensor) -> bool:
     """Return whether the part differs between samples."""
-    differs = (part != part.roll(1, 0)).flatten(1).any(1)
+    differs = (part != part.roll(1, 0)).reshape(len(part), -1).any(1)
     return len(part) > 1 and float(differs.float().mean()) >= VARIES
 
 

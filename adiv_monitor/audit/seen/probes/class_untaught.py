@@ -1,0 +1,84 @@
+"""Is there a class none of whose samples has a gradient?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.seen.probes.batches_drawn import labels_of
+from adiv_monitor.audit.training.batches import copied, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+BATCHES = 8  # most batches
+SAMPLES = 8  # fewest samples of the class
+CLASSES = 64  # most classes
+MOST = 0.5  # share of the samples of the other classes that have a gradient, at least
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """Return classes of which no sample has a gradient at the outputs, before and after training.
+
+    Of the samples of other classes, more than half have one.
+    """
+    after = setup.fork()
+    after.model.load_state_dict(trained.model.state_dict())
+    labels: list[Tensor] = []
+    taught: list[Tensor] = []
+    count = min(BATCHES, len(setup.batches))
+    for fork in (setup.fork(), after):
+        for i in range(count):
+            batch = setup.batches[i * len(setup.batches) // count]
+            found = labels_of(batch)
+            if found is None or not bool((found == found.round()).all()):
+                return Probed(untold="no class for each sample")
+            has_gradient = _has_gradient(fork, batch)
+            if has_gradient is None:
+                return Probed(untold="no output has a part for each sample")
+            labels.append(found)
+            taught.append(has_gradient)
+            if not _untaught(torch.cat(labels), torch.cat(taught), fewest=1):
+                return Probed()
+    every = torch.cat(labels[:count])
+    counts = _untaught(torch.cat(labels), torch.cat(taught), 2 * SAMPLES)
+    return Probed(tuple(
+        Fact("", {"class": value, "samples": n / 2, "of": float(len(every))})
+        for value, n in counts.items()
+    ))  # fmt: skip
+
+
+def _untaught(labels: Tensor, taught: Tensor, fewest: int) -> dict[float, int]:
+    """Return the classes without a gradient, with their numbers of samples.
+
+    Negative labels, which mark what is left out, are no classes.
+    """
+    classes = [c for c in torch.unique(labels).tolist() if c >= 0]
+    still = [c for c in classes if not bool(taught[labels == c].any())]
+    others = torch.tensor([c not in still and c >= 0 for c in labels.tolist()])
+    is_taught = bool(others.any()) and float(taught[others].float().mean()) > MOST
+    if not 1 < len(classes) <= CLASSES or not is_taught:
+        return {}
+    counts = {c: int((labels == c).sum()) for c in still}
+    return {c: n for c, n in counts.items() if n >= fewest}
+
+
+def _has_gradient(fork: Fork, batch: Any) -> Tensor | None:
+    """Return which samples have a gradient at the model's outputs; None: not known."""
+    size = size_of(batch)
+    made: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        for x in tensors(output):
+            if x.requires_grad and x.ndim and len(x) == size:
+                x.retain_grad()
+                made.append(x)
+
+    handle = fork.model.register_forward_hook(note)
+    try:
+        with seeded(fork.seed), torch.enable_grad():
+            fork.loss(fork.model, copied(batch)).backward()  # type: ignore[no-untyped-call]
+    finally:
+        handle.remove()
+        fork.optimizer.zero_grad()
+    known = [x.grad.reshape(size, -1).ne(0).any(1).cpu() for x in made if x.grad is not None]
+    return torch.stack(known).any(0) if known else None

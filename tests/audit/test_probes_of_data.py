@@ -1,0 +1,450 @@
+"""What counts in the loss, and which data differ: each case beside a healthy relative."""
+
+from typing import Any
+
+import pytest
+import torch
+from made_records import STILL, record
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Adam, Optimizer
+from trial_setups import batches, loss, mlp, setup
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.seen.changed_inputs import given_inputs
+from adiv_monitor.audit.seen.probes import PROBES
+from adiv_monitor.audit.seen.probes.label_smoothing import smoothing_of
+from adiv_monitor.audit.seen.probes.padding_counts import padding
+from adiv_monitor.audit.seen.probes.target_leak import explained
+from adiv_monitor.audit.seen.probes.unsafe_division import closeness
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import train
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+
+def told(name: str, of: Setup, trained: bool = False) -> Probed:
+    """The answer of one probe, of a copy that was trained or not."""
+    fork = of.fork()
+    if trained:
+        train(fork)
+    return PROBES[name](of, fork)
+
+
+def found(name: str, *facts: Fact, **values: Any) -> list[Finding]:
+    made = record(probed={name: Probed(facts)}, **values)
+    return [finding for finding in diagnose(made) if finding.name == name]
+
+
+def strengths(name: str, *facts: Fact, **values: Any) -> list[str]:
+    return [finding.strength for finding in found(name, *facts, **values)]
+
+
+# Label smoothing
+
+
+def smoothing(of: Any) -> float:
+    shares: list[float] = []
+
+    def look(call: Call) -> None:
+        shares.append(smoothing_of(call)[0])
+
+    see_calls(setup(loss=lambda model, batch: of(model(batch[0]), batch[1])).fork(), look)
+    return max(shares)
+
+
+def test_label_smoothing_is_read_from_the_call_or_from_the_targets() -> None:
+    module = nn.CrossEntropyLoss(label_smoothing=0.7)
+    assert smoothing(module) == 0.7
+    assert smoothing(functional.cross_entropy) == 0.0
+
+    def by_hand(outputs: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, 0.4 * functional.one_hot(y, 3) + 0.6 / 3)
+
+    def diverging(outputs: Tensor, y: Tensor) -> Tensor:
+        targets = 0.4 * functional.one_hot(y, 3) + 0.6 / 3
+        return functional.kl_div(outputs.log_softmax(1), targets, reduction="batchmean")
+
+    def taught(outputs: Tensor, y: Tensor) -> Tensor:
+        """The targets of a teacher, who finds some classes more alike than others."""
+        return functional.cross_entropy(outputs, (2 * outputs.detach()).softmax(1))
+
+    assert smoothing(by_hand) == pytest.approx(0.6) == smoothing(diverging)
+    assert smoothing(taught) == 0.0
+
+
+def test_usual_label_smoothing_is_no_finding() -> None:
+    def smoothed(share: float) -> Fact:
+        return Fact("cross_entropy", {"share": share, "classes": 10.0})
+
+    assert strengths("label-smoothing", smoothed(0.9), losses=STILL) == ["act"]
+    assert strengths("label-smoothing", smoothed(0.9)) == ["watch"]
+    assert strengths("label-smoothing", smoothed(0.3), losses=STILL) == []
+
+
+# Weights of classes
+
+
+def weighted(weight: tuple[float, ...]) -> Setup:
+    """Class 2 is ten times as rare as the others."""
+    rare = [(x, torch.where(torch.arange(32) % 16 == 0, 2, y % 2)) for x, y in batches()]
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        given = torch.tensor(weight)
+        return functional.cross_entropy(model(batch[0]), batch[1], weight=given)
+
+    return setup(batches=tuple(rare), loss=of)
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_named"),
+    [
+        ((8.0, 8.0, 1.0), True),  # counts in place of their inverses
+        ((1.0, 1.0, 8.0), False),
+        ((1.0, 1.0, 3.0), False),  # the square root
+        ((1.0, 1.0, 1.0), False),
+        ((0.0, 1.0, 1.0), False),  # left out on purpose
+        ((5.0, 1.0, 1.0), False),  # one class counts more, whatever its number of samples
+    ],
+)
+def test_weights_that_grow_with_the_counts_are_named(
+    weight: tuple[float, ...], is_named: bool
+) -> None:
+    facts = told("class-weights", weighted(weight)).facts
+    assert bool(found("class-weights", *facts)) is is_named
+
+
+def test_where_no_class_has_a_weight_one_batch_is_looked_at() -> None:
+    passes = []
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        passes.append(1)
+        return loss(model, batch)
+
+    assert told("class-weights", setup(loss=counted)) == Probed()
+    assert len(passes) == 1
+
+
+# Classes without a gradient
+
+
+def two(change: Any, of: Any) -> Setup:
+    made = tuple((x, change(y % 2)) for x, y in batches())
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def one(model: nn.Module, batch: Any) -> Tensor:
+        return of(model(batch[0])[:, 0], batch[1].float()).mean()
+
+    return setup(model=model, batches=made, loss=one)
+
+
+def hinge(output: Tensor, y: Tensor) -> Tensor:
+    return (1 - output * y).relu()
+
+
+def test_labels_that_a_loss_does_not_expect_teach_nothing() -> None:
+    (fact,) = told("class-untaught", two(lambda y: y, hinge), trained=True).facts
+    assert fact.numbers["class"] == 0.0 and fact.numbers["samples"] > 64
+    assert told("class-untaught", two(lambda y: 2 * y - 1, hinge), trained=True) == Probed()
+
+
+def test_samples_without_a_label_may_teach_nothing() -> None:
+    def of(output: Tensor, y: Tensor) -> Tensor:
+        return (output - y).square() * (y >= 0)
+
+    unlabelled = two(lambda y: y - (torch.arange(32) % 4 == 0) * 5, of)
+    assert not told("class-untaught", unlabelled, trained=True).facts
+
+
+def test_samples_that_are_learned_well_enough_were_taught_at_first() -> None:
+    """A margin that all samples of a class keep after training."""
+    of = two(lambda y: 2 * y - 1, lambda output, y: (0.1 - output * y).relu())
+    assert not told("class-untaught", of, trained=True).facts
+
+
+# Padding
+
+
+LINES = torch.tensor([[3, 1, 2, 0, 0], [2, 2, 4, 1, 0], [4, 0, 0, 0, 0], [1, 2, 0, 0, 0]])
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 8), nn.Linear(8, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words))
+
+
+def next_words(**settings: Any) -> Any:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        (words,) = batch
+        flat = model(words[:, :-1]).flatten(0, 1)
+        return functional.cross_entropy(flat, words[:, 1:].flatten(), **settings)
+
+    return of
+
+
+def masked(model: nn.Module, batch: Any) -> Tensor:
+    (words,) = batch
+    each = functional.cross_entropy(model(words).transpose(1, 2), words, reduction="none")
+    return (each * (words > 0)).sum() / (words > 0).sum()
+
+
+def test_padding_counts_unless_it_is_ignored_or_masked() -> None:
+    def of(a_loss: Any, lines: Tensor = LINES) -> Probed:
+        return told("padding-counts", setup(model=Words(), batches=((lines,),), loss=a_loss))
+
+    (fact,) = of(next_words()).facts
+    assert fact.numbers["share"] == pytest.approx(6 / 16)
+    assert of(next_words(), LINES.flip(1)).facts, "at the beginning"
+    assert not of(next_words(ignore_index=0)).facts
+    assert not of(next_words(weight=torch.tensor([0.0, 1, 1, 1, 1]))).facts
+    assert not of(masked).facts
+    torch.manual_seed(0)
+    assert not of(next_words(), torch.randint(5, (4, 8))).facts, "words that occur anywhere"
+
+
+def test_what_fills_rows_up_is_told_from_words() -> None:
+    assert padding(LINES) is not None
+    assert padding(LINES[:, :4].clamp(min=1)) is None
+    ends = torch.tensor([[3, 1, 2, 0], [2, 2, 4, 0], [4, 1, 1, 0]])
+    assert padding(ends) is None, "one sign for the end of each line"
+    assert padding((LINES > 0).long()) is None, "a mask"
+    vectors = functional.one_hot(LINES, 5)[..., 1:].float()
+    filled = padding(vectors)
+    assert filled is not None and torch.equal(filled.places, LINES == 0)
+    assert filled.inside.sum() == (LINES == 0).sum() - len(LINES)
+
+
+# Penalties
+
+
+def with_penalty(weight: float) -> Setup:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        return functional.cross_entropy(outputs, batch[1]) + weight * outputs.square().mean()
+
+    return setup(loss=of, optimizer=adam)
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters(), lr=0.01)
+
+
+def test_a_penalty_that_keeps_all_else_from_learning_is_named() -> None:
+    (fact,) = told("penalty-dominates", with_penalty(100.0), trained=True).facts
+    numbers = fact.numbers
+    assert numbers["with"] < 0.1 * numbers["without"] and numbers["penalty"] > 0
+    assert strengths("penalty-dominates", fact) == ["watch"]
+    assert strengths("penalty-dominates", fact, losses=STILL) == ["act"]
+
+
+def test_a_small_penalty_and_two_tasks_are_left_alone() -> None:
+    def tasks(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        outputs = model(x)
+        total = functional.cross_entropy(outputs, y)
+        total += 100.0 * functional.mse_loss(outputs[:, 0], x[:, 0])
+        return total
+
+    for of in (with_penalty(1e-3), setup(loss=tasks), setup()):
+        facts = told("penalty-dominates", of, trained=True).facts
+        assert not found("penalty-dominates", *facts)
+
+
+def test_terms_that_are_subtracted_and_added_in_place_are_told_apart() -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        penalty = 100.0 * outputs.square().mean()
+        return 1.0 - (-penalty) - (0 - functional.cross_entropy(outputs, batch[1]))
+
+    def by_parameter(model: nn.Module, batch: Any) -> Tensor:
+        total = functional.cross_entropy(model(batch[0]), batch[1])
+        for parameter in model.parameters():
+            total += 10.0 * parameter.square().sum()
+        return total.mean()
+
+    for a_loss in (of, by_parameter):
+        facts = told("penalty-dominates", setup(loss=a_loss, optimizer=adam), trained=True).facts
+        assert found("penalty-dominates", *facts) and facts[0].numbers["penalty"] > 0
+
+
+# Divisions
+
+
+class Divides(nn.Module):
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.by, self.head = by, nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x / self.by(x))
+
+
+@pytest.mark.parametrize(
+    ("by", "is_named"),
+    [
+        (lambda x: x.sum(1, keepdim=True), True),
+        (lambda x: x[:, :1] - x[:, 1:2], True),
+        (lambda x: x.norm(dim=1, keepdim=True), False),
+        (lambda x: x[:, :1].sign() * 1.5, False),  # of both signs, and never close to zero
+        (lambda x: x.abs().sum(1, keepdim=True) + 1e-6, False),
+    ],
+)
+def test_divisors_of_both_signs_close_to_zero_are_named(by: Any, is_named: bool) -> None:
+    facts = told("unsafe-division", setup(model=Divides(by))).facts
+    assert bool(found("unsafe-division", *facts, losses=STILL)) is is_named
+    assert all("div" in fact.place for fact in facts)
+
+
+def test_a_few_divisors_tell_nothing() -> None:
+    assert closeness(torch.linspace(-1, 1, 15)) is None
+    assert closeness(torch.linspace(-1, 1, 16)) == pytest.approx(1 / 9)
+    assert closeness(torch.rand(64)) is None
+    for close, times in ((0.01, 10.0), (0.6, 100.0)):
+        mild = Fact("div", {"close": close, "times": times})
+        assert strengths("unsafe-division", mild, losses=STILL) == []
+
+
+# Data
+
+
+def test_a_feature_that_is_the_target_is_named() -> None:
+    def leaked(column: Any) -> Probed:
+        made = tuple((torch.cat([x, column(y.float())[:, None]], 1), y) for x, y in batches())
+        return told("target-leak", setup(model=nn.Linear(13, 3), batches=made))
+
+    for column in (
+        lambda y: y,
+        lambda y: 3 - 0.5 * y,
+        lambda y: torch.tensor([5.0, 1, 2])[y.long()],
+    ):
+        (fact,) = leaked(column).facts
+        assert fact.numbers["feature"] == 12 and found("target-leak", fact)
+    torch.manual_seed(0)
+    (fact,) = leaked(lambda y: y + 0.3 * torch.randn(len(y))).facts
+    assert not found("target-leak", fact)
+    (fact,) = leaked(lambda y: (y == 1).float()).facts  # tells one class of three
+    assert not found("target-leak", fact)
+
+
+def test_a_constant_feature_explains_nothing() -> None:
+    y = torch.arange(40.0, dtype=torch.float64)
+    x = torch.stack([torch.ones_like(y), y.sin(), 2 - y], 1)
+    assert explained(x, y)[0] == 0 and explained(x, y)[2] == pytest.approx(1)
+    assert explained(x, torch.ones_like(y)).tolist() == [0, 0, 0]
+
+
+def moved(move: Any) -> Probed:
+    torch.manual_seed(0)
+    y = (torch.rand(2, 32, 5, 5) > 0.7).float()
+    made = tuple((part[:, None] + 0.3 * torch.randn(32, 1, 5, 5), move(part)) for part in y)
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0])[:, 0], batch[1])
+
+    return told("targets-moved", setup(model=nn.Conv2d(1, 1, 3, padding=1), batches=made, loss=of))
+
+
+@pytest.mark.parametrize(
+    ("move", "said"),
+    [
+        (lambda y: y.mT, "transposed"),
+        (lambda y: y.flip(1), "flipped vertically"),
+        (lambda y: y.rot90(1, (1, 2)), "turned right"),
+        (lambda y: y, ""),
+        (lambda y: y[torch.randperm(32)], ""),  # of other images: no move fits
+    ],
+)
+def test_targets_that_fit_transposed_or_flipped_are_named(move: Any, said: str) -> None:
+    (fact,) = moved(move).facts
+    names = found("targets-moved", fact)
+    assert bool(names) is bool(said)
+    assert not said or f"better {said}:" in names[0].summary
+
+
+class Both(nn.Module):
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.unused, self.own, self.other = unused, nn.Linear(12, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        return self.own(x) + (0.0 if self.unused else self.other(more.float().reshape(-1, 4)))
+
+
+def both(more: Any, unused: bool = False) -> Setup:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0], batch[1]), batch[2])
+
+    made = tuple((x, more(x), y) for x, y in batches())
+    return setup(model=Both(unused), batches=made, loss=of)
+
+
+def test_an_input_without_differences_beside_another_is_named() -> None:
+    (fact,) = told("constant-data", both(lambda x: torch.zeros(32, 4))).facts
+    assert (fact.words["of"], fact.words["input"], fact.numbers["value"]) == ("input", "more", 0)
+    assert strengths("constant-data", fact, losses=STILL) == ["watch"]
+    (fact,) = told("constant-data", both(lambda x: torch.zeros(32, 4).long())).facts
+    assert strengths("constant-data", fact, losses=STILL) == ["note"], "ids, such as of segments"
+    places = both(lambda x: torch.arange(4.0).expand(32, 4))
+    assert not told("constant-data", places).facts, "the same places in each sample"
+    assert not told("constant-data", both(lambda x: x[:, :4])).facts
+
+
+def test_a_feature_without_differences_is_named_and_pixels_are_not() -> None:
+    def still(value: float, others: Any = lambda x: x) -> Probed:
+        made = []
+        for x, y in batches():
+            x = others(x.clone())
+            x[:, 7] = value
+            made.append((x, y))
+        return told("constant-data", setup(batches=tuple(made)))
+
+    (fact,) = still(1.0).facts
+    assert (fact.words["of"], fact.words["at"]) == ("features", "7")
+    assert strengths("constant-data", fact, losses=STILL) == ["watch"]
+    assert not still(0.0, torch.relu).facts, "0 is common in the others"
+
+
+def test_an_input_that_nothing_uses_is_named_beside_another() -> None:
+    (fact,) = told("input-partly-ignored", both(lambda x: x[:, :4], unused=True)).facts
+    assert fact.place == "input 'more'"
+    (finding,) = found("input-partly-ignored", fact, losses=STILL)
+    assert finding.strength == "watch", "an argument may be there for other models"
+    assert not told("input-partly-ignored", both(lambda x: x[:, :4])).facts
+
+
+def test_the_inputs_of_a_model_are_known_without_a_pass() -> None:
+    of = both(lambda x: x[:, :4])
+    ran: list[int] = []
+    fork = of.fork()
+    fork.model.own.register_forward_hook(lambda *_: ran.append(1))
+    given = given_inputs(fork, of.batches[0])
+    assert {name: tuple(x.shape) for name, x in given.items()} == {"x": (32, 12), "more": (32, 4)}
+    assert ran == []
+    assert given_inputs(setup(loss=lambda model, batch: batch[0].sum()).fork(), batches()[0]) == {}
+
+
+def test_samples_that_repeat_within_a_batch_are_named() -> None:
+    def again(rows: Tensor) -> Probed:
+        return told("same-batch", setup(batches=tuple((x[rows], y[rows]) for x, y in batches())))
+
+    (fact,) = again(torch.arange(32) % 4).facts
+    assert fact.words["of"] == "samples" and fact.numbers["share"] == 4 / 32
+    assert strengths("same-batch", fact) == ["watch"]
+    assert not again(torch.arange(32) % 20).facts
+    bits = torch.arange(32)[:, None] // torch.tensor([1, 2]) % 2
+    truths = tuple((bits.float(), bits.sum(1) % 2) for _ in range(3))
+    table = setup(model=nn.Linear(2, 3), batches=truths)
+    assert not told("same-batch", table).facts, "few whole numbers are equal by chance"
+
+
+def test_one_batch_alone_is_to_be_watched() -> None:
+    once = batches(1)[0]
+    (fact,) = told("same-batch", setup(batches=(once,) * 8)).facts
+    assert strengths("same-batch", fact, losses=STILL) == ["watch"], "it may be a test"
+    assert not told("same-batch", setup(batches=(once,))).facts
+    assert not told("same-batch", setup(model=mlp())).facts
