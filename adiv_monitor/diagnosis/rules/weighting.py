@@ -117,7 +117,8 @@ def penalty_dominates(record: Record) -> Iterator[Finding]:
                 _strength(record),
                 (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
                 (Advice("give these terms far smaller weights, or raise them from zero over "
-                        "the first steps; check whether they are sums where the others are means"),),
+                        "the first steps; check whether they are sums where the others are "
+                        "means"),),
                 "The terms of the loss that do not depend on which input belongs to which target, "
                 f"{numbers['penalty']:.3g} at first and {numbers['penalty after']:.3g} at the end, "
                 "keep the others from learning it: if inputs are exchanged between samples, the "
