@@ -741,12 +741,12 @@ ROWS: list[Row] = [
         "places divided by their number", padded(0.76), padded(0.04)),
     Row("padding-counts", "A lower loss does not show that the real places are predicted better",
         padded(0.76), padded(0.04)),
-    Row("penalty-dominates", "One term of the loss, 30 at first and 0.5 at the end, does not "
-        "depend on which input belongs to which target, and keeps the others from learning it: if "
-        "inputs are exchanged between samples, they rise by 0.01, but by 2 in a copy that was "
-        "trained without this term", penalised(0.01), penalised(1.9)),
-    Row("penalty-dominates", "give this term a far smaller weight, or raise its weight from zero "
-        "over the first steps; check whether it is a sum where the others are means",
+    Row("penalty-dominates", "The terms of the loss that do not depend on which input belongs to "
+        "which target, 30 at first and 0.5 at the end, keep the others from learning it: if inputs "
+        "are exchanged between samples, the others rise by 0.01, but by 2 in a copy that was "
+        "trained without these terms", penalised(0.01), penalised(1.9)),
+    Row("penalty-dominates", "give these terms far smaller weights, or raise them from zero over "
+        "the first steps; check whether they are sums where the others are means",
         penalised(0.01), penalised(0.3)),
     Row("penalty-dominates", "Another learning rate does not change the weights of the terms",
         penalised(0.01), replace(penalised(0.01), rates=LOW)),

@@ -116,13 +116,14 @@ def penalty_dominates(record: Record) -> Iterator[Finding]:
                 (),
                 _strength(record),
                 (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
-                (Advice("give this term a far smaller weight, or raise its weight from zero over "
-                        "the first steps; check whether it is a sum where the others are means"),),
-                f"One term of the loss, {numbers['penalty']:.3g} at first and "
-                f"{numbers['penalty after']:.3g} at the end, does not depend on which input "
-                "belongs to which target, and keeps the others from learning it: if inputs are "
-                f"exchanged between samples, they rise by {run:.2g}, but by {copy:.2g} in a copy "
-                "that was trained without this term.",
+                (Advice("give these terms far smaller weights, or raise them from zero over "
+                        "the first steps; check whether they are sums where the others are "
+                        "means"),),
+                "The terms of the loss that do not depend on which input belongs to which target, "
+                f"{numbers['penalty']:.3g} at first and {numbers['penalty after']:.3g} at the end, "
+                "keep the others from learning it: if inputs are exchanged between samples, the "
+                f"others rise by {run:.2g}, but by {copy:.2g} in a copy that was trained without "
+                "these terms.",
                 "Another learning rate does not change the weights of the terms.",
                 against=RATES,
             )  # fmt: skip
