@@ -253,7 +253,7 @@ def epsilon(share: float) -> Record:
     return probed("epsilon-dominates", Fact("", numbers))
 
 
-REPEATED = Fact("body.0", {"times": 6.0}, {"class": "Block"})
+SHARED_BLOCK = Fact("body.0", {"times": 6.0}, {"class": "Block"})
 JOINED, DOUBLED = (
     probed("joined-with-itself", Fact(f"{f} in 'a'", {}, {"function": f, "shape": "(8, 16)"}))
     for f in ("cat", "add")
@@ -596,12 +596,13 @@ ROWS: list[Row] = [
     Row("module-repeated", "6 entries of the model are the same Block 'body.0': they share one "
         "set of weights. [block] * n repeats the module, it does not copy it. Number of further "
         "such modules: 1.",
-        probed("module-repeated", REPEATED, REPEATED), probed("module-repeated", REPEATED)),
+        probed("module-repeated", SHARED_BLOCK, SHARED_BLOCK),
+        probed("module-repeated", SHARED_BLOCK)),
     Row("module-repeated", "they share one set of weights. [block] * n repeats the module, it does "
-        "not copy it.", probed("module-repeated", REPEATED), record()),
+        "not copy it.", probed("module-repeated", SHARED_BLOCK), record()),
     Row("module-repeated", "create a module for each entry, as in [Block() for _ in range(n)], "
         "unless the entries should share weights",
-        probed("module-repeated", REPEATED), record()),
+        probed("module-repeated", SHARED_BLOCK), record()),
     Row("joined-with-itself", "cat in 'a' concatenates a tensor of shape (8, 16) with itself: the "
         "second copy tells the next layer nothing new.", JOINED, DOUBLED),
     Row("joined-with-itself", "add in 'a' adds a tensor of shape (8, 16) to itself, which only "

@@ -17,7 +17,7 @@ from adiv_monitor.report import StepReport
 
 # First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
 FIRST_LOSS = 3.0
-FAR = 3.0  # times that limit is far beyond it
+FAR = 3.0  # times a limit is far beyond it
 # rms of a weight's entries · √fan-in, the factor on the length of signals: 0.58 as torch
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
@@ -27,7 +27,7 @@ USUAL_RMS = 0.018
 LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
 ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
-# 2021), there of weights' gradients. Healthy nets read 0.03 to 3.
+# 2021), there of weights' gradients. Healthy nets read 0.03 to 3; an untrained EfficientNet 76.
 VANISHED, EXPLODED = 1e-3, 70.0
 FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
 
@@ -39,10 +39,14 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
         return
     layers = tuple(dict.fromkeys(e.layer for e in evidence if e.layer is not None))
     far = any(e.measure == "loss" and e.limit and e.value > FAR * e.limit for e in evidence)
+    # Healthy architectures begin with some losses of a few times the limit (MNASNet), and choose
+    # large biases in front of a softplus (Mamba).
+    unusual = any(e.measure in ("gain", "alike") for e in evidence)
+    harmful = far or (unusual and suffers(record)) or dead_share(record) > DEAD_ACT
     yield Finding(
         "bad-initialisation",
         layers,
-        "act" if far or suffers(record) or dead_share(record) > DEAD_ACT else "watch",
+        "act" if harmful else "watch",
         evidence,
         (
             Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
@@ -167,7 +171,7 @@ def exploding(record: Record) -> Iterator[Finding]:
         yield Finding(
             "exploding",
             tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
-            "act" if suffers(record) else "watch",
+            "act" if ratio > FAR * EXPLODED and suffers(record) else "watch",
             _evidence(norms, first, ratio, EXPLODED),
             (
                 _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise"),

@@ -307,13 +307,19 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     """
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
-    lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    lasting = {
+        path: min(step[path] for step in steps)
+        for path in off
+        if all(path in step for step in steps)
+    }
     if not off or (len(steps) > 1 and not lasting and not suffers(record)):
         return
-    if len(steps) < 2:  # whether it lasts is unknown
+    is_known = len(steps) > 1  # whether it lasts
+    if not is_known:
         lasting = {}
-    strength: Strength = "watch" if lasting else "note"
-    if suffers(record) or max(lasting.values(), default=0.0) > UNEVEN_ACT:
+    strength: Strength = "watch" if lasting or (is_known and suffers(record)) else "note"
+    harms = suffers(record) and (lasting or not is_known)
+    if harms or max(lasting.values(), default=0.0) > UNEVEN_ACT:
         strength = "act"
     layers = worst_first(off)
     ratios = _moving(at_first(record, "update_ratio")[0])
