@@ -17,7 +17,13 @@ from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.batches import called, taken
 from adiv_monitor.audit.training.order import as_drawn, in_words, is_drawn_anew
-from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.training.setup import (
+    Loss,
+    OptimizerFactory,
+    Setup,
+    differentiates,
+    seeded,
+)
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.what_if import what_if as alternatives
 from adiv_monitor.diagnosis import diagnose
@@ -104,6 +110,7 @@ def audit(
         setup = Setup(
             model, optimizer or adamw, loss or loss_of_output, kept, steps, clip_norm, seed
         )
+        setup = replace(setup, differentiates=differentiates(setup))
         record = observe(
             setup,
             every_n_steps=every_n_steps,
@@ -202,12 +209,12 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
             f"audit(loss=None): {type(model).__name__} can't take the whole batch ({error}), "
             "expected a model that gives its own loss: give audit a loss, (model, batch) → number"
         ) from error
-    loss = getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")
         raise TypeError(
             f"audit(loss=None): {type(model).__name__} gave {got}, expected an object with the "
-            "loss as its `loss`: give audit a loss, (model, batch) → number, or batches that hold "
-            "what the model computes its loss from, such as labels"
+            "loss as its `loss`, or a dict with it: give audit a loss, (model, batch) → number, "
+            "or batches that hold what the model computes its loss from, such as labels"
         )
     return loss

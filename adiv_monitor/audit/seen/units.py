@@ -109,7 +109,8 @@ class Units:
         flat = x <= ends[0]
         if ends[1] != inf:
             flat |= x >= ends[1]
-        flat = flat.movedim(unit, 0).flatten(1)
+        # A vector holds one value for each sample, of a single unit.
+        flat = flat[None] if x.ndim == 1 else flat.movedim(unit, 0).flatten(1)
         sums = self._sums.setdefault(key, _Sums(name, len(flat)))
         if sums is not None and not sums.add(name, flat, self._batches):
             self._sums[key] = None

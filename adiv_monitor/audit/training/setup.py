@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.hooks import carry_over
 from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.rerun.randomness import Randomness
@@ -56,6 +58,8 @@ class Setup:
         steps: Number of training steps; batches are repeated if there are fewer.
         clip_norm: Largest norm of the gradient; None: not clipped.
         seed: Seed of the run's random numbers.
+        differentiates: Whether the loss computes gradients itself, such as a gradient penalty. The
+            losses of forks then do so even where gradients are disabled.
     """
 
     model: nn.Module
@@ -65,6 +69,7 @@ class Setup:
     steps: int
     clip_norm: float | None = None
     seed: int = 0
+    differentiates: bool = False
 
     def fork(self) -> Fork:
         """Return a copy of the model in training mode with its own copy of the optimizer.
@@ -103,7 +108,28 @@ class Setup:
         given = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         pair = None if given is None else (given, optimizer)
         lost = tuple(carry_over(self.model, model, pair, memo))
-        return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed, lost)
+        loss = loss or self.loss
+        if self.differentiates:
+            loss = partial(_with_gradients, loss)
+        return Fork(model, optimizer, loss, batches, self.clip_norm, self.seed, lost)
+
+
+def differentiates(setup: Setup) -> bool:
+    """Return whether the loss fails without gradients, because it computes some itself."""
+    fork = setup.fork()
+    try:
+        with seeded(setup.seed), torch.no_grad():
+            fork.loss(fork.model, copied(setup.batches[0]))
+    except RuntimeError as error:
+        return "does not require grad" in str(error)
+    except Exception:
+        return False  # training says what is wrong
+    return False
+
+
+def _with_gradients(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
+    with torch.enable_grad():
+        return loss(model, batch)
 
 
 def _own_modules(loss: Loss) -> Loss | None:

@@ -148,6 +148,8 @@ def _calls(fork: Fork) -> dict[str, tuple[nn.Module, Calls]]:
     try:
         with seeded(fork.seed), torch.enable_grad():
             loss = fork.loss(fork.model, copied(fork.batches[0]))
+            for calls in seen.values():  # gradients that the loss computed itself
+                calls.clear()
             loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
