@@ -136,6 +136,8 @@ FOLLOWS = frozenset(
     }
 )
 LAST = frozenset({"cannot-overfit", "behind-reference"})
+# Causes of these, too, if they are only to be watched.
+SEEN_CAUSES = CAUSES | {"frozen", "dropout-too-high", "same-batch"}
 ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "not-zeroed": frozenset({"optimizer-turns", "non-finite", "stands-still"}),
@@ -169,12 +171,13 @@ def _behind(finding: Finding) -> Finding:
 def explained(findings: Sequence[Finding]) -> list[Finding]:
     """Add to the first cause the findings that it explains, and remove other advice from these.
 
-    "cannot-overfit" and "behind-reference" defer to every other finding to act on.
+    "cannot-overfit" and "behind-reference" defer to every other finding to act on, and to causes.
     """
     act = [finding for finding in findings if finding.strength == "act"]
     cause = next((finding for finding in act if finding.name in CAUSES), None)
     if cause is None:
         is_last = any(finding.name != "cannot-overfit" for finding in act)
+        is_last |= any(f.name in SEEN_CAUSES for f in findings if f.strength == "watch")
         return [_behind(f) if f.name in LAST and is_last else f for f in findings]
     follows = FOLLOWS | ALSO.get(cause.name, frozenset())
     explains = dict.fromkeys(f.name for f in findings if f.name in follows and f is not cause)

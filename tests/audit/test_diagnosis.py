@@ -81,7 +81,10 @@ HITS = {
     "rate-too-high": record(
         rates=trials(own=2.2, x01=0.5, x03=1.0, x3=9.0, x10=math.inf), losses=STILL
     ),
-    "rate-too-low": record(rates=trials(own=2.28, x01=2.3, x03=2.29, x3=2.1, x10=1.0)),
+    "rate-too-low": record(
+        dict.fromkeys("abc", reading(update_ratio=0.006)),
+        rates=trials(own=2.28, x01=2.3, x03=2.29, x3=2.1, x10=1.0),
+    ),
     "vanishing": record({"a": reading(descent=1e-9, scale_mean=17.0)}, losses=STILL),
     "exploding": record({"a": reading(descent=1e6, scale_mean=17.0)}, losses=STILL),
     "dead-units": record(units={"relu": UnitStatistics("relu", 64, 40, 0.9, 20)}, losses=STILL),
@@ -297,12 +300,21 @@ def test_without_trials_of_rates_the_loss_that_steps_leave_behind_decides() -> N
 
 
 def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
-    def strength(own: float) -> str | None:
+    def strength(own: float, moves: float = 0.006) -> str | None:
         rates = trials(own=own, x01=2.29, x03=2.28, x3=1.6, x10=1.3)  # falls by 1 at the best
-        low = found(record(rates=rates)).get("rate-too-low")
+        low = found(record(dict.fromkeys("abc", reading(update_ratio=moves)), rates=rates)).get(
+            "rate-too-low"
+        )
         return None if low is None else low.strength
 
     assert strength(2.25) == "act"  # 0.05 of the fall
+    assert strength(2.25, moves=0.02) == "watch", "layers move: it is only slow to begin"
+    assert strength(2.299) == "act"
+    no_better = trials(own=9.0, x10=2.4)  # than a constant prediction
+    few = record(
+        dict.fromkeys("abc", reading(update_ratio=0.006)), rates=no_better, losses=(9.0,) * STEPS
+    )
+    assert found(few)["rate-too-low"].strength == "watch"
     assert strength(2.0) == "watch"  # 0.3: ten times the steps get there, too
     assert strength(1.6) == "note"
     assert strength(1.4) is None

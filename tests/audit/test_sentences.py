@@ -1028,9 +1028,9 @@ ROWS: list[Row] = [
         "2.28",
         record(rates=LOW), record(rates=HIGH)),
     Row("rate-too-low", "So short a run favours high learning rates: compare them in a longer one",
-        record(rates=LOWISH), record(rates=LOW)),
+        record(rates=LOWISH), record(layers(update_ratio=0.006), rates=LOW)),
     Row("rate-too-low", "More layers or units do not help: the present ones have not learnt yet",
-        record(rates=LOW), record(rates=LOWISH)),
+        record(layers(update_ratio=0.006), rates=LOW), record(rates=LOWISH)),
     Row("rate-too-low", "In a typical step, no layer's activations move by more than 0.001 times "
         "their length (median over the measured steps, limit 0.003). Such moves are proportional "
         "to the learning rate: at 10 times this one, the largest would be about 0.01",

@@ -190,6 +190,8 @@ def _judged(
     if finding.name not in WIRING:
         advice = _in_order(_with_rate(advice, record))
     pays = any(trial.pays for trial in trials)
+    if finding.name == "input-mean":  # else the learning rate explains the gain
+        pays = any(trial.helps for trial in trials)
     if finding.name == "uneven-rates" and advice[0].fix in _LOWER:
         pays = False  # the learning rate is too high for all layers
     strength, left = finding.strength, IF_A_FIX_HELPS.get(finding.name, 0.0)

@@ -14,6 +14,7 @@ from adiv_monitor.diagnosis.course import (
     tells_nothing,
 )
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength, Trial
+from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.phases import at_peak, still_rises
 from adiv_monitor.diagnosis.readings import (
     SCALE_FREE,
@@ -249,6 +250,8 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
         "note": SHARE_OF_FALL_TOO_LOW_NOTE,
     }
     strength = next((name for name, limit in limits.items() if share < limit), None)
+    if strength == "act" and not (_moves_little(record) and _beats_chance(record, trial)):
+        strength = "watch"  # a run that is slow at first only looks like that, too
     if strength is not None:
         short = " So short a run favours high learning rates: compare them in a longer one."
         yield _too_low(
@@ -257,6 +260,19 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
             _said(factor, trial) + short * (strength != "act"),
             [factor, *(f for f in (10.0, 3.0) if f != factor)],
         )
+
+
+def _moves_little(record: Record) -> bool:
+    """Return whether the typical layer moves less than in healthy runs, as far as it is known."""
+    moves = by_layer(at_peak(record), "update_ratio")
+    return (
+        not moves
+        or median(move.value for move in moves.values()) < HEALTH["update_ratio"].healthy[0]
+    )
+
+
+def _beats_chance(record: Record, trial: Trial) -> bool:
+    return record.chance is None or trial.loss < record.chance
 
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
