@@ -7,7 +7,7 @@ import pickle
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -588,7 +588,9 @@ def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
     expected = alone(torch.optim.AdamW, [slice(8), slice(8)])
     for own in found[2]:
         for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
-            assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+            assert report.optimizer == "ZeroRedundancyOptimizer"
+            like_whole = replace(report, optimizer=whole.optimizer)
+            assert_same(like_whole.to_dict(quantiles=True), whole.to_dict(quantiles=True))
 
 
 def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> None:

@@ -332,8 +332,13 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
         )
     }
     flags = Flags(skipped=torch.tensor(0.0))
-    found = fetch(StepSums(layers, flags, products, norms, attending))
+    stacked = Totals(torch.tensor([[3], [4], [5]]), torch.tensor([[0.3], [0.4], [0.5]]))
+    totals = {("y", "lost", "x"): stacked}
+    found = fetch(StepSums(layers, totals, flags, products, norms, attending))
     x, y = found.layers["x"], found.layers["y"]
+    assert x.totals is not None and y.totals is not None
+    assert (x.totals.active.tolist(), y.totals.active.tolist()) == ([5], [3])
+    assert (x.totals.G_G.tolist(), y.totals.G_G.tolist()) == ([0.5], [pytest.approx(0.3)])
     assert x.products.tolist() == [[1, 2]]
     assert x.realised == 1 and x.own is None
     assert y.products == 7 and y.realised is None

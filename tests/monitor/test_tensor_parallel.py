@@ -563,7 +563,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
             )
             nothing: PieceNumbers[Array] = PieceNumbers()
             part = make_contribution(
-                StepSums({"x": layer}, Flags(), nothing, nothing, {}),
+                StepSums({"x": layer}, {}, Flags(), nothing, nothing, {}),
                 {"x": Pieces({})},
                 {},
                 unreached={},

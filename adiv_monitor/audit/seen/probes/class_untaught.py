@@ -37,29 +37,35 @@ def ask(setup: Setup, trained: Fork) -> Probed:
                 return Probed(untold="no output has a part for each sample")
             labels.append(found)
             taught.append(has_gradient)
-            if not _untaught(torch.cat(labels), torch.cat(taught), fewest=1):
+            if not _without_gradient(torch.cat(labels), torch.cat(taught)):
                 return Probed()
     every = torch.cat(labels[:count])
-    counts = _untaught(torch.cat(labels), torch.cat(taught), 2 * SAMPLES)
+    counts = _untaught(torch.cat(labels), torch.cat(taught))
     return Probed(tuple(
         Fact("", {"class": value, "samples": n / 2, "of": float(len(every))})
         for value, n in counts.items()
     ))  # fmt: skip
 
 
-def _untaught(labels: Tensor, taught: Tensor, fewest: int) -> dict[float, int]:
-    """Return the classes without a gradient, with their numbers of samples.
+def _classes(labels: Tensor) -> list[float]:
+    """Return the classes; negative labels mark what is left out, and are none."""
+    return [c for c in torch.unique(labels).tolist() if c >= 0]
 
-    Negative labels, which mark what is left out, are no classes.
-    """
-    classes = [c for c in torch.unique(labels).tolist() if c >= 0]
-    still = [c for c in classes if not bool(taught[labels == c].any())]
+
+def _without_gradient(labels: Tensor, taught: Tensor) -> list[float]:
+    """Return the classes of which no sample has a gradient."""
+    return [c for c in _classes(labels) if not bool(taught[labels == c].any())]
+
+
+def _untaught(labels: Tensor, taught: Tensor) -> dict[float, int]:
+    """Return these classes with their numbers of samples, if the other classes have gradients."""
+    classes, still = _classes(labels), _without_gradient(labels, taught)
     others = torch.tensor([c not in still and c >= 0 for c in labels.tolist()])
     is_taught = bool(others.any()) and float(taught[others].float().mean()) > MOST
     if not 1 < len(classes) <= CLASSES or not is_taught:
         return {}
     counts = {c: int((labels == c).sum()) for c in still}
-    return {c: n for c, n in counts.items() if n >= fewest}
+    return {c: n for c, n in counts.items() if n >= 2 * SAMPLES}
 
 
 def _has_gradient(fork: Fork, batch: Any) -> Tensor | None:
