@@ -19,7 +19,7 @@ MOST = 0.5  # share of the samples of the other classes that have a gradient, at
 def ask(setup: Setup, trained: Fork) -> Probed:
     """Return classes of which no sample has a gradient at the outputs, before and after training.
 
-    Of the samples of other classes, more than half have one.
+    Of the samples of other classes, more than half have one before training.
     """
     after = setup.fork()
     after.model.load_state_dict(trained.model.state_dict())
@@ -40,7 +40,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             if not _without_gradient(torch.cat(labels), torch.cat(taught)):
                 return Probed()
     every = torch.cat(labels[:count])
-    counts = _untaught(torch.cat(labels), torch.cat(taught))
+    counts = _untaught(torch.cat(labels), torch.cat(taught), first=len(every))
     return Probed(tuple(
         Fact("", {"class": value, "samples": n / 2, "of": float(len(every))})
         for value, n in counts.items()
@@ -57,11 +57,15 @@ def _without_gradient(labels: Tensor, taught: Tensor) -> list[float]:
     return [c for c in _classes(labels) if not bool(taught[labels == c].any())]
 
 
-def _untaught(labels: Tensor, taught: Tensor) -> dict[float, int]:
-    """Return these classes with their numbers of samples, if the other classes have gradients."""
+def _untaught(labels: Tensor, taught: Tensor, first: int) -> dict[float, int]:
+    """Return these classes with their numbers of samples, if the other classes have gradients.
+
+    These count for the `first` samples, before training, because what is learnt needs no gradient.
+    """
     classes, still = _classes(labels), _without_gradient(labels, taught)
     others = torch.tensor([c not in still and c >= 0 for c in labels.tolist()])
-    is_taught = bool(others.any()) and float(taught[others].float().mean()) > MOST
+    known = taught[:first][others[:first]]
+    is_taught = len(known) > 0 and float(known.float().mean()) > MOST
     if not 1 < len(classes) <= CLASSES or not is_taught:
         return {}
     counts = {c: int((labels == c).sum()) for c in still}
