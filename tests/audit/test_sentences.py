@@ -572,7 +572,7 @@ ROWS: list[Row] = [
         "step goes uphill", differs(-0.5), differs(0.5)),
     Row("gradient-differs", "is not that of the loss: along it, the loss of the first batch falls "
         "by 1.5 times what the gradient predicts", differs(1.5), differs(1.05)),
-    Row("gradient-differs", "check the backward() of Round with torch.autograd.gradcheck, unless "
+    Row("gradient-differs", "check the backward() of 'Round' with torch.autograd.gradcheck, unless "
         "another gradient is meant", differs(0.5), differs(0.5, "")),
     Row("gradient-differs", "look for hooks on tensors (register_hook) and for values that leave "
         "the graph, unless another gradient is meant", differs(0.5, ""), differs(0.5)),

@@ -140,7 +140,8 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
 def gradient_differs(record: Record) -> Iterator[Finding]:
     """Find gradients that are not those of the loss, which may be meant."""
     for fact in record.found_by("gradient-differs"):
-        ratio, names = fact.numbers["ratio"], fact.place
+        ratio = fact.numbers["ratio"]
+        names = ", ".join(f"'{name}'" for name in fact.place.split(", ") if name)
         if LEAST_AS_PREDICTED <= ratio <= MOST_AS_PREDICTED:
             continue
         limit = LEAST_AS_PREDICTED if ratio < 1 else MOST_AS_PREDICTED

@@ -2,8 +2,9 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         return _compared(fork, moved)
 
 
-def _why_not(fork: Fork, moved: list[Tensor]) -> str:
+def _why_not(fork: Fork, moved: Sequence[Tensor]) -> str:
     """Return why the loss may differ from what its gradient is meant to be of; "": it may not."""
     forwards = set(_forwards(Function))
     found: list[str] = []
@@ -76,7 +77,7 @@ def _is_short(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype != torch.float64
 
 
-def _compared(fork: Fork, moved: list[Tensor]) -> Probed:
+def _compared(fork: Fork, moved: Sequence[Tensor]) -> Probed:
     with seeded(fork.seed), torch.enable_grad():
         repeated = RepeatedLoss(fork)
         loss = fork.loss(fork.model, copied(fork.batches[0]))
@@ -105,7 +106,9 @@ def _compared(fork: Fork, moved: list[Tensor]) -> Probed:
 
 def _custom(loss: Tensor) -> list[str]:
     """Return the names of the custom functions, other than torch's, in the graph of a loss."""
-    seen, nodes, names = set(), [loss.grad_fn], {}
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    names: dict[str, None] = {}
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -113,13 +116,13 @@ def _custom(loss: Tensor) -> list[str]:
         seen.add(node)
         nodes += [following for following, _ in node.next_functions]
         if isinstance(node, BackwardCFunction):
-            own = type(node)._forward_cls  # type: ignore[attr-defined]
+            own = type(node)._forward_cls
             if not own.__module__.startswith("torch."):
                 names[own.__name__] = None
     return list(names)
 
 
-def _forwards(of: type) -> Iterator[CodeType]:
+def _forwards(of: Any) -> Iterator[CodeType]:
     """Yield the code of the forward passes of a custom function's subclasses."""
     for kind in of.__subclasses__():
         code = getattr(kind.forward, "__code__", None)
