@@ -116,7 +116,7 @@ def _custom(loss: Tensor) -> list[str]:
         seen.add(node)
         nodes += [following for following, _ in node.next_functions]
         if isinstance(node, BackwardCFunction):
-            own = type(node)._forward_cls
+            own = type(node)._forward_cls  # type: ignore[attr-defined]
             if not own.__module__.startswith("torch."):
                 names[own.__name__] = None
     return list(names)
