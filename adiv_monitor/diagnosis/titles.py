@@ -200,6 +200,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "rate-zero": "A learning rate of zero",
         "epsilon-dominates": "Steps shortened by the optimizer's epsilon",
         "rounded-away": "Steps lost to rounding",
+        "gradient-differs": "A gradient that is not that of the loss",
         "gradient-hooks": "Hooks that change the gradient",
         "left-in-eval": "Normalisations left in evaluation mode",
         "batch-norm-starved": "Batch normalisation of too few values",

@@ -144,6 +144,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
             *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
             *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
+            "gradient-differs",
             *("unsafe-division", "input-partly-ignored", "order-ignored", "module-repeated"),
             *("joined-with-itself", "attention-axis", "attention-saturated"),
         ),

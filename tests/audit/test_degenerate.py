@@ -42,7 +42,7 @@ PROBES = (
     *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),
     *("unbounded-loss", "behind-reference", "epsilon-dominates", "module-repeated"),
     *("joined-with-itself", "attention-axis", "attention-saturated", "dropout-on-outputs"),
-    *("outputs-normalised", "zero-gradient"),
+    *("outputs-normalised", "zero-gradient", "gradient-differs"),
 )
 
 

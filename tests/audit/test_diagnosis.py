@@ -106,6 +106,7 @@ HITS = {
     "rate-zero": probed("rate-zero", share=0.5, initial_lr=0.0),
     "rounded-away": probed("rounded-away", share=0.8, losses=STILL),
     "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0, losses=STILL),
+    "gradient-differs": probed("gradient-differs", ratio=-1.0, losses=STILL),
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1, losses=STILL),
     "reshape-scrambles": probed("reshape-scrambles", permutes=1.0, losses=STILL),
     "constant-data": record(probed={"constant-data": Probed(
@@ -192,6 +193,7 @@ NEAR_MISSES = {
     "gradient-cut": probed("gradient-cut", cosine=0.995),
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
+    "gradient-differs": probed("gradient-differs", ratio=0.95, losses=STILL),
     "epsilon-dominates": probed("epsilon-dominates", share=0.45, epsilon=1.0, root=2.0),
     "attention-saturated": probed("attention-saturated", spread=2.4, largest=0.6),
     "outputs-normalised": probed(

@@ -137,6 +137,10 @@ def hooked(ratio: float, cosine: float) -> Record:
     return probed("gradient-hooks", Fact("", {"ratio": ratio, "cosine": cosine}))
 
 
+def differs(ratio: float, place: str = "Round") -> Record:
+    return probed("gradient-differs", Fact(place, {"ratio": ratio}))
+
+
 def dropped(loss: float, **values: object) -> Record:
     fact = Fact("dropout in 'a'", {"rate": 0.9, "with": loss, "without": 1.0})
     return probed("dropout-too-high", fact, **values)
@@ -563,6 +567,15 @@ ROWS: list[Row] = [
         hooked(1.0, 0.5), hooked(1.0, 0.95)),
     Row("gradient-hooks", "remove the hooks that change gradients", hooked(0.001, 1.0),
         hooked(1.0, 1.0)),
+    Row("gradient-differs", "The gradient that the backward pass returns is not that of the loss: "
+        "along it, the loss of the first batch falls by -0.5 times what the gradient predicts. The "
+        "step goes uphill", differs(-0.5), differs(0.5)),
+    Row("gradient-differs", "is not that of the loss: along it, the loss of the first batch falls "
+        "by 1.5 times what the gradient predicts", differs(1.5), differs(1.05)),
+    Row("gradient-differs", "check the backward() of 'Round' with torch.autograd.gradcheck, unless "
+        "another gradient is meant", differs(0.5), differs(0.5, "")),
+    Row("gradient-differs", "look for hooks on tensors (register_hook) and for values that leave "
+        "the graph, unless another gradient is meant", differs(0.5, ""), differs(0.5)),
     Row("left-in-eval", "These normalisations are in evaluation mode while the model trains: 'a'. "
         "Their running mean is still 0 and their running variance 1, so they normalise nothing",
         probed("left-in-eval", Fact("a", {"given": 0.0})),

@@ -1,6 +1,7 @@
 """Bugs of wiring, outputs and epsilon: each is seen, and its healthy relatives are not."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -517,6 +518,100 @@ def test_stopped_targets_of_other_features_are_compared_with_others() -> None:
         return functional.mse_loss(q, z.detach()) + functional.cross_entropy(q, batch[1])
 
     assert asked("zero-gradient", setup(loss=straight_through)) == Probed()
+
+
+# A gradient that is not that of the loss
+
+
+class OwnTanh(torch.autograd.Function):
+    """A tanh whose derivative may lack its square, or have the wrong sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: str) -> Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        ctx.kind = backward
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return {"right": g * (1 - y * y), "no square": g * (1 - y), "sign": -g * (1 - y * y)}[
+            ctx.kind
+        ], None
+
+
+class Own(nn.Module):
+    """A small net with a function of its own between its layers."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], *more: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.between = between
+        self.first, self.more = nn.Linear(12, 16), nn.Sequential(*more)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.between(self.more(self.first(x))))
+
+
+NUMBERS = itertools.count()
+
+
+def own_tanh(backward: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: OwnTanh.apply(x, backward)
+
+
+def reversed_by_a_hook(x: Tensor) -> Tensor:
+    y = x.tanh()
+    y.register_hook(lambda g: -4 * g) if y.requires_grad else None
+    return y
+
+
+@pytest.mark.parametrize("backward", ["no square", "sign"])
+def test_a_wrong_backward_is_seen_with_the_name_of_its_function(backward: str) -> None:
+    of = with_model(Own(own_tanh(backward)))
+    before = torch.get_rng_state(), [p.clone() for p in of.model.parameters()]
+    (fact,) = asked("gradient-differs", of).facts
+    assert fact.place == "OwnTanh"
+    assert not 0.9 < fact.numbers["ratio"] < 1.1
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(map(torch.equal, of.model.parameters(), before[1]))
+    assert "gradient-differs" in named(of)
+
+
+def test_a_gradient_that_a_tensors_hook_reverses_is_seen() -> None:
+    (fact,) = asked("gradient-differs", with_model(Own(reversed_by_a_hook))).facts
+    assert fact.place == ""
+    assert fact.numbers["ratio"] < 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Own(own_tanh("right")), Own(torch.relu, nn.BatchNorm1d(16), nn.Dropout(0.3)),
+     Own(torch.relu), Own(lambda x: torch.utils.checkpoint.checkpoint(
+         torch.relu, x, use_reentrant=False))],
+)  # fmt: skip
+def test_gradients_of_the_loss_are_no_fault(model: nn.Module) -> None:
+    (fact,) = asked("gradient-differs", with_model(model)).facts
+    assert fact.numbers["ratio"] == pytest.approx(1, abs=1e-3)
+    assert "gradient-differs" not in named(with_model(model))
+
+
+@pytest.mark.parametrize(
+    "between",
+    [lambda x: x + (x.round() - x).detach(), lambda x: x / x.norm().item(),
+     lambda x: x.float().double(),
+     lambda x: x + torch.rand(()).item() * next(NUMBERS)],
+    ids=["detached", "number", "float32", "another each time"],
+)  # fmt: skip
+def test_what_is_not_repeatable_or_cut_on_purpose_is_not_told(
+    between: Callable[[Tensor], Tensor],
+) -> None:
+    probed = asked("gradient-differs", with_model(Own(between)))
+    assert probed.facts == ()
+    assert probed.untold
 
 
 # The optimizer's epsilon

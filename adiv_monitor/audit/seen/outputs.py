@@ -118,8 +118,8 @@ def descent_share(setup: Setup) -> float | None:
     size = sum(p.numel() for p in setup.model.parameters())
     if size > _LARGE or not 1 < len(_parts(setup.model)) <= _MOST:
         return None
-    batch = mapped(first(setup.batches[0], _SAMPLES), _in_float64)
-    with seeded(setup.seed), _made_in_float64():
+    batch = mapped(first(setup.batches[0], _SAMPLES), in_float64)
+    with seeded(setup.seed), made_in_float64():
         try:
             fork = setup.fork()
             fork.model.double()
@@ -133,12 +133,13 @@ def descent_share(setup: Setup) -> float | None:
     return min((share for share in shares if share is not None), default=None)
 
 
-def _in_float64(x: Tensor) -> Tensor:
+def in_float64(x: Tensor) -> Tensor:
+    """Return the tensor in float64; integers and truth values stay as they are."""
     return x.double() if x.is_floating_point() else x
 
 
 @contextmanager
-def _made_in_float64() -> Iterator[None]:
+def made_in_float64() -> Iterator[None]:
     """Make float64 the default dtype in a block, so that noise that a loss draws has it, too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -12,6 +12,8 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 ROUNDED_AWAY = 0.5
 # Limits of the ratio of the applied gradient's length to the backward pass's, and of their cosine.
 CHANGED_LENGTH, TURNED = 10.0, 0.9
+# Limits of the decrease of the loss along its gradient, over the one that the gradient predicts.
+LEAST_AS_PREDICTED, MOST_AS_PREDICTED = 0.9, 1.1
 # Loss of the trained model with dropout over the loss without: a third of the loss is due to
 # dropout.
 DROPOUT_COSTS = 1.5
@@ -132,6 +134,33 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
             f"{cosine:.3g}.",
             "",
             0,
+        )  # fmt: skip
+
+
+def gradient_differs(record: Record) -> Iterator[Finding]:
+    """Find gradients that are not those of the loss, which may be meant."""
+    for fact in record.found_by("gradient-differs"):
+        ratio = fact.numbers["ratio"]
+        names = ", ".join(f"'{name}'" for name in fact.place.split(", ") if name)
+        if LEAST_AS_PREDICTED <= ratio <= MOST_AS_PREDICTED:
+            continue
+        limit = LEAST_AS_PREDICTED if ratio < 1 else MOST_AS_PREDICTED
+        yield Finding(
+            "gradient-differs",
+            (),
+            "act" if ratio < 0 and suffers(record) else "watch",
+            (Evidence("decrease of the loss along its gradient, over the predicted one", ratio,
+                      limit, step=0),),
+            (
+                Advice(f"check the backward() of {names} with torch.autograd.gradcheck, unless "
+                       "another gradient is meant") if names else
+                Advice("look for hooks on tensors (register_hook) and for values that leave the "
+                       "graph, unless another gradient is meant"),
+            ),
+            "The gradient that the backward pass returns is not that of the loss: along it, the "
+            f"loss of the first batch falls by {ratio:.3g} times what the gradient predicts."
+            + " The step goes uphill." * (ratio < 0),
+            since=0,
         )  # fmt: skip
 
 
