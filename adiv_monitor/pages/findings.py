@@ -146,6 +146,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
             *("unsafe-division", "input-partly-ignored", "order-ignored", "module-repeated"),
             *("joined-with-itself", "attention-axis", "attention-saturated"),
+            "outputs-constant",
         ),
         _of_probes,
     ),
