@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import maps, named, typical
 from adiv_monitor.diagnosis.record import Record
@@ -202,10 +203,11 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
     by = fact.words["by"]
     if by == "zeros" and dead_share(record) > ALL_DEAD:
         return
+    stands = is_long_enough(record) and bool(record.losses) and not fell(record)
     yield Finding(
         "outputs-constant",
         (fact.place,),
-        "act" if suffers(record) else "watch",
+        "act" if stands or suffers(record) else "watch",
         (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place, 0),),
         (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it is "
                                       "too small to make a difference")),),
