@@ -451,10 +451,13 @@ def test_outputs_that_are_the_same_for_all_samples_are_named(
 
 @pytest.mark.parametrize(
     "model",
-    [Branched(of_scale(nn.LayerNorm(16), 0.0)), hidden(last=of_scale(nn.Linear(16, 3), 0.0))],
-    ids=["branch", "last layer"],
-)
-def test_branches_and_last_layers_may_begin_at_zero(model: nn.Module) -> None:
+    [Branched(of_scale(nn.LayerNorm(16), 0.0)), hidden(last=of_scale(nn.Linear(16, 3), 0.0)),
+     hidden(nn.Threshold(1e3, 0.0))],
+    ids=["branch", "last layer", "all ignored"],
+)  # fmt: skip
+def test_branches_and_last_layers_may_begin_at_zero_and_ignored_inputs_have_their_own_finding(
+    model: nn.Module,
+) -> None:
     assert asked("outputs-constant", with_model(model)) == Probed()
 
 

@@ -31,6 +31,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     if size < 3:
         return Probed(untold="the batch has fewer than three samples")
     inputs: dict[nn.Module, tuple[float, float]] = {}
+    positive: dict[nn.Module, bool] = {}
     found: list[Fact] = []
     outputs: list[tuple[float, float]] = []
     last: list[nn.Module] = []
@@ -39,6 +40,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         inputs.pop(module, None)
         if known := next(_spreads(args[:1], size), None):
             inputs[module] = known
+            positive[module] = bool((args[0] > 0).any())
 
     def after(path: str, module: nn.Module, output: Any) -> None:
         if any(True for _ in module.parameters()):
@@ -53,7 +55,10 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         elif given_variance > VARIES * given_square and (
             variance < CONSTANT * square or variance <= least
         ):
-            words = {"class": type(module).__name__, "by": _by(module, square)}
+            by = _by(module, square)
+            if by == "zeros" and positive[module]:
+                return  # it ignores its input, which `input-ignored` tells
+            words = {"class": type(module).__name__, "by": by}
             share = min(variance / square, variance / given_variance) if square else 0.0
             found.append(Fact(path, {"share": share}, words))
 
