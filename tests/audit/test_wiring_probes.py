@@ -461,6 +461,21 @@ def test_branches_and_last_layers_may_begin_at_zero_and_ignored_inputs_have_thei
     assert asked("outputs-constant", with_model(model)) == Probed()
 
 
+def test_a_constant_branch_of_outputs_that_differ_is_no_fault() -> None:
+    torch.manual_seed(0)
+
+    class Ending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.branch = nn.Linear(12, 3), nn.GroupNorm(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            return z + self.branch(z)
+
+    assert asked("outputs-constant", with_model(Ending())) == Probed()
+
+
 def test_constant_outputs_are_a_finding() -> None:
     assert "outputs-constant" in named(with_model(hidden(nn.GroupNorm(16, 16), nn.ReLU())))
     assert "outputs-constant" not in named(with_model(hidden(nn.GroupNorm(4, 16), nn.ReLU())))
