@@ -87,6 +87,7 @@ RULES: tuple[Rule, ...] = (
     data.one_sided_weights,
     attention.attention_saturated,
     initialisation.bad_initialisation,
+    wiring.outputs_constant,
     wiring.input_lost,
     initialisation.vanishing,
     initialisation.exploding,
@@ -128,6 +129,7 @@ CAUSES = frozenset(
         *("no-activation", "constant-data", "label-smoothing", "class-weights"),
         *("class-untaught", "penalty-dominates", "unsafe-division", "targets-moved"),
         *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
+        "outputs-constant",
     }
 )
 FOLLOWS = frozenset(
@@ -146,6 +148,7 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
         "unsafe-division": frozenset({"non-finite", "exploding", "row-spread"}),
+        "outputs-constant": frozenset({"input-ignored", "vanishing"}),
         "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated", "same-batch"}),
     }
 )

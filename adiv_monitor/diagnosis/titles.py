@@ -187,6 +187,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "unshuffled": "The data are not shuffled",
         "one-sided-weights": "Initial weights of one sign",
         "input-partly-ignored": "Parts of the inputs are ignored",
+        "outputs-constant": "The same outputs for all samples",
         "order-ignored": "The order of positions is ignored",
         "bounded-logits": "Logits of too narrow a range",
         "broadcast-loss": "Each output is compared with all targets",

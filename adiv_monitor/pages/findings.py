@@ -147,6 +147,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             "gradient-differs",
             *("unsafe-division", "input-partly-ignored", "order-ignored", "module-repeated"),
             *("joined-with-itself", "attention-axis", "attention-saturated"),
+            "outputs-constant",
         ),
         _of_probes,
     ),

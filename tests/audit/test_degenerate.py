@@ -30,7 +30,7 @@ NUMBERS = (
 WORDS = dict.fromkeys(
     (
         *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"),
-        *("class", "product", "axis", "over"),
+        *("class", "product", "axis", "over", "by"),
     ),
     "x",
 )
@@ -42,7 +42,7 @@ PROBES = (
     *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),
     *("unbounded-loss", "behind-reference", "epsilon-dominates", "module-repeated"),
     *("joined-with-itself", "attention-axis", "attention-saturated", "dropout-on-outputs"),
-    *("outputs-normalised", "zero-gradient", "gradient-differs"),
+    *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant"),
 )
 
 

@@ -148,6 +148,8 @@ HITS = {
         "outputs-normalised", mean=0.0, std=1.0, losses=STILL,
         **{"target mean": 100.0, "target std": 3.0},
     ),
+    "outputs-constant": record(probed={"outputs-constant": Probed(
+        (Fact("norm", {"share": 0.0}, {"class": "LayerNorm", "by": "norm"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL,
                             wiring=Wiring(zero_gradient=("a.weight",))),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
@@ -166,6 +168,11 @@ def test_a_fault_is_named_first_and_to_be_acted_on(name: str) -> None:
 
 SMALL = replace(INPUTS, std=0.3)
 NEAR_MISSES = {
+    "outputs-constant": record(
+        probed={"outputs-constant": Probed(
+            (Fact("1", {"share": 0.0}, {"class": "ReLU", "by": "zeros"}),))},
+        units={"1": UnitStatistics("relu", 64, 64, 1.0, 20)},
+    ),
     "not-zeroed": kept(0.05),
     "input-scale": record(inputs={"0": SMALL}),
     "input-mean": record(inputs={"0": replace(INPUTS, mean=0.5)}),

@@ -262,6 +262,12 @@ JOINED, DOUBLED = (
     probed("joined-with-itself", Fact(f"{f} in 'a'", {}, {"function": f, "shape": "(8, 16)"}))
     for f in ("cat", "add")
 )
+
+
+def unvarying(by: str, kind: str = "LayerNorm") -> Record:
+    return probed("outputs-constant", Fact("a", {"share": 0.0}, {"class": kind, "by": by}))
+
+
 OVER_QUERIES = Fact(
     "softmax in 'a'", {"sums": 1.0},
     {"product": "matmul in 'a'", "shape": "(8, 4, 16, 16)", "axis": "2", "over": "3"},
@@ -624,6 +630,17 @@ ROWS: list[Row] = [
         probed("joined-with-itself", *2 * JOINED.found_by("joined-with-itself")), JOINED),
     Row("joined-with-itself", "look whether another tensor was meant, such as the input of a skip "
         "connection", JOINED, record()),
+    Row("outputs-constant", "At the start, the outputs of LayerNorm 'a' are the same for all "
+        "samples, although its inputs are not. The model's outputs are the same, too: what follows "
+        "this module can only learn a constant.", unvarying("norm"), record()),
+    Row("outputs-constant", "initialise its weight with other values than 0; that of a "
+        "normalisation with 1", unvarying("weight"), unvarying("norm")),
+    Row("outputs-constant", "normalise over more than one number, or remove the normalisation: one "
+        "number minus its own mean is 0", unvarying("norm"), unvarying("weight")),
+    Row("outputs-constant", "initialise the layer in front of it again, or make it wider: no input "
+        "of any sample passes", unvarying("zeros", "ReLU"), unvarying("norm")),
+    Row("outputs-constant", "look at what reaches this layer: next to its bias, it is too small to "
+        "make a difference", unvarying("", "Linear"), unvarying("norm")),
     Row("attention-axis", "softmax in 'a' makes weights of shape (8, 4, 16, 16) that sum to 1 "
         "along axis 2, but matmul in 'a' sums over axis 3: the weights of a query do not sum to 1, "
         "so its result is no mean of the values.", probed("attention-axis", OVER_QUERIES),

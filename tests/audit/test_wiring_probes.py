@@ -389,6 +389,99 @@ def test_channels_of_an_input_may_be_repeated() -> None:
     assert asked("joined-with-itself", with_model(Grey())) == Probed()
 
 
+# Constant outputs
+
+
+def hidden(*layers: nn.Module, last: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), *layers, last or nn.Linear(16, 3))
+
+
+def of_scale(layer: nn.Module, scale: float) -> nn.Module:
+    nn.init.constant_(layer.weight, scale)  # type: ignore[arg-type]
+    return layer
+
+
+class Branched(nn.Module):
+    """A sum of features and a branch of them, in front of a last layer."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch, self.last = nn.Linear(12, 16), branch, nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        return self.last(z + self.branch(z))
+
+
+class Averaging(nn.Module):
+    """A mean of normalised features, which is 0, or of what a ReLU leaves of them."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.act, self.last = nn.LayerNorm(12), act, nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norm(x)).mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("faulty", "healthy", "place", "by"),
+    [
+        (hidden(nn.GroupNorm(16, 16), nn.Dropout(), nn.Sigmoid(), nn.Dropout()),
+         hidden(nn.GroupNorm(4, 16), nn.Sigmoid()), "1", "norm"),
+        (hidden(of_scale(nn.BatchNorm1d(16), 0.0), nn.ReLU()),
+         hidden(of_scale(nn.BatchNorm1d(16), 0.1), nn.ReLU()), "1", "weight"),
+        (hidden(of_scale(nn.Linear(16, 1), 0.1), nn.Sigmoid(), of_scale(nn.Linear(1, 16), -9.0),
+                nn.ReLU()),
+         hidden(of_scale(nn.Linear(16, 1), 0.1), nn.Sigmoid(), of_scale(nn.Linear(1, 16), 9.0),
+                nn.ReLU()), "4", "zeros"),
+        (Averaging(nn.Identity()), Averaging(nn.ReLU()), "last", ""),
+    ],
+    ids=["norm", "weight", "zeros", "mean"],
+)  # fmt: skip
+def test_outputs_that_are_the_same_for_all_samples_are_named(
+    faulty: nn.Module, healthy: nn.Module, place: str, by: str
+) -> None:
+    (fact,) = asked("outputs-constant", with_model(faulty)).facts
+    assert (fact.place, fact.words["by"]) == (place, by) and fact.numbers["share"] < 1e-6
+    assert asked("outputs-constant", with_model(healthy)) == Probed()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Branched(of_scale(nn.LayerNorm(16), 0.0)), hidden(last=of_scale(nn.Linear(16, 3), 0.0)),
+     hidden(nn.Threshold(1e3, 0.0))],
+    ids=["branch", "last layer", "all ignored"],
+)  # fmt: skip
+def test_branches_and_last_layers_may_begin_at_zero_and_ignored_inputs_have_their_own_finding(
+    model: nn.Module,
+) -> None:
+    assert asked("outputs-constant", with_model(model)) == Probed()
+
+
+def test_a_constant_branch_of_outputs_that_differ_is_no_fault() -> None:
+    torch.manual_seed(0)
+
+    class Ending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.branch = nn.Linear(12, 3), nn.GroupNorm(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            return z + self.branch(z)
+
+    assert asked("outputs-constant", with_model(Ending())) == Probed()
+
+
+def test_constant_outputs_are_a_finding() -> None:
+    assert "outputs-constant" in named(with_model(hidden(nn.GroupNorm(16, 16), nn.ReLU())))
+    assert "outputs-constant" not in named(with_model(hidden(nn.GroupNorm(4, 16), nn.ReLU())))
+
+
 # Outputs
 
 

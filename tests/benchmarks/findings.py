@@ -969,6 +969,14 @@ PICTURES: dict[str, Picture] = {
         None,
         with_model(lambda _: Skipping(of_itself=False)),
     ),
+    "outputs-constant": Picture(
+        "a group normalisation with as many groups as channels behind the first layer; the "
+        "healthy one has four groups",
+        with_model(lambda model: nn.Sequential(model[0], nn.GroupNorm(128, 128), *model[1:])),
+        {"share of the outputs that varies": of_fact("outputs-constant", "share")},
+        None,
+        with_model(lambda model: nn.Sequential(model[0], nn.GroupNorm(4, 128), *model[1:])),
+    ),
     "attention-axis": Picture(
         "the softmax of an attention over the rows of an image is over the queries",
         lambda: attending(axis=-2),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import maps, named, typical
 from adiv_monitor.diagnosis.record import Record
@@ -17,6 +18,14 @@ INPUT_MATTERS = 1e-4
 ALIKE = 1e-3  # scale_cv below which all rows count as equal
 # The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
 UNTRAINED, ABOUT = 3**-0.5, 0.03
+# What to do about outputs that are the same for all samples, by what makes them so.
+FROM_CONSTANT = {
+    "weight": "initialise its weight with other values than 0; that of a normalisation with 1",
+    "norm": "normalise over more than one number, or remove the normalisation: one number minus "
+            "its own mean is 0",
+    "zeros": "initialise the layer in front of it again, or make it wider: no input of any sample "
+             "passes",
+}  # fmt: skip
 
 
 def not_held(record: Record) -> Iterator[Finding]:
@@ -183,6 +192,30 @@ def joined_with_itself(record: Record) -> Iterator[Finding]:
             + others,
             since=0,
         )  # fmt: skip
+
+
+def outputs_constant(record: Record) -> Iterator[Finding]:
+    """Find the module from which on nothing varies over samples, unless all its units are dead."""
+    facts = record.found_by("outputs-constant")
+    if not facts or record.found_by("softmax-of-one"):
+        return
+    fact = facts[0]
+    by = fact.words["by"]
+    if by == "zeros" and dead_share(record) > ALL_DEAD:
+        return
+    stands = is_long_enough(record) and bool(record.losses) and not fell(record)
+    yield Finding(
+        "outputs-constant",
+        (fact.place,),
+        "act" if stands or suffers(record) else "watch",
+        (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place, 0),),
+        (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it is "
+                                      "too small to make a difference")),),
+        f"At the start, the outputs of {fact.words['class']} '{fact.place}' are the same for all "
+        "samples, although its inputs are not. The model's outputs are the same, too: what follows "
+        "this module can only learn a constant.",
+        since=0,
+    )  # fmt: skip
 
 
 def _several(names: tuple[str, ...]) -> str:
