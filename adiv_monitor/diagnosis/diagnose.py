@@ -148,7 +148,7 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
         "unsafe-division": frozenset({"non-finite", "exploding", "row-spread"}),
-        "outputs-constant": frozenset({"input-ignored", "vanishing"}),
+        "outputs-constant": frozenset({"input-ignored"}),
         "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated", "same-batch"}),
     }
 )
