@@ -123,12 +123,14 @@ class Accumulation:
         _goes_first(self._put_on(after, ON_ACCUMULATION, kind._after))
 
     def _put_on(
-        self, register: Callable[..., Any], where: Sequence[str], body: Callable[..., None]
+        self,
+        register: Callable[..., RemovableHandle],
+        where: Sequence[str],
+        body: Callable[..., None],
     ) -> RemovableHandle:
         hook = self._owner.hook(self._known_as, body, self)
         self._hooks.append((hook, where))  # before registering, which may be interrupted
-        handle: RemovableHandle = register(hook)
-        return handle
+        return register(hook)
 
     def remove(self) -> None:
         """Remove the hooks."""

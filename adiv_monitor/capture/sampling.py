@@ -67,7 +67,7 @@ class Threshold:
         bound: the keys of sampled rows are smaller.
     """
 
-    def __init__(self, most: int | None, draws: Iterable[Draw] = ()) -> None:
+    def __init__(self, most: int | None, draws: Iterable[Draw]) -> None:
         self.bound = np.inf
         self._most = most
         self._keys: Keys = np.empty(0)  # the keys below the bound
