@@ -156,6 +156,11 @@ def out_of_range(share: float) -> Record:
     return probed("targets-out-of-range", fact)
 
 
+def of_several(share: float, function: str = "softmax") -> Record:
+    fact = Fact(f"{function} (net.py:7)", {"share": share}, {"function": function, "sum": "1"})
+    return probed("targets-out-of-range", fact)
+
+
 def mixed(**words: str) -> Record:
     fact = Fact("gru in 'a'", {"share": 0.9, "independent": 0.1}, words)
     return probed("samples-mixed", fact)
@@ -884,12 +889,22 @@ ROWS: list[Row] = [
         "the classes: the result for one sample depends on the other samples of its batch",
         OVER_SAMPLES, record()),
     Row("softmax-over-samples", "use the axis of the classes: dim=1", OVER_SAMPLES, record()),
-    Row("targets-out-of-range", "40% of the targets lie outside the range of the outputs: relu on "
-        "the outputs returns values from 0 to inf", out_of_range(0.4), out_of_range(0.005)),
+    Row("targets-out-of-range", "40% of the targets lie outside the range of the outputs: "
+        "because of relu, all outputs lie between 0 and inf", out_of_range(0.4),
+        out_of_range(0.005)),
     Row("targets-out-of-range", "remove that function from the outputs, or scale the targets into "
         "its range", out_of_range(0.4), out_of_range(0.005)),
     Row("targets-out-of-range", "Another learning rate does not widen the range", out_of_range(0.4),
         replace(out_of_range(0.4), rates=LOW)),
+    Row("targets-out-of-range", "The targets of 40% of the samples sum to more than 1.5, as where "
+        "a sample has several classes, but the results of softmax (net.py:7) sum to 1: they can't "
+        "be close to 1 for two classes at once", of_several(0.4), of_several(0.005)),
+    Row("targets-out-of-range", "the results of the softmax in cross_entropy (net.py:7) sum to 1",
+        of_several(0.4, "cross_entropy"), of_several(0.4)),
+    Row("targets-out-of-range", "use a sigmoid for each class in place of the softmax",
+        of_several(0.4), of_several(0.4, "cross_entropy")),
+    Row("targets-out-of-range", "use binary_cross_entropy_with_logits, which has a sigmoid for "
+        "each class", of_several(0.4, "cross_entropy"), of_several(0.4)),
     Row("target-is-input", "The target at each position is the input token at the same position, "
         "and the model does not look ahead: it learns to copy its input, not to predict the next "
         "token",

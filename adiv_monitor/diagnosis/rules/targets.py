@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 # Share of the targets outside the range of the function on the outputs.
@@ -106,7 +106,9 @@ def targets_out_of_range(record: Record) -> Iterator[Finding]:
     """Find regression targets outside the range of the function on the outputs."""
     for fact in record.found_by("targets-out-of-range"):
         share = fact.numbers["share"]
-        if share > OUTSIDE:
+        if share > OUTSIDE and "sum" in fact.words:
+            yield _of_several(record, fact, share)
+        elif share > OUTSIDE:
             yield Finding(
                 "targets-out-of-range",
                 (),
@@ -114,13 +116,38 @@ def targets_out_of_range(record: Record) -> Iterator[Finding]:
                 (Evidence("share of the targets out of range", share, OUTSIDE),),
                 (Advice("remove that function from the outputs, or scale the targets into its "
                         "range", "unbounded-outputs"),),
-                f"{share:.0%} of the targets lie outside the range of the outputs: "
-                f"{fact.place} on the outputs returns values from {fact.words['low']} to "
+                f"{share:.0%} of the targets lie outside the range of the outputs: because of "
+                f"{fact.place}, all outputs lie between {fact.words['low']} and "
                 f"{fact.words['high']}.",
                 "Another learning rate does not widen the range.",
                 0,
                 RATES,
             )  # fmt: skip
+
+
+def _of_several(record: Record, fact: Fact, share: float) -> Finding:
+    """Return the finding of a softmax whose targets are of several classes at once.
+
+    A cross-entropy of such targets has a lowest value at their shares, which some models are meant
+    to learn.
+    """
+    is_inside = fact.words["function"] == "cross_entropy"
+    what = "the softmax in " * is_inside + fact.place
+    return Finding(
+        "targets-out-of-range",
+        (),
+        "act" if suffers(record) and not is_inside else "watch",
+        (Evidence("share of the samples with targets that sum to more than 1.5", share, OUTSIDE),),
+        (
+            Advice("use binary_cross_entropy_with_logits, which has a sigmoid for each class")
+            if is_inside
+            else Advice("use a sigmoid for each class in place of the softmax", "sigmoids"),
+        ),
+        f"The targets of {share:.0%} of the samples sum to more than 1.5, as where a sample has "
+        f"several classes, but the results of {what} sum to 1: they can't be close to 1 for two "
+        "classes at once.",
+        since=0,
+    )  # fmt: skip
 
 
 def target_is_input(record: Record) -> Iterator[Finding]:

@@ -158,11 +158,22 @@ def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Leave out the function before the difference, identified by its number in the pass."""
-    numbers = {last.number for last, _ in targets_out_of_range.beyond(fork)}
+    numbers = {bounds.last.number for bounds, _ in targets_out_of_range.beyond(fork)}
     _replace(
         fork,
         lambda call: call.number in numbers and call.name in targets_out_of_range.RANGES,
         lambda call: call.argument(0, "input"),
+    )
+
+
+def _sigmoids(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Replace softmaxes that are compared with targets of several classes by sigmoids."""
+    found = targets_out_of_range.of_several(fork)
+    numbers = {call.number for call, share in found if share > 0}
+    _replace(
+        fork,
+        lambda call: call.number in numbers and call.name == "softmax",
+        lambda call: call.argument(0, "input").sigmoid(),
     )
 
 
@@ -282,6 +293,7 @@ FIXES = [
     Fix("no-softmax", "outputs without a softmax", _no_softmax, rescales=True),
     Fix("softmax-over-classes", "the softmax over the classes", _over_classes, rescales=True),
     Fix("unbounded-outputs", "outputs of any value", _unbounded_outputs, rescales=True),
+    Fix("sigmoids", "a sigmoid for each class in place of the softmax", _sigmoids, rescales=True),
     Fix("batch-first", "batch_first=True", _batch_first, rescales=True),
     Fix("permute", "axes exchanged by a permutation", _permute, rescales=True),
     Fix("uncut", "no cut of the gradient", _uncut, rescales=True),

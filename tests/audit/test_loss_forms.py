@@ -1,0 +1,136 @@
+"""Forms of losses that do not fit the outputs or the targets: each beside its fixed twin."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from made_records import STILL, record
+from torch import Tensor, nn
+from torch.nn import functional
+from trial_setups import batches, setup
+
+from adiv_monitor.audit.seen.probes import PROBES
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import train
+from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+OfPair = Callable[[Tensor, Tensor], Tensor]
+
+
+def with_loss(of: OfPair, target: Callable[[Tensor, Tensor], Tensor], **changes: Any) -> Setup:
+    """A setup whose loss compares the outputs with targets of inputs and classes."""
+    made = tuple((x, target(x, y)) for x, y in batches())
+    return setup(batches=made, loss=lambda model, batch: of(model(batch[0]), batch[1]), **changes)
+
+
+def asked(name: str, of: Setup, trained: bool = False) -> tuple[Fact, ...]:
+    fork = of.fork()
+    if trained:
+        train(fork)
+    return PROBES[name](of, fork).facts
+
+
+def strengths(name: str, facts: tuple[Fact, ...], **values: Any) -> list[str]:
+    found = diagnose(record(probed={name: Probed(facts)}, **values))
+    return [finding.strength for finding in found if finding.name == name]
+
+
+# Targets that the outputs can't reach
+
+
+def values(x: Tensor, y: Tensor) -> Tensor:
+    """Targets of three outputs, between −6 and 6."""
+    return 6 * x[:, :3].sin()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "low", "high"),
+    [
+        (lambda z: 2 * z.tanh(), "-2", "2"),
+        (lambda z: z.sigmoid() * 4.0 - 2, "-2", "2"),
+        (lambda z: (1 - torch.sigmoid(z)) / torch.tensor(0.25), "0", "4"),
+        (lambda z: -(2 * z.tanh()).flatten().view(-1, 3), "-2", "2"),
+        (lambda z: torch.tensor([1.0, 2.0, 3.0]) * z.tanh(), "-3", "3"),
+    ],
+)
+def test_bounds_follow_numbers_that_scale_and_move_outputs(
+    outputs: Callable[[Tensor], Tensor], low: str, high: str
+) -> None:
+    (fact,) = asked(
+        "targets-out-of-range",
+        with_loss(lambda z, y: functional.mse_loss(outputs(z), y), values),
+    )
+    assert (fact.words["low"], fact.words["high"]) == (low, high)
+    assert fact.numbers["share"] > 0.3
+
+
+SCALE = nn.Parameter(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda z: 7 * z.tanh(),
+        lambda z: 14 * z.sigmoid() - 7,
+        lambda z: SCALE * z.tanh(),  # learnt
+        lambda z: z.tanh() / torch.tensor([-1.0, 0.0, 1.0]),
+        lambda z: z.tanh() + z,
+        lambda z: z.tanh().mul_(9.0),
+        lambda z: z.relu() - 8.0,
+    ],
+)
+def test_outputs_that_reach_the_targets_are_no_finding(outputs: Callable[[Tensor], Tensor]) -> None:
+    of = with_loss(lambda z, y: functional.mse_loss(outputs(z), y), values)
+    assert asked("targets-out-of-range", of) == ()
+
+
+def several(x: Tensor, y: Tensor) -> Tensor:
+    """Any number of three classes."""
+    return (x[:, :3] > 0).float()
+
+
+def one_hot(x: Tensor, y: Tensor) -> Tensor:
+    return functional.one_hot(y, 3).float()
+
+
+def shares_of(z: Tensor, y: Tensor) -> Tensor:
+    return functional.binary_cross_entropy(z.softmax(1), y)
+
+
+def squared_shares(z: Tensor, y: Tensor) -> Tensor:
+    return (functional.softmax(z, dim=-1) - y).square().mean()
+
+
+@pytest.mark.parametrize("of", [shares_of, squared_shares, functional.cross_entropy])
+def test_a_softmax_does_not_meet_targets_of_several_classes(of: OfPair) -> None:
+    facts = asked("targets-out-of-range", with_loss(of, several))
+    assert facts[0].numbers["share"] == pytest.approx(0.5, abs=0.2)
+    acts = "watch" if of is functional.cross_entropy else "act"
+    assert strengths("targets-out-of-range", facts, losses=STILL) == [acts]
+    assert strengths("targets-out-of-range", facts) == ["watch"]
+    assert asked("targets-out-of-range", with_loss(of, one_hot)) == ()
+
+
+def test_a_sigmoid_meets_targets_of_several_classes() -> None:
+    for of in (
+        functional.binary_cross_entropy_with_logits,
+        lambda z, y: functional.binary_cross_entropy(z.sigmoid(), y),
+        lambda z, y: functional.mse_loss(z.softmax(1)[:, 0], y[:, 0]),
+        lambda z, y: -(y * z.log_softmax(1)).sum(1).mean(),  # a likelihood of counts
+    ):
+        assert asked("targets-out-of-range", with_loss(of, several)) == ()
+
+
+def test_sigmoids_take_the_place_of_a_softmax() -> None:
+    of = with_loss(shares_of, several)
+    fork = of.fork()
+    x, y = fork.batches[0]
+    before = fork.loss(fork.model, (x, y))
+    FIXES["sigmoids"].apply(fork)
+    fixed = functional.binary_cross_entropy(fork.model(x).sigmoid(), y)
+    assert torch.equal(fork.loss(fork.model, (x, y)), fixed) and not torch.equal(fixed, before)
+    with pytest.raises(DoesNotApply):
+        FIXES["sigmoids"].apply(with_loss(functional.cross_entropy, several).fork())
