@@ -192,6 +192,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "bounded-logits": "Logits of too narrow a range",
         "broadcast-loss": "Each output is compared with all targets",
         "no-log": "The loss expects log-probabilities",
+        "logits-as-probabilities": "The loss expects probabilities",
         "softmax-of-one": "Softmax over a single class",
         "softmax-over-samples": "Softmax over the samples",
         "targets-out-of-range": "Targets that the outputs can't reach",

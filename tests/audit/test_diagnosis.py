@@ -130,6 +130,9 @@ HITS = {
     "bounded-logits": probed("bounded-logits", share=1.0, classes=10.0, floor=0.8, losses=STILL),
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log"),
+    "logits-as-probabilities": probed(
+        "logits-as-probabilities", at=0.0, beyond=-1.0, outside=0.5
+    ),
     "softmax-of-one": probed("softmax-of-one"),
     "softmax-over-samples": probed("softmax-over-samples"),
     "targets-out-of-range": probed("targets-out-of-range", share=0.4, losses=STILL),

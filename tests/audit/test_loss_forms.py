@@ -134,3 +134,85 @@ def test_sigmoids_take_the_place_of_a_softmax() -> None:
     assert torch.equal(fork.loss(fork.model, (x, y)), fixed) and not torch.equal(fixed, before)
     with pytest.raises(DoesNotApply):
         FIXES["sigmoids"].apply(with_loss(functional.cross_entropy, several).fork())
+
+
+# Logits in place of probabilities
+
+
+def dice(p: Tensor, y: Tensor) -> Tensor:
+    return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
+
+
+def overlap(p: Tensor, y: Tensor) -> Tensor:
+    both = (p * y).sum(1)
+    return (1 - (both + 1e-6) / (p.sum(1) + y.sum(1) - both + 1e-6)).mean()
+
+
+def soft_f1(p: Tensor, y: Tensor) -> Tensor:
+    right, wrong, missed = (p * y).sum(0), (p * (1 - y)).sum(0), ((1 - p) * y).sum(0)
+    return 1 - (2 * right / (2 * right + wrong + missed + 1e-8)).mean()
+
+
+def of_classes(of: OfPair) -> OfPair:
+    return lambda z, y: of(z, functional.one_hot(y, 3))
+
+
+@pytest.mark.parametrize("of", [dice, overlap, soft_f1])
+def test_losses_of_probabilities_get_logits(of: OfPair) -> None:
+    name = "logits-as-probabilities"
+    (fact,) = asked(name, with_loss(of, several), trained=True)
+    assert fact.numbers["at"] == pytest.approx(0, abs=0.02) and fact.numbers["beyond"] < -0.2
+    assert fact.numbers["outside"] > 0.1
+    assert strengths(name, (fact,)) == ["act"]
+    assert asked(name, with_loss(lambda z, y: of(z.sigmoid(), y), several), trained=True) == ()
+    assert asked(name, with_loss(of_classes(of), lambda x, y: y), trained=True)
+    shares = of_classes(lambda z, y: of(z.softmax(1), y))
+    assert asked(name, with_loss(shares, lambda x, y: y), trained=True) == ()
+
+
+def test_a_model_that_ends_in_a_sigmoid_may_meet_a_dice_loss() -> None:
+    model = nn.Sequential(nn.Linear(12, 3), nn.Sigmoid())
+    of = with_loss(dice, several, model=model)
+    assert asked("logits-as-probabilities", of, trained=True) == ()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        functional.binary_cross_entropy_with_logits,
+        functional.mse_loss,
+        functional.l1_loss,
+        lambda z, y: (1 - z * (2 * y - 1)).relu().mean(),
+        lambda z, y: dice(z.clamp(0, 1), y),
+        lambda z, y: 1 - functional.cosine_similarity(z, y + 1e-3).mean(),
+    ],
+)
+def test_other_losses_are_no_lower_beyond_the_targets(of: OfPair) -> None:
+    assert asked("logits-as-probabilities", with_loss(of, several), trained=True) == ()
+
+
+def test_without_targets_of_0_and_1_nothing_is_replaced() -> None:
+    for of in (with_loss(functional.mse_loss, values), setup()):
+        assert asked("logits-as-probabilities", of, trained=True) == ()
+
+
+class Named(nn.Module):
+    """A model with several outputs, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"out": self.layer(x[:, None]), "inputs": x}
+
+
+def test_outputs_by_name_and_classes_of_places_are_replaced() -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        target = functional.one_hot(y, 2).movedim(-1, 1)
+        return dice(model(x)["out"], target)
+
+    made = tuple((x, (x > 0).long()) for x, _ in batches())
+    facts = asked("logits-as-probabilities", setup(model=Named(), batches=made, loss=of), True)
+    assert facts[0].numbers["beyond"] < -0.2

@@ -251,6 +251,9 @@ LOGITS = probed("no-log", Fact("nll_loss", {}, {"given": "logits"}))
 BROADCAST = probed(
     "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
 )
+AS_PROBABILITIES = probed(
+    "logits-as-probabilities", Fact("", {"at": 0.0, "beyond": -1 / 3, "outside": 0.48})
+)
 OVER_SAMPLES = probed("softmax-over-samples", Fact("softmax", {}, {"shape": "(64, 10)"}))
 HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
 UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
@@ -875,6 +878,14 @@ ROWS: list[Row] = [
         probed("no-log", Fact("nll_loss"))),
     Row("no-log", "With a higher learning rate, the outputs only grow faster", LOGITS,
         probed("no-log", Fact("nll_loss"))),
+    Row("logits-as-probabilities", "The loss is 0 if the outputs equal their targets of 0 and 1, "
+        "and -0.33 if they are twice as large: it expects probabilities. But 48% of the outputs "
+        "are below 0 or above 1 after training. A lower loss does not show that the predictions "
+        "are better", AS_PROBABILITIES, record(probed={"logits-as-probabilities": Probed()})),
+    Row("logits-as-probabilities", "apply a sigmoid to the outputs before this loss, or a softmax "
+        "over the classes if each sample has one", AS_PROBABILITIES, record()),
+    Row("logits-as-probabilities", "Another learning rate does not keep the outputs between 0 and "
+        "1", AS_PROBABILITIES, replace(AS_PROBABILITIES, rates=LOW)),
     Row("softmax-of-one", "softmax of shape (64, 1) has only one class: its result is the same "
         "whatever the model computes, so no gradient reaches the model",
         of_one("softmax"), record()),

@@ -31,6 +31,7 @@ from adiv_monitor.audit.seen.probes import (
     class_untaught,
     constant_data,
     input_partly_ignored,
+    logits_as_probabilities,
     no_activation,
     one_sided_weights,
 )
@@ -182,6 +183,12 @@ def of_shape(shaped: Callable[[Tensor], Tensor]) -> Setup:
     layers = [*setup.model.children()][:-1]
     model = nn.Sequential(*layers, nn.Linear(setup.model[-1].in_features, 1))
     return replace(setup, model=model, loss=squared, optimizer=partial(momentum, rate=0.03))
+
+
+def dice(shares: Tensor, y: Tensor) -> Tensor:
+    """Return 1 minus the dice coefficient of all classes together."""
+    target = functional.one_hot(y, 10)
+    return 1 - 2 * (shares * target).sum() / (shares.sum() + target.sum())
 
 
 def odd(last: nn.Module) -> Setup:
@@ -719,6 +726,13 @@ PICTURES: dict[str, Picture] = {
         with_setup(loss=lambda model, batch: functional.nll_loss(
             model(batch[0]).softmax(1), batch[1])),
         {},
+    ),
+    "logits-as-probabilities": Picture(
+        "a dice loss of the outputs; the healthy one has a softmax first",
+        with_setup(loss=lambda model, batch: dice(model(batch[0]), batch[1])),
+        {"share of the outputs outside 0 and 1": of_fact("logits-as-probabilities", "outside")},
+        (logits_as_probabilities, ("PERFECT", "LOWER", "OUTSIDE")),
+        with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
     ),
     "softmax-of-one": Picture(
         "one output for \"is it odd?\", behind a softmax; the healthy one's is behind a sigmoid",

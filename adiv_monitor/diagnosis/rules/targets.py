@@ -64,6 +64,27 @@ def no_log(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def logits_as_probabilities(record: Record) -> Iterator[Finding]:
+    """Find a loss of probabilities, such as dice, of outputs that may have any value."""
+    for fact in record.found_by("logits-as-probabilities"):
+        at, beyond = fact.numbers["at"], fact.numbers["beyond"]
+        yield Finding(
+            "logits-as-probabilities",
+            (),
+            "act",
+            (Evidence("loss of outputs that are twice the targets", beyond, at),),
+            (Advice("apply a sigmoid to the outputs before this loss, or a softmax over the "
+                    "classes if each sample has one"),),
+            f"The loss is {at:.2g} if the outputs equal their targets of 0 and 1, and {beyond:.2g} "
+            "if they are twice as large: it expects probabilities. But "
+            f"{fact.numbers['outside']:.0%} of the outputs are below 0 or above 1 after training. "
+            "A lower loss does not show that the predictions are better.",
+            "Another learning rate does not keep the outputs between 0 and 1.",
+            0,
+            RATES,
+        )  # fmt: skip
+
+
 def softmax_of_one(record: Record) -> Iterator[Finding]:
     """Find a softmax over one class, which is always 1."""
     for fact in record.found_by("softmax-of-one"):
