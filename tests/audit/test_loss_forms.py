@@ -216,3 +216,83 @@ def test_outputs_by_name_and_classes_of_places_are_replaced() -> None:
     made = tuple((x, (x > 0).long()) for x, _ in batches())
     facts = asked("logits-as-probabilities", setup(model=Named(), batches=made, loss=of), True)
     assert facts[0].numbers["beyond"] < -0.2
+
+
+# Shapes that are broadcast
+
+
+def one_value(of: OfPair, target: Callable[[Tensor, Tensor], Tensor]) -> Setup:
+    return with_loss(
+        of, target, model=nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1))
+    )
+
+
+def signs(x: Tensor, y: Tensor) -> Tensor:
+    return 2.0 * (y % 2) - 1
+
+
+def log_loss(z: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of signs, written out."""
+    y = (y + 1) / 2
+    return -(y * functional.logsigmoid(z) + (1 - y) * functional.logsigmoid(-z)).mean()
+
+
+def margin(z: Tensor, y: Tensor) -> Tensor:
+    return (1 - z * y).relu().mean()
+
+
+def larger_less_smaller(z: Tensor, y: Tensor) -> Tensor:
+    return (torch.maximum(z, y) - torch.minimum(z, y)).mean()
+
+
+@pytest.mark.parametrize("of", [log_loss, margin, larger_less_smaller])
+def test_a_product_of_outputs_and_targets_of_other_samples_is_found(of: OfPair) -> None:
+    facts = asked("broadcast-loss", one_value(of, signs))
+    assert facts and {fact.numbers["times"] for fact in facts} == {32.0}
+    assert strengths("broadcast-loss", facts)[0] == "act"
+    assert asked("broadcast-loss", one_value(lambda z, y: of(z[:, 0], y), signs)) == ()
+
+
+def weighted_by(shape: tuple[int, ...]) -> Setup:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        weight = x[:, 0].abs().reshape(shape)
+        return (functional.cross_entropy(model(x), y, reduction="none") * weight).mean()
+
+    return setup(loss=of)
+
+
+def test_losses_times_the_weights_of_other_samples_are_found_and_fixed() -> None:
+    wrong, right = weighted_by((-1, 1)), weighted_by((-1,))
+    (fact,) = asked("broadcast-loss", wrong)
+    assert (fact.words["of"], fact.words["and"]) == ("(32,)", "(32, 1)")
+    assert asked("broadcast-loss", right) == ()
+    fork, batch = wrong.fork(), wrong.batches[0]
+    FIXES["matched-shapes"].apply(fork)
+    torch.testing.assert_close(fork.loss(fork.model, batch), right.loss(fork.model, batch))
+
+
+def pairs(z: Tensor, y: Tensor) -> Tensor:
+    """Return a ranking loss of all pairs of samples."""
+    above = (y[:, None] > y).float()
+    return (functional.softplus(z.T - z) * above).mean()
+
+
+def contrastive(z: Tensor, y: Tensor) -> Tensor:
+    alike = (y[:, None] == y).float()
+    return -(alike * (z @ z.T).log_softmax(1)).sum(1).mean()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        pairs,
+        contrastive,
+        lambda z, y: (z * y[:, None]).mean(),
+        lambda z, y: (z.expand(-1, 4) * torch.ones(4)).square().mean(),
+        lambda z, y: z.square().mean() + 0 * ((z > 0) == (y > 0)).float().mean(),  # an accuracy
+        lambda z, y: (torch.ones(32, 32) @ z[:, 0]).square().mean(),
+    ],
+)
+def test_pairs_that_are_meant_are_no_finding(of: OfPair) -> None:
+    assert asked("broadcast-loss", one_value(of, signs)) == ()

@@ -251,6 +251,11 @@ LOGITS = probed("no-log", Fact("nll_loss", {}, {"given": "logits"}))
 BROADCAST = probed(
     "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
 )
+MULTIPLIED = probed(
+    "broadcast-loss",
+    Fact("mul (loss.py:3)", {"times": 64.0},
+         {"of": "(64, 1)", "and": "(64,)", "by": "another function"}),
+)  # fmt: skip
 AS_PROBABILITIES = probed(
     "logits-as-probabilities", Fact("", {"at": 0.0, "beyond": -1 / 3, "outside": 0.48})
 )
@@ -862,6 +867,11 @@ ROWS: list[Row] = [
     Row("broadcast-loss", "sub (loss.py:3) broadcasts the shapes (64, 1) and (64,): the loss "
         "compares each output with the targets of all samples, and is lowest where every output "
         "is their mean", BROADCAST, record()),
+    Row("broadcast-loss", "mul (loss.py:3) broadcasts the shapes (64, 1) and (64,): the loss "
+        "combines each sample with the values of all samples, not only with its own",
+        MULTIPLIED, BROADCAST),
+    Row("broadcast-loss", "squeeze the one, or unsqueeze the other, so that both have the same "
+        "shape", MULTIPLIED, BROADCAST),
     Row("broadcast-loss", "squeeze the outputs, or unsqueeze the targets, so that both have the "
         "same shape", BROADCAST, record()),
     Row("broadcast-loss", "Another learning rate leads to the same mean", BROADCAST,

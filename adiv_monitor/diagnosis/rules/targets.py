@@ -14,22 +14,27 @@ OTHER_SCALE, OTHER_MEAN = 3.0, 1.0
 
 
 def broadcast_loss(record: Record) -> Iterator[Finding]:
-    """Find a loss that compares each output with the targets of all samples."""
+    """Find a loss that combines each output with the targets, or weights, of all samples."""
     for fact in record.found_by("broadcast-loss"):
         a, b = fact.words["of"], fact.words["and"]
+        is_difference = "by" not in fact.words
         yield Finding(
             "broadcast-loss",
             (),
             "act",
-            (Evidence("entries of the difference, over those of the larger tensor",
+            (Evidence("entries of the result, over those of the larger tensor",
                       fact.numbers["times"], 1.0, step=0),),
             (Advice("squeeze the outputs, or unsqueeze the targets, so that both have the same "
-                    "shape", "matched-shapes"),),
-            f"{fact.place} broadcasts the shapes {a} and {b}: the loss compares each output with "
-            "the targets of all samples, and is lowest where every output is their mean.",
-            "Another learning rate leads to the same mean.",
+                    "shape" if is_difference else
+                    "squeeze the one, or unsqueeze the other, so that both have the same shape",
+                    "matched-shapes"),),
+            f"{fact.place} broadcasts the shapes {a} and {b}: the loss "
+            + ("compares each output with the targets of all samples, and is lowest where every "
+               "output is their mean." if is_difference else
+               "combines each sample with the values of all samples, not only with its own."),
+            "Another learning rate leads to the same mean." * is_difference,
             0,
-            RATES,
+            RATES * is_difference,
         )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Does the loss compare each output with the targets of all samples, by broadcasting?"""
+"""Does the loss combine each output with the targets of all samples, by broadcasting?"""
 
 import warnings
 
-from torch import Tensor
+from torch import Tensor, broadcast_shapes
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -13,38 +13,52 @@ DIFFERENCES = ("sub", "subtract", "__sub__", "__rsub__", "rsub", "mse_loss", "l1
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Return differences larger than their operands, of which one depends on parameters."""
-    found: dict[str, Fact] = {}
+    """Return results larger than their operands, of which one depends on parameters."""
+    facts: dict[str, Fact] = {}
+    for call in broadcasts(setup.fork()):
+        a, b = call.args[:2]
+        words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
+        if call.name not in DIFFERENCES:
+            words["by"] = "another function"
+        facts.setdefault(call.place, Fact(call.place, {"times": larger(a, b)}, words))
+    return Probed(tuple(facts.values()))
 
-    def look(call: Call) -> None:
-        if is_broadcast(call):
-            a, b = call.args[:2]
-            shapes = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
-            found.setdefault(call.place, Fact(call.place, {"times": larger(a, b)}, shapes))
 
+def broadcasts(fork: Fork) -> list[Call]:
+    """Return the calls that combine an output with the targets, or weights, of other samples."""
+    found: list[Call] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of losses of different shapes
-        see_calls(setup.fork(), look)
-    return Probed(tuple(found.values()))
+        see_calls(fork, lambda call: found.append(call) if _is_broadcast(call) else None)
+    return found
 
 
-def is_broadcast(call: Call) -> bool:
-    """Return whether a call subtracts an output and a target with different numbers of dimensions.
+def _is_broadcast(call: Call) -> bool:
+    """Return whether a call combines two tensors with different numbers of dimensions.
 
     Both have the same number of samples, for example (B, 1) and (B,), whose difference is (B, B).
+    Other functions than differences count outside the model, if they work entry by entry.
     """
-    if call.name not in DIFFERENCES or len(call.args) < 2:
+    if len(call.args) < 2:
         return False
     a, b = call.args[:2]
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.ndim == b.ndim:
         return False
     is_compared = a.requires_grad != b.requires_grad
     alike = bool(a.ndim and b.ndim) and len(a) == len(b) > 1
-    return is_compared and alike and larger(a, b) > 1
+    is_met = call.name in DIFFERENCES or _is_by_entry(call, a, b)
+    return is_compared and alike and is_met and larger(a, b) > 1
+
+
+def _is_by_entry(call: Call, a: Tensor, b: Tensor) -> bool:
+    """Return whether a function of the loss has a result of the shape of both operands together."""
+    if call.path is not None or not isinstance(call.result, Tensor) or not larger(a, b):
+        return False
+    return call.result.requires_grad and call.result.shape == broadcast_shapes(a.shape, b.shape)
 
 
 def larger(a: Tensor, b: Tensor) -> float:
-    """Return the number of entries of the difference over that of the larger operand."""
+    """Return the number of entries of the result over that of the larger operand."""
     sides = zip(reversed([*_padded(a, b)]), reversed([*_padded(b, a)]), strict=True)
     entries = 1
     for m, n in sides:

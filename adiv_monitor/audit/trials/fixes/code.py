@@ -117,16 +117,15 @@ def _less_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Reshape the first operand of each broadcasting difference to the shape of the second."""
+    """Reshape the first operand of each broadcasting function to the shape of the second."""
+    found = broadcast_loss.broadcasts(fork)
+    numbers = {c.number for c in found if c.args[0].numel() == c.args[1].numel()}
 
     def instead(call: Call) -> object:
         a, b, *others = call.args
         return call.function(a.reshape(b.shape), b, *others, **call.kwargs)
 
-    def is_met(call: Call) -> bool:
-        return broadcast_loss.is_broadcast(call) and call.args[0].numel() == call.args[1].numel()
-
-    _replace(fork, is_met, instead)
+    _replace(fork, lambda call: call.number in numbers, instead)
 
 
 def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
