@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from made_records import STILL, record
+from made_records import STILL, reading, record
 from torch import Tensor, nn
 from torch.nn import functional
 from trial_setups import batches, setup
 
+from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.seen.probes import PROBES
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.diagnosis import diagnose
-from adiv_monitor.diagnosis.record import Fact, Probed
+from adiv_monitor.diagnosis.record import Fact, Probed, Wiring
 
 OfPair = Callable[[Tensor, Tensor], Tensor]
 
@@ -296,3 +297,53 @@ def contrastive(z: Tensor, y: Tensor) -> Tensor:
 )
 def test_pairs_that_are_meant_are_no_finding(of: OfPair) -> None:
     assert asked("broadcast-loss", one_value(of, signs)) == ()
+
+
+# A gradient of exactly zero
+
+
+def behind(function: Callable[[Tensor], Tensor], bias: float = 0.0) -> dict[str, str]:
+    """The findings about a network whose second layer is followed by a function."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 16)
+            self.c, self.d = nn.Linear(16, 16), nn.Linear(16, 3)
+            nn.init.constant_(self.b.bias, bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.d(self.c(function(self.b(self.a(x).relu()))).relu())
+
+    found = diagnose(observe(setup(model=Deep()), every_n_steps=6))
+    return {finding.name: finding.strength for finding in found}
+
+
+@pytest.mark.parametrize("function", [torch.sign, torch.round])
+def test_a_derivative_of_zero_is_no_vanishing_gradient(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    names = behind(function)
+    assert "zero-gradient" in names and "vanishing" not in names
+    names = behind(lambda x: x + (function(x) - x).detach())
+    assert not {"zero-gradient", "vanishing"} & names.keys()
+
+
+def test_dead_units_come_before_the_gradient_that_they_stop() -> None:
+    names = behind(torch.relu, bias=-50.0)
+    assert names["zero-gradient"] == "watch" and names["dead-units"] == "act"
+
+
+def test_a_gradient_that_fades_to_zero_has_vanished() -> None:
+    cut = record(
+        {"a": reading(idle_share=1.0, scale_mean=17.0)}, wiring=Wiring(zero_gradient=("a.weight",))
+    )
+    names = [finding.name for finding in diagnose(cut)]
+    assert "zero-gradient" in names and "vanishing" not in names
+    fading = {
+        "a": reading(idle_share=1.0, scale_mean=17.0),
+        "b": reading(descent=1e-9, scale_mean=34.0),
+    }
+    fades = record(fading, wiring=Wiring(zero_gradient=("a.weight",)))
+    assert "vanishing" in [finding.name for finding in diagnose(fades)]

@@ -303,6 +303,8 @@ def normalised(mean: float, std: float) -> Record:
 
 
 FLAT = record(gradient_norms=(0.0,) * STEPS, wiring=Wiring(zero_gradient=("a.weight",)))
+NO_SLOPE = record({"a": reading(idle_share=1.0, scale_mean=17.0)}, losses=STILL,
+                 wiring=Wiring(zero_gradient=("a.weight",)))  # fmt: skip
 ITSELF = replace(FLAT, probed={"zero-gradient": Probed((Fact("mse_loss (loss.py:3)"),))})
 
 
@@ -692,6 +694,11 @@ ROWS: list[Row] = [
     Row("zero-gradient", "compare the outputs with the targets of the batch", ITSELF, FLAT),
     Row("zero-gradient", "look in the loss for a comparison of the outputs with themselves, for "
         "rounding and clamps, and for a margin that every sample already satisfies", FLAT, ITSELF),
+    Row("zero-gradient", "The gradient at layer 'a' is exactly 0 in all steps, and that at layer "
+        "'b' is not: a function between them has a derivative of 0, so what comes before it learns "
+        "nothing", NO_SLOPE, replace(NO_SLOPE, wiring=Wiring())),
+    Row("zero-gradient", "look between these layers for rounding, sign, argmax, comparisons and "
+        "clamps, whose derivative is 0, and for units that are flat for all rows", NO_SLOPE, FLAT),
     Row("zero-gradient", "No learning rate moves weights without a gradient", FLAT,
         replace(FLAT, rates=LOW)),
     Row("samples-mixed", "The predictions for one sample change if the input of another sample "

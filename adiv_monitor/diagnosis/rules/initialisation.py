@@ -6,7 +6,14 @@ from itertools import takewhile
 
 import numpy as np
 
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import (
+    HIGHER_RATES,
+    LOWER_RATES,
+    RATES,
+    Advice,
+    Evidence,
+    Finding,
+)
 from adiv_monitor.diagnosis.readings import gradients, looked_up, named
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.inputs import LARGE_STD
@@ -130,7 +137,8 @@ def vanishing(record: Record) -> Iterator[Finding]:
     """Find gradients that hardly reach the first layers from the start.
 
     If only reports are known, a gradient of exactly zero does not count: it has not vanished on a
-    long path, but met dead units or a cut, which another rule finds.
+    long path, but met dead units or a cut, which another rule finds. In an audit, one that is zero
+    from one layer to the next in all steps has met a function whose derivative is zero.
     """
     ratios = gradient_ratios(record)
     largest = max(ratios.values(), default=math.inf)
@@ -138,6 +146,9 @@ def vanishing(record: Record) -> Iterator[Finding]:
         report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
         norms = gradients(record, report)
         first, last = _first(report, norms), list(norms)[-1]
+        if largest == 0 and _is_cut_off(record, first, norms):
+            yield _zero_gradient(record, report, first, norms)
+            return
         yield Finding(
             "vanishing",
             tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
@@ -159,6 +170,38 @@ def vanishing(record: Record) -> Iterator[Finding]:
             report.step,
             HIGHER_RATES,
         )
+
+
+def _is_cut_off(record: Record, first: str, norms: dict[str, float]) -> bool:
+    """Return whether a layer's gradient is zero in all steps, and none that is not is small."""
+    is_zero = any(name.startswith(f"{first}.") for name in record.wiring.zero_gradient)
+    return is_zero and all(
+        n == 0 or n > VANISHED * list(norms.values())[-1] for n in norms.values()
+    )
+
+
+def _zero_gradient(
+    record: Record, report: StepReport, first: str, norms: dict[str, float]
+) -> Finding:
+    """Return the finding of a gradient that is zero before one place; dead units may be why."""
+    after = next(path for path in norms if norms[path] > 0)
+    is_dead = dead_share(record) > DEAD_ACT
+    return Finding(
+        "zero-gradient",
+        tuple(path for path in norms if norms[path] == 0),
+        "act" if suffers(record) and not is_dead else "watch",
+        _evidence(norms, first, 0.0, VANISHED),
+        (
+            Advice("look between these layers for rounding, sign, argmax, comparisons and clamps, "
+                   "whose derivative is 0, and for units that are flat for all rows"),
+        ),
+        f"The gradient at {named(record, first)} is exactly 0 in all steps, and that at "
+        f"{named(record, after)} is not: a function between them has a derivative of 0, so what "
+        "comes before it learns nothing.",
+        "No learning rate moves weights without a gradient.",
+        report.step,
+        RATES,
+    )  # fmt: skip
 
 
 def exploding(record: Record) -> Iterator[Finding]:
