@@ -163,6 +163,39 @@ def test_samples_that_are_learned_well_enough_were_taught_at_first() -> None:
     assert not told("class-untaught", of, trained=True).facts
 
 
+def with_weights(weights: Tensor, of: Any) -> Setup:
+    """Labels of 0 and 1, and behind them in the batch a weight for each sample."""
+    made = tuple((x, y % 2, weights) for x, y in batches())
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1))
+    return setup(model=model, batches=made, loss=lambda m, b: of(m(b[0])[:, 0], b[1].float(), b[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_weights_of_samples_are_no_labels(dtype: torch.dtype) -> None:
+    weights = (torch.arange(32) % 4 > 0).to(dtype)
+
+    def mean(output: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return ((output - y).square() * weight).mean()
+
+    def normalised(output: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return ((output - y).square() * weight).sum() / weight.sum()
+
+    for of in (mean, normalised):
+        assert told("class-untaught", with_weights(weights, of), trained=True) == Probed()
+    (fact,) = told(
+        "class-untaught",
+        with_weights(weights, lambda output, y, weight: (hinge(output, y) * weight).mean()),
+        trained=True,
+    ).facts
+    assert fact.numbers["class"] == 0.0
+
+
+def test_numbers_that_are_all_weights_are_no_labels() -> None:
+    weights = (torch.arange(32) % 4 > 0).float()
+    of = with_weights(weights, lambda output, y, weight: (output.square() * y * weight).mean())
+    assert told("class-untaught", of, trained=True) == Probed(untold="no class for each sample")
+
+
 # Padding
 
 

@@ -98,9 +98,19 @@ def unshuffled(setup: Setup, trained: Fork) -> Probed:
 
 def labels_of(batch: Any) -> Tensor | None:
     """Return the last tensor of a batch with one number for each sample."""
+    found = one_number_each(batch)
+    return as_labels(found[-1]) if found else None
+
+
+def one_number_each(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch with one number for each sample."""
     size = size_of(batch)
-    found = [x for x in tensors(batch) if x.ndim in (1, 2) and x.numel() == len(x) == size > 1]
-    return found[-1].detach().flatten().double().cpu() if found else None
+    return [x for x in tensors(batch) if x.ndim in (1, 2) and x.numel() == len(x) == size > 1]
+
+
+def as_labels(x: Tensor) -> Tensor:
+    """Return a flat copy of labels in float64."""
+    return x.detach().flatten().double().cpu()
 
 
 def _within(labels: Tensor, sizes: list[int]) -> float:

@@ -1,12 +1,14 @@
 """Is there a class none of whose samples has a gradient?"""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.probes.batches_drawn import labels_of
-from adiv_monitor.audit.training.batches import copied, size_of, tensors
+from adiv_monitor.audit.seen.probes.batches_drawn import as_labels, one_number_each
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, Probed
 
@@ -29,7 +31,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     for fork in (setup.fork(), after):
         for i in range(count):
             batch = setup.batches[i * len(setup.batches) // count]
-            found = labels_of(batch)
+            found = _labels(fork, batch)
             if found is None or not bool((found == found.round()).all()):
                 return Probed(untold="no class for each sample")
             has_gradient = _has_gradient(fork, batch)
@@ -45,6 +47,22 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         Fact("", {"class": value, "samples": n / 2, "of": float(len(every))})
         for value, n in counts.items()
     ))  # fmt: skip
+
+
+def _labels(fork: Fork, batch: Any) -> Tensor | None:
+    """Return the last tensor with one number for each sample that is no weight.
+
+    Without its weights, a loss is zero, or the ratio of two zeros.
+    """
+    found = one_number_each(batch)
+    if len(found) < 2:
+        return as_labels(found[-1]) if found else None
+    loss = RepeatedLoss(fork)
+    for x in reversed(found):
+        value = loss.of(mapped(batch, lambda y, x=x: torch.zeros_like(y) if y is x else y))
+        if not (value == 0 or math.isnan(value)):
+            return as_labels(x)
+    return None
 
 
 def _classes(labels: Tensor) -> list[float]:
