@@ -148,6 +148,7 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "not-zeroed": frozenset({"optimizer-turns", "non-finite", "stands-still"}),
         "samples-mixed": frozenset({"input-partly-ignored"}),
         "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
+        "targets-out-of-range": frozenset({"unbounded-loss", "non-finite", "exploding"}),
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
         "unsafe-division": frozenset({"non-finite", "exploding", "row-spread"}),
         "outputs-constant": frozenset({"input-ignored"}),

@@ -88,6 +88,29 @@ def test_outputs_that_reach_the_targets_are_no_finding(outputs: Callable[[Tensor
     assert asked("targets-out-of-range", of) == ()
 
 
+def as_mask(x: Tensor, y: Tensor) -> Tensor:
+    """A mask as it is read from a file: 0 and 255."""
+    return 255.0 * (x[:, :3] > 0)
+
+
+@pytest.mark.parametrize(
+    "of", [functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()]
+)
+def test_targets_of_a_binary_cross_entropy_are_probabilities(of: OfPair) -> None:
+    facts = asked("targets-out-of-range", with_loss(of, as_mask))
+    assert facts[0].numbers["share"] == pytest.approx(0.5, abs=0.2)
+    assert facts[0].words["farthest"] == "255"
+    assert strengths("targets-out-of-range", facts) == ["act"]
+    assert asked("targets-out-of-range", with_loss(of, lambda x, y: as_mask(x, y) / 255)) == ()
+
+
+def test_what_falls_without_bound_is_put_down_to_such_targets() -> None:
+    of = with_loss(functional.binary_cross_entropy_with_logits, as_mask)
+    found = diagnose(observe(of, every_n_steps=5))
+    assert found[0].name == "targets-out-of-range"
+    assert "unbounded-loss" in {f.name for f in found[1:] if f.strength != "act"}
+
+
 def several(x: Tensor, y: Tensor) -> Tensor:
     """Any number of three classes."""
     return (x[:, :3] > 0).float()

@@ -246,6 +246,8 @@ def test_what_fills_rows_up_is_told_from_words() -> None:
     ends = torch.tensor([[3, 1, 2, 0], [2, 2, 4, 0], [4, 1, 1, 0]])
     assert padding(ends) is None, "one sign for the end of each line"
     assert padding((LINES > 0).long()) is None, "a mask"
+    assert padding(LINES[2:3].expand(4, 5)) is not None, "most of each row"
+    assert padding(LINES[:1].expand(4, 5)) is None, "a fixed end"
     vectors = functional.one_hot(LINES, 5)[..., 1:].float()
     filled = padding(vectors)
     assert filled is not None and torch.equal(filled.places, LINES == 0)

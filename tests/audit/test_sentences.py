@@ -156,6 +156,11 @@ def out_of_range(share: float) -> Record:
     return probed("targets-out-of-range", fact)
 
 
+def no_probability(share: float) -> Record:
+    words = {"function": "binary_cross_entropy", "farthest": "255"}
+    return probed("targets-out-of-range", Fact("bce (net.py:7)", {"share": share}, words))
+
+
 def of_several(share: float, function: str = "softmax") -> Record:
     fact = Fact(f"{function} (net.py:7)", {"share": share}, {"function": function, "sum": "1"})
     return probed("targets-out-of-range", fact)
@@ -861,6 +866,10 @@ ROWS: list[Row] = [
     Row("one-sided-weights", "Nearly all initial values of 'a', 'a', 'a' and 1 more have the same "
         "sign (abs(mean) / rms is 0.87): all units of such a layer return nearly the same value",
         probed("one-sided-weights", *[Fact("a", {"share": 0.87})] * 4), record()),
+    Row("one-sided-weights", "The initial values of 'a', 'a' are all equal: all units of such a "
+        "layer return the same value, and learn the same",
+        probed("one-sided-weights", *[Fact("a", {"share": 1.0})] * 2),
+        probed("one-sided-weights", Fact("a", {"share": 1.0}), Fact("b", {"share": 0.5}))),
     Row("one-sided-weights", "draw the weights around zero: torch.randn times 1/√(fan-in), or "
         "nn.init, instead of torch.rand",
         probed("one-sided-weights", Fact("a", {"share": 0.87})), record()),
@@ -924,6 +933,13 @@ ROWS: list[Row] = [
         "its range", out_of_range(0.4), out_of_range(0.005)),
     Row("targets-out-of-range", "Another learning rate does not widen the range", out_of_range(0.4),
         replace(out_of_range(0.4), rates=LOW)),
+    Row("targets-out-of-range", "40% of the targets of bce (net.py:7) are below 0 or above 1 (such "
+        "as 255): its loss then falls without bound", no_probability(0.4), no_probability(0.005)),
+    Row("targets-out-of-range", "scale the targets into 0 to 1 (masks of 0 and 255: divide by 255, "
+        "or compare with 0); for targets that are no probabilities use another loss, such as "
+        "mse_loss", no_probability(0.4), out_of_range(0.4)),
+    Row("targets-out-of-range", "Another learning rate does not give the loss a lower bound",
+        no_probability(0.4), replace(no_probability(0.4), rates=LOW)),
     Row("targets-out-of-range", "The targets of 40% of the samples sum to more than 1.5, as where "
         "a sample has several classes, but the results of softmax (net.py:7) sum to 1: they can't "
         "be close to 1 for two classes at once", of_several(0.4), of_several(0.005)),

@@ -9,6 +9,7 @@ from adiv_monitor.diagnosis.rules.rates import suffers
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
 # it must be less.
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
+ALL_EQUAL = 1 - 1e-9  # abs(mean) / rms from which on values differ by rounding at most
 # Share of the target's variance that one feature explains; what is left may be rounding.
 DETERMINED = 0.9999
 MOVED = {
@@ -225,6 +226,16 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
         worst = max(facts, key=lambda fact: fact.numbers["share"])
         names = ", ".join(f"'{fact.place}'" for fact in facts[:3])
         more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
+        said = (
+            f"Nearly all initial values of {names}{more} have the same sign (abs(mean) / rms is "
+            f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
+            "value."
+        )
+        if all(fact.numbers["share"] > ALL_EQUAL for fact in facts):
+            said = (
+                f"The initial values of {names}{more} are all equal: all units of such a layer "
+                "return the same value, and learn the same."
+            )
         yield Finding(
             "one-sided-weights",
             tuple(fact.place for fact in facts),
@@ -232,9 +243,7 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
             (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
             (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
                     "instead of torch.rand", "centred-weights"),),
-            f"Nearly all initial values of {names}{more} have the same sign (abs(mean) / rms is "
-            f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
-            "value.",
+            said,
             since=0,
         )  # fmt: skip
 

@@ -134,6 +134,8 @@ def targets_out_of_range(record: Record) -> Iterator[Finding]:
         share = fact.numbers["share"]
         if share > OUTSIDE and "sum" in fact.words:
             yield _of_several(record, fact, share)
+        elif share > OUTSIDE and "farthest" in fact.words:
+            yield _no_probabilities(fact, share)
         elif share > OUTSIDE:
             yield Finding(
                 "targets-out-of-range",
@@ -149,6 +151,27 @@ def targets_out_of_range(record: Record) -> Iterator[Finding]:
                 0,
                 RATES,
             )  # fmt: skip
+
+
+def _no_probabilities(fact: Fact, share: float) -> Finding:
+    """Return the finding of a binary cross-entropy whose targets are no probabilities."""
+    return Finding(
+        "targets-out-of-range",
+        (),
+        "act",
+        (Evidence("share of the targets below 0 or above 1", share, OUTSIDE, step=0),),
+        (
+            Advice(
+                "scale the targets into 0 to 1 (masks of 0 and 255: divide by 255, or compare with "
+                "0); for targets that are no probabilities use another loss, such as mse_loss"
+            ),
+        ),
+        f"{share:.0%} of the targets of {fact.place} are below 0 or above 1 (such as "
+        f"{fact.words['farthest']}): its loss then falls without bound.",
+        "Another learning rate does not give the loss a lower bound.",
+        0,
+        RATES,
+    )
 
 
 def _of_several(record: Record, fact: Fact, share: float) -> Finding:

@@ -10,9 +10,10 @@ from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-# Padding is the same value at the end (or the beginning) of rows, nowhere else, of different
-# lengths, at two places or more in this share of the rows.
+# Padding is the same value at the end (or the beginning) of rows, nowhere else, at two places or
+# more in this share of the rows. Its lengths differ, or it fills more than half of every row.
 ROWS = 0.25
+MOST = 0.5
 # Share of the padding that has a gradient: where the loss leaves padding out, it is 0.
 COUNTS = 0.5
 _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
@@ -87,11 +88,9 @@ def padding(x: Tensor) -> Padding | None:
         for step in (1, -1):  # from the real places to the padding
             before = places.roll(step, 1)
             before[:, 0 if step == 1 else -1] = False
-            if (
-                long
-                and int(counts.min()) < int(counts.max())
-                and not bool((before & ~places).any())
-            ):
+            shortest, longest = int(counts.min()), int(counts.max())
+            filled = shortest < longest or MOST * x.shape[1] < longest < x.shape[1]
+            if long and filled and not bool((before & ~places).any()):
                 return Padding(places, places & before)
     return None
 

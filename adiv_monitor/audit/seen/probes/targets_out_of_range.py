@@ -49,8 +49,8 @@ class Bounds(NamedTuple):
 def ask(setup: Setup, trained: Fork) -> Probed:
     """Return the share of targets that the function on the outputs can't reach.
 
-    These are targets outside its range, or rows of targets of several classes at once, if it is a
-    softmax, whose results sum to 1.
+    These are targets outside its range, rows of targets of several classes at once, if it is a
+    softmax, whose results sum to 1, or targets of a binary cross-entropy below 0 or above 1.
     """
     found: dict[str, list[float]] = {}
     words: dict[str, dict[str, str]] = {}
@@ -63,6 +63,9 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         for call, share in of_several(setup.fork(), batch):
             found.setdefault(call.place, []).append(share)
             words[call.place] = {"function": call.name, "sum": "1"}
+        for call, share, farthest in no_probabilities(setup.fork(), batch):
+            found.setdefault(call.place, []).append(share)
+            words[call.place] = {"function": call.name, "farthest": f"{farthest:.3g}"}
     return Probed(tuple(
         Fact(place, {"share": sum(shares) / len(shares)}, words[place])
         for place, shares in found.items() if any(shares)
@@ -111,6 +114,27 @@ def of_several(fork: Fork, batch: object = None) -> list[tuple[Call, float]]:
                 found.append((call, _several(target, min(1, logits.ndim - 1))))
         elif call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
             made.note(call.result, call)
+
+    see_calls(fork, look, batch)
+    return found
+
+
+def no_probabilities(fork: Fork, batch: object = None) -> list[tuple[Call, float, float]]:
+    """Return binary cross-entropies with the share of their targets below 0 or above 1.
+
+    Each comes with the target farthest from them, too.
+    """
+    found: list[tuple[Call, float, float]] = []
+
+    def look(call: Call) -> None:
+        # `binary_cross_entropy` refuses such targets.
+        is_binary = call.name == "binary_cross_entropy_with_logits"
+        target = call.argument(1, "target") if is_binary else None
+        if isinstance(target, Tensor) and not target.requires_grad and target.numel():
+            target = target.detach().double()
+            outside = float(((target < 0) | (target > 1)).double().mean())
+            farthest = (target - 0.5).abs().argmax()
+            found.append((call, outside, float(target.flatten()[farthest])))
 
     see_calls(fork, look, batch)
     return found
