@@ -133,7 +133,7 @@ HITS = {
     "softmax-of-one": probed("softmax-of-one"),
     "softmax-over-samples": probed("softmax-over-samples"),
     "targets-out-of-range": probed("targets-out-of-range", share=0.4, losses=STILL),
-    "target-is-input": probed("target-is-input", share=1.0),
+    "target-is-input": probed("target-is-input", places=0.0),
     "future-leak": probed("future-leak", change=0.5),
     "left-in-eval": probed("left-in-eval", given=0.0, losses=STILL),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0, losses=STILL),

@@ -232,6 +232,10 @@ def moved(own: float) -> Record:
     return probed("targets-moved", Fact("", {"own": own, "best": 0.5}, {"move": "transposed"}))
 
 
+def at_places(count: float) -> Record:
+    return probed("target-is-input", Fact("", {"places": count}))
+
+
 UNTAUGHT = probed("class-untaught", Fact("", {"class": 0.0, "samples": 96.0, "of": 256.0}))
 LOST = Fact("relu in 'a'", {}, {"by": "lost"})
 AFFINE = Fact("", {"layers": 3.0}, {"by": "affine"})
@@ -890,13 +894,18 @@ ROWS: list[Row] = [
         "its range", out_of_range(0.4), out_of_range(0.005)),
     Row("targets-out-of-range", "Another learning rate does not widen the range", out_of_range(0.4),
         replace(out_of_range(0.4), rates=LOW)),
-    Row("target-is-input", "The target at each position is the input token at the same position, "
-        "and the model does not look ahead: it learns to copy its input, not to predict the next "
-        "token",
-        probed("target-is-input", Fact("", {"share": 1.0})),
-        record(probed={"target-is-input": Probed()})),
+    Row("target-is-input", "The target at each position is the last input token that the output "
+        "depends on: the model learns to copy its input, not to predict the next token",
+        at_places(0), record(probed={"target-is-input": Probed()})),
+    Row("target-is-input", "The target at each position is an input token before the last one that "
+        "the output depends on", at_places(-1), at_places(0)),
     Row("target-is-input", "shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]",
-        probed("target-is-input", Fact("", {"share": 1.0})), record()),
+        at_places(0), at_places(2)),
+    Row("target-is-input", "The target at each position is the input token 2 places after the last "
+        "one that the output depends on: the labels are shifted twice, and the model never learns "
+        "to predict the next token", at_places(2), at_places(0)),
+    Row("target-is-input", "shift the labels once: the data set, the model and the loss may each "
+        "shift them", at_places(2), at_places(0)),
     Row("future-leak", "The targets are the next tokens of the input, and the outputs depend on "
         "later input tokens: the model sees the tokens that it should predict. A low loss does "
         "not show that it predicts well", probed("future-leak", Fact("", {"change": 0.5})),
