@@ -215,6 +215,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "dropout-on-outputs": "Dropout on the outputs",
         "outputs-normalised": "Normalised outputs of a regression",
         "zero-gradient": "A loss without a gradient",
+        "zero-slope": "A function that stops the gradient",
         "constant-data": "Data without differences",
         "label-smoothing": "Label smoothing that is too strong",
         "class-weights": "Class weights that grow with the counts",

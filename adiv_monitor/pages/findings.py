@@ -109,7 +109,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
             *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
             *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
-            *("dropout-on-outputs", "outputs-normalised", "zero-gradient"),
+            *("dropout-on-outputs", "outputs-normalised", "zero-slope", "zero-gradient"),
             *("label-smoothing", "class-weights", "class-untaught", "padding-counts"),
             "penalty-dominates",
         ),

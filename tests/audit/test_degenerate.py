@@ -30,7 +30,7 @@ NUMBERS = (
 WORDS = dict.fromkeys(
     (
         *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"),
-        *("class", "product", "axis", "over", "by"),
+        *("class", "product", "axis", "over", "by", "kind"),
     ),
     "x",
 )
@@ -43,6 +43,7 @@ PROBES = (
     *("unbounded-loss", "behind-reference", "epsilon-dominates", "module-repeated"),
     *("joined-with-itself", "attention-axis", "attention-saturated", "dropout-on-outputs"),
     *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant"),
+    "zero-slope",
 )
 
 

@@ -150,6 +150,8 @@ HITS = {
     ),
     "outputs-constant": record(probed={"outputs-constant": Probed(
         (Fact("norm", {"share": 0.0}, {"class": "LayerNorm", "by": "norm"}),))}, losses=STILL),
+    "zero-slope": record(probed={"zero-slope": Probed(
+        (Fact("clamp", {"share": 0.9}, {"kind": "clip"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL,
                             wiring=Wiring(zero_gradient=("a.weight",))),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
@@ -206,6 +208,8 @@ NEAR_MISSES = {
     "outputs-normalised": probed(
         "outputs-normalised", mean=0.0, std=1.0, **{"target mean": 1.9, "target std": 2.9}
     ),
+    "zero-slope": record(probed={"zero-slope": Probed(
+        (Fact("clamp", {"share": 0.1}, {"kind": "clip"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), losses=STILL,
                             wiring=Wiring(zero_gradient=("a.weight",))),
     "label-smoothing": probed("label-smoothing", share=0.5, classes=10.0, losses=STILL),

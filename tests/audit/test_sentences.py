@@ -297,6 +297,12 @@ FLAT = record(gradient_norms=(0.0,) * STEPS, wiring=Wiring(zero_gradient=("a.wei
 ITSELF = replace(FLAT, probed={"zero-gradient": Probed((Fact("mse_loss (loss.py:3)"),))})
 
 
+def of_slope(share: float | None = None) -> Record:
+    """A step, or a clip of this share of the outputs."""
+    numbers, kind = ({}, "step") if share is None else ({"share": share}, "clip")
+    return probed("zero-slope", Fact("round (loss.py:3)", numbers, {"kind": kind}))
+
+
 def explained(reference: float, model: float, per_class: float = 40.0) -> Record:
     numbers = {"reference": reference, "model": model, "error": 0.05, "per class": per_class}
     return probed("behind-reference", Fact("", {**numbers, "held out": 200.0}))
@@ -676,6 +682,20 @@ ROWS: list[Row] = [
         normalised(0.0, 1.0)),
     Row("outputs-normalised", "standardise the targets", normalised(3.0, 1.0),
         normalised(0.9, 1.0)),
+    Row("zero-slope", "The slope of round (loss.py:3) is zero everywhere: no gradient passes it",
+        of_slope(), of_slope(0.3)),
+    Row("zero-slope", "use a smooth function in training, such as a sigmoid in place of rounding, "
+        "or pass the gradient through: x + (f(x) - x).detach()", of_slope(), of_slope(0.3)),
+    Row("zero-slope", "No learning rate trains layers that receive no gradient", of_slope(),
+        replace(of_slope(), rates=LOW)),
+    Row("zero-slope", "round (loss.py:3) clips the outputs, and its slope is zero where it does: "
+        "after training, 30% of the outputs with a gradient are clipped although the loss would "
+        "pull them back into the range", of_slope(0.3), of_slope(0.1)),
+    Row("zero-slope", "give the loss the outputs as they are, or those of a smooth function, such "
+        "as a sigmoid for values from 0 to 1; clip them only where they are used", of_slope(0.3),
+        of_slope(0.1)),
+    Row("zero-slope", "No learning rate moves an output that receives no gradient", of_slope(0.3),
+        replace(of_slope(0.3), rates=LOW)),
     Row("zero-gradient", "The gradient of the loss is exactly 0 for all parameters in all "
         f"{STEPS} steps, so no step has a direction.", FLAT, record()),
     Row("zero-gradient", "mse_loss (loss.py:3) compares a tensor with itself: its loss is 0 "

@@ -473,6 +473,16 @@ def of_itself(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(outputs, outputs.detach())
 
 
+def of_shares(change: Callable[[Tensor], Tensor]) -> Any:
+    """The squared error of a function of the outputs."""
+
+    def of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        labels = functional.one_hot(batch[1], 10).float()
+        return functional.mse_loss(change(model(batch[0])), labels)
+
+    return of
+
+
 def dropping(rate: float) -> Callable[[nn.Sequential], nn.Module]:
     return lambda model: nn.Sequential(model[0], model[1], nn.Dropout(rate), *model[2:])
 
@@ -1004,6 +1014,13 @@ PICTURES: dict[str, Picture] = {
         {"standard deviation of the targets": of_fact("outputs-normalised", "target std")},
         (targets, ("OTHER_SCALE", "OTHER_MEAN")),
         lambda: of_digits(nn.Identity()),
+    ),
+    "zero-slope": Picture(
+        "a classifier whose outputs are rounded, with the squared error",
+        with_setup(loss=of_shares(torch.round)),
+        {"largest gradient norm": lambda r: max(r.gradient_norms)},
+        (loss_rules, ("STUCK",)),
+        with_setup(loss=of_shares(torch.sigmoid)),
     ),
     "zero-gradient": Picture(
         "the loss compares the outputs with their own detached copy",

@@ -49,6 +49,7 @@ from adiv_monitor.audit.seen.probes import (
     unbounded_loss,
     unsafe_division,
     zero_gradient,
+    zero_slope,
 )
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Probed
@@ -80,6 +81,7 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "dropout-on-outputs": changed_outputs.dropout,
         "outputs-normalised": changed_outputs.normalised,
         "target-is-input": sequences.target_is_input,
+        "zero-slope": zero_slope.ask,
         "label-smoothing": label_smoothing.ask,
         "class-weights": class_weights.ask,
         "class-untaught": class_untaught.ask,
