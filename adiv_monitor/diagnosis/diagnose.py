@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     targets.outputs_normalised,
     targets.dropout_on_outputs,
     targets.target_is_input,
+    targets.self_pairs,
     loss.zero_slope,
     loss.zero_gradient,
     weighting.label_smoothing,
@@ -130,7 +131,7 @@ CAUSES = frozenset(
         *("no-activation", "constant-data", "label-smoothing", "class-weights"),
         *("class-untaught", "penalty-dominates", "unsafe-division", "targets-moved"),
         *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
-        *("outputs-constant", "zero-slope"),
+        *("outputs-constant", "zero-slope", "self-pairs"),
     }
 )
 FOLLOWS = frozenset(

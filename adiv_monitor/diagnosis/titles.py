@@ -216,6 +216,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "outputs-normalised": "Normalised outputs of a regression",
         "zero-gradient": "A loss without a gradient",
         "zero-slope": "A function that stops the gradient",
+        "self-pairs": "Samples that are compared with themselves",
         "constant-data": "Data without differences",
         "label-smoothing": "Label smoothing that is too strong",
         "class-weights": "Class weights that grow with the counts",

@@ -111,7 +111,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
             *("dropout-on-outputs", "outputs-normalised", "zero-slope", "zero-gradient"),
             *("label-smoothing", "class-weights", "class-untaught", "padding-counts"),
-            "penalty-dominates",
+            *("penalty-dominates", "self-pairs"),
         ),
         _of_loss,
     ),

@@ -303,6 +303,11 @@ def of_slope(share: float | None = None) -> Record:
     return probed("zero-slope", Fact("round (loss.py:3)", numbers, {"kind": kind}))
 
 
+def paired(side: str) -> Record:
+    fact = Fact("matmul (loss.py:3)", {"share": 0.1, "samples": 64.0}, {"side": side})
+    return probed("self-pairs", fact)
+
+
 def explained(reference: float, model: float, per_class: float = 40.0) -> Record:
     numbers = {"reference": reference, "model": model, "error": 0.05, "per class": per_class}
     return probed("behind-reference", Fact("", {**numbers, "held out": 200.0}))
@@ -926,6 +931,16 @@ ROWS: list[Row] = [
         "to predict the next token", at_places(2), at_places(0)),
     Row("target-is-input", "shift the labels once: the data set, the model and the loss may each "
         "shift them", at_places(2), at_places(0)),
+    Row("self-pairs", "matmul (loss.py:3) returns the similarities of 64 samples with each other, "
+        "and those of each sample with itself count in the loss as ", paired("positive"), record()),
+    Row("self-pairs", "the pairs to bring together: these are the same whatever the model computes",
+        paired("positive"), paired("negative")),
+    Row("self-pairs", "pairs to push apart, which no model can do", paired("negative"),
+        paired("positive")),
+    Row("self-pairs", "compare each sample with another view of it, or with another sample of its "
+        "class", paired("positive"), paired("negative")),
+    Row("self-pairs", "leave the diagonal out of the softmax: mask it with torch.eye(n, "
+        "dtype=torch.bool)", paired("negative"), paired("positive")),
     Row("future-leak", "The targets are the next tokens of the input, and the outputs depend on "
         "later input tokens: the model sees the tokens that it should predict. A low loss does "
         "not show that it predicts well", probed("future-leak", Fact("", {"change": 0.5})),

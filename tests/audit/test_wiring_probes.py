@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -643,6 +644,44 @@ def test_margins_and_hidden_clips_are_left_alone() -> None:
     (fact,) = asked("zero-slope", setup(loss=margin)).facts
     assert fact.words["kind"] == "clip" and fact.numbers["share"] == 0.0
     assert asked("zero-slope", setup()) == Probed()
+
+
+def of_pairs(of_itself: bool, masked: bool) -> Setup:
+    """A contrastive loss of two views, or of one with itself, with or without the diagonal."""
+
+    def contrast(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0]
+        views = torch.cat([x, x.roll(1, 1)])
+        z = functional.normalize(model(views), dim=1)
+        similarities = 5 * z @ z.T
+        if masked:
+            similarities = similarities.masked_fill(torch.eye(len(z), dtype=torch.bool), -math.inf)
+        other = torch.arange(len(z)).roll(0 if of_itself else len(x))
+        return functional.cross_entropy(similarities, other)
+
+    return setup(loss=contrast)
+
+
+@pytest.mark.parametrize(
+    ("of_itself", "masked", "side"),
+    [(True, False, "positive"), (False, False, "negative"), (False, True, "")],
+)
+def test_samples_that_are_compared_with_themselves_are_named(
+    of_itself: bool, masked: bool, side: str
+) -> None:
+    of = of_pairs(of_itself, masked)
+    facts = asked("self-pairs", of).facts
+    assert [fact.words["side"] for fact in facts] == ([side] if side else [])
+    assert all(0 < fact.numbers["share"] <= 0.5 for fact in facts)
+    assert ("self-pairs" in named(of)) == bool(side)
+
+
+def test_a_kernel_that_is_fitted_has_a_diagonal() -> None:
+    def fitted(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        return functional.mse_loss(z @ z.T, (batch[1][:, None] == batch[1]).float())
+
+    assert asked("self-pairs", setup(loss=fitted)) == Probed()
 
 
 def test_stopped_targets_of_other_features_are_compared_with_others() -> None:
