@@ -62,16 +62,16 @@ def _with_gradients(fork: Fork, batch: Any) -> list[_Seen]:
         if len(given) > 1 and any(x.is_leaf and x.requires_grad for x in given):
             clips.clear()  # a layer
         made = call.result
-        if not isinstance(made, Tensor) or not made.requires_grad or made.ndim == 0:
+        if not isinstance(made, Tensor) or not made.requires_grad or made.numel() < 2:
             return
         x = next((x for x in given if x.requires_grad and x.shape == made.shape), None)
         if x is None or x is made:
             return
-        values = [len(a.detach().flatten()[:SAMPLED].unique()) for a in (made, x)]
+        values = [len(torch.unique(a.detach().flatten()[:SAMPLED])) for a in (made, x)]
         is_clip = clipped(x, made) is not None
         if is_clip or values[0] < values[1]:
             seen = _Seen(call, x, x.detach().clone())
-            made.register_hook(seen.gradient.append)
+            made.register_hook(seen.gradient.append)  # type: ignore[no-untyped-call]
             (clips if is_clip else steps).append(seen)
 
     with torch.enable_grad():
