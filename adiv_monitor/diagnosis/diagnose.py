@@ -63,6 +63,8 @@ RULES: tuple[Rule, ...] = (
     targets.outputs_normalised,
     targets.dropout_on_outputs,
     targets.target_is_input,
+    targets.self_pairs,
+    loss.zero_slope,
     loss.zero_gradient,
     weighting.label_smoothing,
     weighting.class_weights,
@@ -131,7 +133,7 @@ CAUSES = frozenset(
         *("no-activation", "constant-data", "label-smoothing", "class-weights"),
         *("class-untaught", "penalty-dominates", "unsafe-division", "targets-moved"),
         *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
-        "outputs-constant",
+        *("outputs-constant", "zero-slope", "self-pairs"),
     }
 )
 FOLLOWS = frozenset(
@@ -152,6 +154,7 @@ ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
         "unbounded-loss": frozenset({"non-finite", "exploding"}),
         "unsafe-division": frozenset({"non-finite", "exploding", "row-spread"}),
         "outputs-constant": frozenset({"input-ignored"}),
+        "zero-slope": frozenset({"vanishing", "stands-still", "target-scale"}),
         "constant-data": frozenset({"non-finite", "exploding", "labels-unrelated", "same-batch"}),
     }
 )

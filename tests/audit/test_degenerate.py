@@ -22,6 +22,7 @@ COSINES = tuple(name for name in MEASURES if "cosine" in name)
 SHARES = ("idle_share", "common_share", "harmed_fraction", "bias_share")
 # What probes write down, of all facts.
 NUMBERS = (
+    "samples",
     *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
     *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
@@ -31,7 +32,7 @@ NUMBERS = (
 WORDS = dict.fromkeys(
     (
         *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"),
-        *("class", "product", "axis", "over", "by", "sum"),
+        *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest"),
     ),
     "x",
 )
@@ -45,6 +46,7 @@ PROBES = (
     *("unbounded-loss", "behind-reference", "epsilon-dominates", "module-repeated"),
     *("joined-with-itself", "attention-axis", "attention-saturated", "dropout-on-outputs"),
     *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant"),
+    *("zero-slope", "self-pairs"),
 )
 
 

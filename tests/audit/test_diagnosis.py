@@ -136,7 +136,9 @@ HITS = {
     "softmax-of-one": probed("softmax-of-one"),
     "softmax-over-samples": probed("softmax-over-samples"),
     "targets-out-of-range": probed("targets-out-of-range", share=0.4, losses=STILL),
-    "target-is-input": probed("target-is-input", share=1.0),
+    "target-is-input": probed("target-is-input", places=0.0),
+    "self-pairs": record(probed={"self-pairs": Probed(
+        (Fact("matmul", {"share": 0.5, "samples": 64.0}, {"side": "positive"}),))}, losses=STILL),
     "future-leak": probed("future-leak", change=0.5),
     "left-in-eval": probed("left-in-eval", given=0.0, losses=STILL),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0, losses=STILL),
@@ -153,6 +155,8 @@ HITS = {
     ),
     "outputs-constant": record(probed={"outputs-constant": Probed(
         (Fact("norm", {"share": 0.0}, {"class": "LayerNorm", "by": "norm"}),))}, losses=STILL),
+    "zero-slope": record(probed={"zero-slope": Probed(
+        (Fact("clamp", {"share": 0.9}, {"kind": "clip"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL,
                             wiring=Wiring(zero_gradient=("a.weight",))),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
@@ -209,6 +213,8 @@ NEAR_MISSES = {
     "outputs-normalised": probed(
         "outputs-normalised", mean=0.0, std=1.0, **{"target mean": 1.9, "target std": 2.9}
     ),
+    "zero-slope": record(probed={"zero-slope": Probed(
+        (Fact("clamp", {"share": 0.1}, {"kind": "clip"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), losses=STILL,
                             wiring=Wiring(zero_gradient=("a.weight",))),
     "label-smoothing": probed("label-smoothing", share=0.5, classes=10.0, losses=STILL),

@@ -36,7 +36,8 @@ TOLD = {*PROBES, "labels-unrelated"}
 IN_OTHER_TESTS = {
     *("epsilon-dominates", "module-repeated", "joined-with-itself", "attention-axis"),
     *("attention-saturated", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
-    *("gradient-differs", "outputs-constant", "logits-as-probabilities"),
+    *("gradient-differs", "outputs-constant", "zero-slope", "self-pairs"),
+    "logits-as-probabilities",
 }
 BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 
@@ -452,6 +453,34 @@ def test_targets_that_the_loss_makes_of_the_tokens_are_seen(
     of = setup(model=OfTokens(both_ways), loss=of_batch, batches=text)
     names = ("future-leak", "target-is-input")
     assert [x for x in names if asked_one(x, of).facts] == ([name] if name else [])
+
+
+class Shifting(OfTokens):
+    """Sees only the tokens before each place, as models do that shift their inputs themselves."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(functional.pad(tokens[:, :-1], (1, 0)), labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "first", "places"),
+    [(OfTokens, slice(1, 11), 0, -1.0), (OfTokens, slice(0, 9), 2, 2.0),
+     (OfTokens, slice(0, 8), 3, None), (OfTokens, slice(0, 10), 1, None),
+     (Shifting, slice(0, 10), 0, None), (Shifting, slice(0, 10), 1, 2.0),
+     (Shifting, slice(1, 10), 0, 0.0)],
+)  # fmt: skip
+def test_targets_are_the_tokens_after_the_last_that_an_output_sees(
+    model: type[OfTokens], inputs: slice, first: int, places: float | None
+) -> None:
+    def of_places(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        z = model(batch[0][:, inputs])
+        y = batch[0][:, first : first + z.shape[1]]
+        return functional.cross_entropy(z[:, : y.shape[1]].flatten(0, 1), y.flatten())
+
+    text = [(torch.randint(9, (8, 11)),) for _ in range(4)]
+    told = asked_one("target-is-input", setup(model=model(False), loss=of_places, batches=text))
+    found = [fact.numbers["places"] for fact in told.facts]
+    assert found == ([] if places is None else [places])
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,10 @@ def moved(own: float) -> Record:
     return probed("targets-moved", Fact("", {"own": own, "best": 0.5}, {"move": "transposed"}))
 
 
+def at_places(count: float) -> Record:
+    return probed("target-is-input", Fact("", {"places": count}))
+
+
 UNTAUGHT = probed("class-untaught", Fact("", {"class": 0.0, "samples": 96.0, "of": 256.0}))
 LOST = Fact("relu in 'a'", {}, {"by": "lost"})
 AFFINE = Fact("", {"layers": 3.0}, {"by": "affine"})
@@ -311,6 +315,17 @@ FLAT = record(gradient_norms=(0.0,) * STEPS, wiring=Wiring(zero_gradient=("a.wei
 NO_SLOPE = record({"a": reading(idle_share=1.0, scale_mean=17.0)}, losses=STILL,
                  wiring=Wiring(zero_gradient=("a.weight",)))  # fmt: skip
 ITSELF = replace(FLAT, probed={"zero-gradient": Probed((Fact("mse_loss (loss.py:3)"),))})
+
+
+def of_slope(share: float | None = None) -> Record:
+    """A step, or a clip of this share of the outputs."""
+    numbers, kind = ({}, "step") if share is None else ({"share": share}, "clip")
+    return probed("zero-slope", Fact("round (loss.py:3)", numbers, {"kind": kind}))
+
+
+def paired(side: str) -> Record:
+    fact = Fact("matmul (loss.py:3)", {"share": 0.1, "samples": 64.0}, {"side": side})
+    return probed("self-pairs", fact)
 
 
 def explained(reference: float, model: float, per_class: float = 40.0) -> Record:
@@ -692,6 +707,20 @@ ROWS: list[Row] = [
         normalised(0.0, 1.0)),
     Row("outputs-normalised", "standardise the targets", normalised(3.0, 1.0),
         normalised(0.9, 1.0)),
+    Row("zero-slope", "The slope of round (loss.py:3) is zero everywhere: no gradient passes it",
+        of_slope(), of_slope(0.3)),
+    Row("zero-slope", "use a smooth function in training, such as a sigmoid in place of rounding, "
+        "or pass the gradient through: x + (f(x) - x).detach()", of_slope(), of_slope(0.3)),
+    Row("zero-slope", "No learning rate trains layers that receive no gradient", of_slope(),
+        replace(of_slope(), rates=LOW)),
+    Row("zero-slope", "round (loss.py:3) clips the outputs, and its slope is zero where it does: "
+        "after training, 30% of the outputs with a gradient are clipped although the loss would "
+        "pull them back into the range", of_slope(0.3), of_slope(0.1)),
+    Row("zero-slope", "give the loss the outputs as they are, or those of a smooth function, such "
+        "as a sigmoid for values from 0 to 1; clip them only where they are used", of_slope(0.3),
+        of_slope(0.1)),
+    Row("zero-slope", "No learning rate moves an output that receives no gradient", of_slope(0.3),
+        replace(of_slope(0.3), rates=LOW)),
     Row("zero-gradient", "The gradient of the loss is exactly 0 for all parameters in all "
         f"{STEPS} steps, so no step has a direction.", FLAT, record()),
     Row("zero-gradient", "mse_loss (loss.py:3) compares a tensor with itself: its loss is 0 "
@@ -949,13 +978,28 @@ ROWS: list[Row] = [
         of_several(0.4), of_several(0.4, "cross_entropy")),
     Row("targets-out-of-range", "use binary_cross_entropy_with_logits, which has a sigmoid for "
         "each class", of_several(0.4, "cross_entropy"), of_several(0.4)),
-    Row("target-is-input", "The target at each position is the input token at the same position, "
-        "and the model does not look ahead: it learns to copy its input, not to predict the next "
-        "token",
-        probed("target-is-input", Fact("", {"share": 1.0})),
-        record(probed={"target-is-input": Probed()})),
+    Row("target-is-input", "The target at each position is the last input token that the output "
+        "depends on: the model learns to copy its input, not to predict the next token",
+        at_places(0), record(probed={"target-is-input": Probed()})),
+    Row("target-is-input", "The target at each position is an input token before the last one that "
+        "the output depends on", at_places(-1), at_places(0)),
     Row("target-is-input", "shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]",
-        probed("target-is-input", Fact("", {"share": 1.0})), record()),
+        at_places(0), at_places(2)),
+    Row("target-is-input", "The target at each position is the input token 2 places after the last "
+        "one that the output depends on: the labels are shifted twice, and the model never learns "
+        "to predict the next token", at_places(2), at_places(0)),
+    Row("target-is-input", "shift the labels once: the data set, the model and the loss may each "
+        "shift them", at_places(2), at_places(0)),
+    Row("self-pairs", "matmul (loss.py:3) returns the similarities of 64 samples with each other, "
+        "and those of each sample with itself count in the loss as ", paired("positive"), record()),
+    Row("self-pairs", "the pairs to bring together: these are the same whatever the model computes",
+        paired("positive"), paired("negative")),
+    Row("self-pairs", "pairs to push apart, which no model can do", paired("negative"),
+        paired("positive")),
+    Row("self-pairs", "compare each sample with another view of it, or with another sample of its "
+        "class", paired("positive"), paired("negative")),
+    Row("self-pairs", "leave the diagonal out of the softmax: mask it with torch.eye(n, "
+        "dtype=torch.bool)", paired("negative"), paired("positive")),
     Row("future-leak", "The targets are the next tokens of the input, and the outputs depend on "
         "later input tokens: the model sees the tokens that it should predict. A low loss does "
         "not show that it predicts well", probed("future-leak", Fact("", {"change": 0.5})),

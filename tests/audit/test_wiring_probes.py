@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from adiv_monitor.audit.training.train import held, train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.record import Probed
+from adiv_monitor.diagnosis.rules.loss import STUCK
 
 
 def asked(name: str, of: Setup) -> Probed:
@@ -602,6 +604,84 @@ def test_a_loss_without_a_gradient_is_named_with_its_place() -> None:
     assert named(setup(loss=with_itself))["zero-gradient"] == "act"
     assert named(setup(loss=satisfied))["zero-gradient"] == "act"
     assert "zero-gradient" not in named(setup())
+
+
+def of_outputs(change: Callable[[Tensor], Tensor], lower: float = 0.0) -> Setup:
+    """A regression on the outputs of a function."""
+
+    def squared(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(change(model(batch[0])), functional.one_hot(batch[1], 3).float())
+
+    model = mlp()
+    with torch.no_grad():
+        model[2].bias -= lower
+    return setup(model=model, loss=squared)
+
+
+@pytest.mark.parametrize(
+    ("change", "lower", "kind"),
+    [(torch.round, 0.0, "step"), (lambda z: torch.sign(z.tanh()), 0.0, "step"),
+     (lambda z: z + (z.round() - z).detach(), 0.0, ""), (torch.tanh, 2.0, ""),
+     (lambda z: z.clamp(0, 1), 4.0, "clip"), (lambda z: torch.where(z > 0, z, 0.0), 4.0, "clip"),
+     (lambda z: z.sigmoid().clamp(1e-7, 1 - 1e-7), 0.0, ""), (lambda z: z - z.clamp(0, 1), 4.0, ""),
+     (lambda z: functional.leaky_relu(z), 4.0, "")],
+)  # fmt: skip
+def test_functions_that_stop_the_gradient_are_named(
+    change: Callable[[Tensor], Tensor], lower: float, kind: str
+) -> None:
+    of = of_outputs(change, lower)
+    facts = asked("zero-slope", of).facts
+    stuck = [fact.words["kind"] for fact in facts if fact.numbers.get("share", 1.0) > STUCK]
+    assert stuck == ([kind] if kind else [])
+    strength = named(of).get("zero-slope")
+    assert strength == ("act" if kind else None)
+
+
+def test_margins_and_hidden_clips_are_left_alone() -> None:
+    def margin(model: nn.Module, batch: Any) -> Tensor:
+        return functional.relu(0.1 - model(batch[0]).gather(1, batch[1][:, None])).mean()
+
+    (fact,) = asked("zero-slope", setup(loss=margin)).facts
+    assert fact.words["kind"] == "clip" and fact.numbers["share"] == 0.0
+    assert asked("zero-slope", setup()) == Probed()
+
+
+def of_pairs(of_itself: bool, masked: bool) -> Setup:
+    """A contrastive loss of two views, or of one with itself, with or without the diagonal."""
+
+    def contrast(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0]
+        views = torch.cat([x, x.roll(1, 1)])
+        z = functional.normalize(model(views), dim=1)
+        similarities = 5 * z @ z.T
+        if masked:
+            similarities = similarities.masked_fill(torch.eye(len(z), dtype=torch.bool), -math.inf)
+        other = torch.arange(len(z)).roll(0 if of_itself else len(x))
+        return functional.cross_entropy(similarities, other)
+
+    return setup(loss=contrast)
+
+
+@pytest.mark.parametrize(
+    ("of_itself", "masked", "side"),
+    [(True, False, "positive"), (False, False, "negative"), (False, True, "")],
+)
+def test_samples_that_are_compared_with_themselves_are_named(
+    of_itself: bool, masked: bool, side: str
+) -> None:
+    of = of_pairs(of_itself, masked)
+    facts = asked("self-pairs", of).facts
+    assert [fact.words["side"] for fact in facts] == ([side] if side else [])
+    assert all(0 < fact.numbers["share"] <= 0.5 for fact in facts)
+    assert ("self-pairs" in named(of)) == bool(side)
+
+
+def test_a_kernel_that_is_fitted_has_a_diagonal() -> None:
+    def fitted(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        return functional.mse_loss(z @ z.T, (batch[1][:, None] == batch[1]).float())
+
+    assert asked("self-pairs", setup(loss=fitted)) == Probed()
 
 
 def test_stopped_targets_of_other_features_are_compared_with_others() -> None:

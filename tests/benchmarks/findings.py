@@ -480,6 +480,31 @@ def of_itself(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(outputs, outputs.detach())
 
 
+def of_views(masked: bool) -> Any:
+    """A contrastive loss of two views: a part of the pixels is 0 in each."""
+
+    def of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0]
+        views = torch.cat([functional.dropout(x, 0.2), functional.dropout(x, 0.2)])
+        z = functional.normalize(model(views), dim=1)
+        similarities = 5 * z @ z.T
+        if masked:
+            similarities = similarities.masked_fill(torch.eye(len(z), dtype=torch.bool), -math.inf)
+        return functional.cross_entropy(similarities, torch.arange(len(z)).roll(len(x)))
+
+    return of
+
+
+def of_shares(change: Callable[[Tensor], Tensor]) -> Any:
+    """The squared error of a function of the outputs."""
+
+    def of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        labels = functional.one_hot(batch[1], 10).float()
+        return functional.mse_loss(change(model(batch[0])), labels)
+
+    return of
+
+
 def dropping(rate: float) -> Callable[[nn.Sequential], nn.Module]:
     return lambda model: nn.Sequential(model[0], model[1], nn.Dropout(rate), *model[2:])
 
@@ -1018,6 +1043,20 @@ PICTURES: dict[str, Picture] = {
         {"standard deviation of the targets": of_fact("outputs-normalised", "target std")},
         (targets, ("OTHER_SCALE", "OTHER_MEAN")),
         lambda: of_digits(nn.Identity()),
+    ),
+    "self-pairs": Picture(
+        "a contrastive loss of two views, with the similarities of each view with itself",
+        with_setup(loss=of_views(masked=False)),
+        {"share of the gradient at the diagonal": of_fact("self-pairs", "share")},
+        None,
+        with_setup(loss=of_views(masked=True)),
+    ),
+    "zero-slope": Picture(
+        "a classifier whose outputs are rounded, with the squared error",
+        with_setup(loss=of_shares(torch.round)),
+        {"largest gradient norm": lambda r: max(r.gradient_norms)},
+        (loss_rules, ("STUCK",)),
+        with_setup(loss=of_shares(torch.sigmoid)),
     ),
     "zero-gradient": Picture(
         "the loss compares the outputs with their own detached copy",

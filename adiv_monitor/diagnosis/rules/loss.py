@@ -22,9 +22,12 @@ from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence
 from adiv_monitor.diagnosis.phases import LOOK_AGAIN, RISES_YET, at_peak, still_rises
 from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.rules.remedies import usual_factor
 from adiv_monitor.printable import quoted
 
+# Share of the entries with a gradient that a clip keeps from coming back into its range.
+STUCK = 0.2
 # Share of the first loss that is left after overfitting one small batch.
 NOT_BY_HEART = 0.5
 _LACK = {
@@ -87,6 +90,43 @@ def activated_logits(record: Record) -> Iterator[Finding]:
         0,
         RATES,
     )  # fmt: skip
+
+
+def zero_slope(record: Record) -> Iterator[Finding]:
+    """Find functions of zero slope that keep the gradient from what comes before them."""
+    facts = record.found_by("zero-slope")
+    steps = [fact for fact in facts if fact.words["kind"] == "step"]
+    if steps:
+        yield Finding(
+            "zero-slope",
+            record.wiring.zero_gradient,
+            "act" if record.wiring.zero_gradient else "watch",
+            (Evidence("functions whose slope is zero", len(steps), 0.0, step=0),),
+            (Advice("use a smooth function in training, such as a sigmoid in place of rounding, or "
+                    "pass the gradient through: x + (f(x) - x).detach()"),),
+            f"The slope of {steps[0].place} is zero everywhere: no gradient passes it.",
+            "No learning rate trains layers that receive no gradient.",
+            0,
+            RATES,
+        )  # fmt: skip
+    for fact in facts:
+        share = fact.numbers.get("share", 0.0)
+        if share > STUCK:
+            yield Finding(
+                "zero-slope",
+                (),
+                "act" if suffers(record) else "watch",
+                (Evidence("share of the entries that get no gradient back", share, STUCK),),
+                (Advice("give the loss the outputs as they are, or those of a smooth function, "
+                        "such as a sigmoid for values from 0 to 1; clip them only where they are "
+                        "used"),),
+                f"{fact.place} clips the outputs, and its slope is zero where it does: after "
+                f"training, {share:.0%} of the outputs with a gradient are clipped although the "
+                "loss would pull them back into the range.",
+                "No learning rate moves an output that receives no gradient.",
+                0,
+                RATES,
+            )  # fmt: skip
 
 
 def zero_gradient(record: Record) -> Iterator[Finding]:

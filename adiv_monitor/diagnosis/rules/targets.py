@@ -200,16 +200,57 @@ def _of_several(record: Record, fact: Fact, share: float) -> Finding:
 
 
 def target_is_input(record: Record) -> Iterator[Finding]:
-    """Find a language model whose labels are not shifted by one."""
+    """Find a language model whose targets are its inputs, but not the next tokens.
+
+    Targets that are further ahead may be meant, as in predictions of several tokens.
+    """
     for fact in record.found_by("target-is-input"):
+        places = int(fact.numbers["places"])
+        seen = "the last input token" if places == 0 else "an input token before the last one"
         yield Finding(
             "target-is-input",
             (),
-            "act",
-            (Evidence("share of the targets that are the inputs", fact.numbers["share"], 0.99),),
-            (Advice("shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]"),),
-            "The target at each position is the input token at the same position, and the model "
-            "does not look ahead: it learns to copy its input, not to predict the next token.",
+            "watch" if places > 1 else "act",
+            (Evidence("places from the last token that an output depends on to its target", places,
+                      1.0, step=0),),
+            (
+                Advice("shift the labels once: the data set, the model and the loss may each shift "
+                       "them")
+                if places > 1 else
+                Advice("shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]"),
+            ),
+            f"The target at each position is the input token {places} places after the last one "
+            "that the output depends on: the labels are shifted twice, and the model never learns "
+            "to predict the next token."
+            if places > 1 else
+            f"The target at each position is {seen} that the output depends on: the model learns "
+            "to copy its input, not to predict the next token.",
+            since=0,
+        )  # fmt: skip
+
+
+def self_pairs(record: Record) -> Iterator[Finding]:
+    """Find a contrastive loss in which samples are compared with themselves."""
+    for fact in record.found_by("self-pairs"):
+        share, samples = fact.numbers["share"], fact.numbers["samples"]
+        is_positive = fact.words["side"] == "positive"
+        yield Finding(
+            "self-pairs",
+            (),
+            "act" if suffers(record) else "watch",
+            (Evidence("share of the gradient at the diagonal", share, 0.0, step=0),),
+            (
+                Advice("compare each sample with another view of it, or with another sample of its "
+                       "class")
+                if is_positive else
+                Advice("leave the diagonal out of the softmax: mask it with torch.eye(n, "
+                       "dtype=torch.bool)"),
+            ),
+            f"{fact.place} returns the similarities of {samples:.0f} samples with each other, and "
+            "those of each sample with itself count in the loss as "
+            + ("the pairs to bring together: these are the same whatever the model computes."
+               if is_positive else
+               "pairs to push apart, which no model can do."),
             since=0,
         )  # fmt: skip
 

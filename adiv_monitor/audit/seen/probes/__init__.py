@@ -42,6 +42,7 @@ from adiv_monitor.audit.seen.probes import (
     reshape_scrambles,
     rounded_away,
     samples_mixed,
+    self_pairs,
     sequences,
     softmax_axes,
     target_leak,
@@ -50,6 +51,7 @@ from adiv_monitor.audit.seen.probes import (
     unbounded_loss,
     unsafe_division,
     zero_gradient,
+    zero_slope,
 )
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Probed
@@ -82,6 +84,8 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "dropout-on-outputs": changed_outputs.dropout,
         "outputs-normalised": changed_outputs.normalised,
         "target-is-input": sequences.target_is_input,
+        "self-pairs": self_pairs.ask,
+        "zero-slope": zero_slope.ask,
         "label-smoothing": label_smoothing.ask,
         "class-weights": class_weights.ask,
         "class-untaught": class_untaught.ask,

@@ -1,4 +1,6 @@
-"""Are the targets of a sequence its own tokens, or visible to the model as later inputs?"""
+"""Are the targets of a sequence the tokens that come next, and can the model see them?"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,37 +14,51 @@ _ALIKE = 0.99  # share of the targets without padding and ends
 _SAME = 1e-5  # share of the outputs' length: rounding
 _LOSSES = ("cross_entropy", "nll_loss")
 _NO_PLACES = "no output has the places of the inputs"
+_SHIFTS = (1, 0, -1, 2)  # where several fit, the first is meant
+
+
+class _Places(NamedTuple):
+    """Where the targets of a sequence lie among its tokens.
+
+    Attributes:
+        shift: Places from a token to the token that is its target.
+        reach: Places from an output to the last token that it depends on.
+        earlier: Change of the outputs of the first half with tokens of the second half, relative
+            to their length.
+    """
+
+    shift: int
+    reach: int
+    earlier: float
 
 
 def target_is_input(setup: Setup, trained: Fork) -> Probed:
-    """Find targets that equal the inputs at the same places, in a model that does not look ahead.
+    """Find targets that are not the tokens after the last one that an output depends on.
 
-    A model that looks ahead may be an autoencoder, which reproduces its inputs on purpose.
+    A model that looks ahead may be an autoencoder, which reproduces its inputs on purpose. One that
+    does not even see the token of its own place shifts its inputs itself.
     """
-    ahead = _ahead(setup, 0)
-    if isinstance(ahead, str):
-        return Probed(untold=ahead)
-    return Probed((Fact("", {"share": 1.0}),) if ahead is not None and ahead <= _SAME else ())
+    places = _places(setup)
+    if isinstance(places, str):
+        return Probed(untold=places)
+    if places is None or places.reach not in (0, -1) or places.shift - places.reach == 1:
+        return Probed()
+    return Probed((Fact("", {"places": float(places.shift - places.reach)}),))
 
 
 def future_leak(setup: Setup, trained: Fork) -> Probed:
     """Find targets that are the next tokens, in a model whose outputs depend on later inputs."""
-    ahead = _ahead(setup, 1)
-    if isinstance(ahead, str):
-        return Probed(untold=ahead)
-    return Probed((Fact("", {"change": ahead}),) if ahead is not None and ahead > _SAME else ())
+    places = _places(setup)
+    if isinstance(places, str):
+        return Probed(untold=places)
+    leaks = places is not None and places.shift == 1 and places.earlier > _SAME
+    return Probed((Fact("", {"change": places.earlier}),) if places and leaks else ())
 
 
-def _ahead(setup: Setup, shift: int) -> float | str | None:
-    """Return how far outputs depend on later inputs if the targets are the inputs so far on.
+def _places(setup: Setup) -> _Places | str | None:
+    """Return where the targets lie; the reason why it is not known; None: they are no inputs.
 
-    Args:
-        setup: training setup.
-        shift: 0: targets are the inputs of the same places; 1: those of the next places.
-
-    Returns:
-        The change of the outputs relative to their length; the reason why it is not known; None:
-        the targets are not those inputs.
+    Of several losses, one of the next tokens counts, and the others are additions to it.
     """
     targets: list[Tensor] = []
 
@@ -60,14 +76,15 @@ def _ahead(setup: Setup, shift: int) -> float | str | None:
         is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
         if not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
             continue
-        if shift not in {shift_of(tokens, x) for x in targets}:
+        found = {shift_of(tokens, x) for x in targets}
+        shift = next((shift for shift in _SHIFTS if shift in found), None)
+        if shift is None:
             continue
         change = _change(changed, number, tokens)
-        if change is None:
-            return _NO_PLACES
-        earlier, later = change
-        if later > _SAME:  # labels, which a model may receive too, change no output
-            return earlier
+        if isinstance(change, str):
+            return change
+        if change is not None:
+            return _Places(shift, *change)
     return None
 
 
@@ -76,21 +93,20 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def shift_of(tokens: Tensor, targets: Tensor) -> int | None:
-    """Return 1 if the targets are the next tokens, 0 if they are the same ones, else None.
+    """Return how many places after each token its target stands; None: the targets are no tokens.
 
-    The targets are one for each place, or for each but the first or the last. Negative ones are
-    ignored.
+    The targets are one for each place, or for each but the last. Negative ones are ignored.
     """
     size, length = tokens.shape
-    if targets.numel() == size * length:
-        labels = targets.reshape(size, length)
-        pairs = ((labels[:, :-1], tokens[:, 1:]), (labels, tokens))
-    elif targets.numel() == size * (length - 1):
-        labels = targets.reshape(size, length - 1)
-        pairs = ((labels, tokens[:, 1:]), (labels, tokens[:, :-1]))
-    else:
+    count = targets.numel() // max(size, 1)
+    if count not in (length, length - 1) or targets.numel() != size * count:
         return None
-    return next((1 - i for i, pair in enumerate(pairs) if _share(*pair) >= _ALIKE), None)
+    labels = targets.reshape(size, count)
+    for shift in _SHIFTS:
+        first, end = max(0, -shift), min(count, length - shift)
+        if _share(labels[:, first:end], tokens[:, first + shift : end + shift]) >= _ALIKE:
+            return shift
+    return None
 
 
 def _share(labels: Tensor, tokens: Tensor) -> float:
@@ -99,10 +115,13 @@ def _share(labels: Tensor, tokens: Tensor) -> float:
     return float((labels == tokens)[real].float().mean()) if bool(real.any()) else 0.0
 
 
-def _change(changed: ChangedInputs, number: int, tokens: Tensor) -> tuple[float, float] | None:
-    """Return how far outputs of the first and second half change with tokens of the second half.
+def _change(changed: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float] | str | None:
+    """Exchange the tokens of the second half.
 
-    The changes are relative to their length; None if no output has the places of the tokens.
+    Returns:
+        Places from the first output that changes to the first token that does, and the change of
+        the outputs of the first half, relative to their length; None: no output of the second half
+        changes, as with labels, which a model may receive too; the reason why it is not known.
     """
     half = tokens.shape[1] // 2
 
@@ -117,8 +136,13 @@ def _change(changed: ChangedInputs, number: int, tokens: Tensor) -> tuple[float,
         for x in [x for x in outputs if x.ndim >= 3 and x.shape[:2] == tokens.shape][:1]
     ]
     if len(seen) != 2:
+        return _NO_PLACES
+    apart, own = ((x.flatten(2).norm(dim=2)) for x in (seen[0] - seen[1], seen[0]))
+    earlier, later = (
+        float(apart[:, part].norm() / own[:, part].norm().clamp(min=1e-30))
+        for part in (slice(half), slice(half, None))
+    )
+    if later <= _SAME:
         return None
-    own, moved = seen
-    parts = ((own[:, :half], moved[:, :half]), (own[:, half:], moved[:, half:]))
-    earlier, later = (float((x - y).norm() / x.norm().clamp(min=1e-30)) for x, y in parts)
-    return earlier, later
+    moved = (apart > _SAME * own).any(0).int()
+    return int((tokens != other(tokens)).any(0).int().argmax() - moved.argmax()), earlier

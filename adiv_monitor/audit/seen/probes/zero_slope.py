@@ -1,0 +1,107 @@
+"""Does a function of zero slope stop the gradient?"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+BATCHES = 4
+SAMPLED = 1000  # entries whose values tell whether a function may be a step
+SCALES = (0.01, 1.0, 100.0)  # factors on the argument; no smooth function is flat near zero
+
+
+@dataclass
+class _Seen:
+    """A call with the argument of its result's shape, and the gradient at its result."""
+
+    call: Call
+    given: Tensor
+    argument: Tensor  # a copy
+    gradient: list[Tensor] = field(default_factory=list)
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """Return steps, which have no slope anywhere, and clips of what the last layer returns.
+
+    Of a clip, the entries count that the loss would pull back into its range: their share, among
+    those with a gradient at its result, with the weights after training.
+    """
+    fork = setup.fork()
+    fork.model.load_state_dict(trained.model.state_dict())
+    steps: dict[str, Fact] = {}
+    clips: dict[str, tuple[int, int, Fact]] = {}
+    for batch in setup.batches[:BATCHES]:
+        for seen in _with_gradients(fork, batch):
+            call, x, g = seen.call, seen.argument, seen.gradient[0]
+            ends = clipped(x, call.result)
+            if _is_step(seen):
+                steps.setdefault(call.place, Fact(call.place, {}, {"kind": "step"}))
+            elif ends is not None:
+                low, high = ends
+                told = Fact(call.place, {}, {"kind": "clip"})
+                stuck = int((((x < low) & (g < 0)) | ((x > high) & (g > 0))).sum())
+                before, count, told = clips.get(call.place, (0, 0, told))
+                clips[call.place] = before + stuck, count + int(g.ne(0).sum()), told
+    shares = [Fact(fact.place, {"share": stuck / count}, fact.words)
+              for stuck, count, fact in clips.values() if count]  # fmt: skip
+    return Probed((*steps.values(), *shares))
+
+
+def _with_gradients(fork: Fork, batch: Any) -> list[_Seen]:
+    """Return calls whose result gets a gradient: possible steps, and clips of the outputs."""
+    steps: list[_Seen] = []
+    clips: list[_Seen] = []
+
+    def look(call: Call) -> None:
+        given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+        if len(given) > 1 and any(x.is_leaf and x.requires_grad for x in given):
+            clips.clear()  # a layer
+        made = call.result
+        if not isinstance(made, Tensor) or not made.requires_grad or made.numel() < 2:
+            return
+        x = next((x for x in given if x.requires_grad and x.shape == made.shape), None)
+        if x is None or x is made:
+            return
+        values = [len(torch.unique(a.detach().flatten()[:SAMPLED])) for a in (made, x)]
+        is_clip = clipped(x, made) is not None
+        if is_clip or values[0] < values[1]:
+            seen = _Seen(call, x, x.detach().clone())
+            made.register_hook(seen.gradient.append)  # type: ignore[no-untyped-call]
+            (clips if is_clip else steps).append(seen)
+
+    with torch.enable_grad():
+        see_calls(fork, look, batch).backward()  # type: ignore[no-untyped-call]
+    fork.optimizer.zero_grad()
+    return [seen for seen in (*steps, *clips) if seen.gradient and bool(seen.gradient[0].any())]
+
+
+def clipped(x: Tensor, made: Tensor) -> tuple[float, float] | None:
+    """Return the ends of the range to which entries are cut; None: more than that is done."""
+    low, high = (float(end) for end in torch.aminmax(made.detach()))
+    if low == high:  # all entries are outside, on the same side
+        return (low, high) if bool((x < low).all() or (x > high).all()) else None
+    is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
+    return (low, high) if is_cut and not torch.equal(made, x) else None
+
+
+def _is_step(seen: _Seen) -> bool:
+    """Return whether the function's result varies while its slope is zero, also near zero."""
+    varies = False
+    for scale in SCALES:
+        x = (scale * seen.argument).requires_grad_()
+        with seeded(0):
+            made = seen.call.function(
+                *(x if a is seen.given else a for a in seen.call.args),
+                **{name: x if a is seen.given else a for name, a in seen.call.kwargs.items()},
+            )
+        weights = torch.linspace(1, 2, made.numel(), dtype=made.dtype, device=made.device)
+        (slope,) = torch.autograd.grad((made.flatten() * weights).sum(), x, allow_unused=True)
+        if slope is not None and bool(slope.any()):
+            return False
+        varies |= bool((made != made.flatten()[0]).any())
+    return varies
