@@ -1,5 +1,6 @@
 """What counts in the loss, and which data differ: each case beside a healthy relative."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -265,8 +266,8 @@ def with_penalty(weight: float) -> Setup:
     return setup(loss=of, optimizer=adam)
 
 
-def adam(model: nn.Module) -> Optimizer:
-    return Adam(model.parameters(), lr=0.01)
+def adam(model: nn.Module, rate: float = 0.01) -> Optimizer:
+    return Adam(model.parameters(), lr=rate)
 
 
 def test_a_penalty_that_keeps_all_else_from_learning_is_named() -> None:
@@ -275,6 +276,39 @@ def test_a_penalty_that_keeps_all_else_from_learning_is_named() -> None:
     assert numbers["with"] < 0.1 * numbers["without"] and numbers["penalty"] > 0
     assert strengths("penalty-dominates", fact) == ["watch"]
     assert strengths("penalty-dominates", fact, losses=STILL) == ["act"]
+
+
+class Codes(nn.Module):
+    """An autoencoder with a codebook, which only a term of its own teaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.book = nn.Embedding(8, 4)
+        self.decoder = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 12))
+        nn.init.normal_(self.book.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        code = self.encoder(x)
+        near = self.book(torch.cdist(code, self.book.weight).argmin(1))
+        book = functional.mse_loss(near, code.detach())
+        commitment = functional.mse_loss(code, near.detach())
+        return self.decoder(code + (near - code).detach()), book, commitment
+
+
+@pytest.mark.parametrize("taught_alone", [True, False])
+def test_a_term_that_alone_teaches_some_parameters_is_no_penalty(taught_alone: bool) -> None:
+    model = Codes()
+    model.book.requires_grad_(taught_alone)
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        made, book, commitment = model(batch[0])
+        return functional.mse_loss(made, batch[0]) + book + commitment
+
+    of_codes = setup(model=model, loss=of, steps=60, optimizer=partial(adam, rate=3e-3))
+    facts = told("penalty-dominates", of_codes, trained=True).facts
+    assert bool(found("penalty-dominates", *facts)) is not taught_alone
 
 
 def test_a_small_penalty_and_two_tasks_are_left_alone() -> None:

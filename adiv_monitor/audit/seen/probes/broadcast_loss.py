@@ -54,7 +54,8 @@ def _is_by_entry(call: Call, a: Tensor, b: Tensor) -> bool:
     """Return whether a function of the loss has a result of the shape of both operands together."""
     if call.path is not None or not isinstance(call.result, Tensor) or not larger(a, b):
         return False
-    return call.result.requires_grad and call.result.shape == broadcast_shapes(a.shape, b.shape)
+    both = broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
+    return call.result.requires_grad and call.result.shape == both
 
 
 def larger(a: Tensor, b: Tensor) -> float:

@@ -1,6 +1,7 @@
 """Is there a class none of whose samples has a gradient?"""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,14 @@ def _labels(fork: Fork, batch: Any) -> Tensor | None:
         return as_labels(found[-1]) if found else None
     loss = RepeatedLoss(fork)
     for x in reversed(found):
-        value = loss.of(mapped(batch, lambda y, x=x: torch.zeros_like(y) if y is x else y))
+        value = loss.of(mapped(batch, partial(_without, x)))
         if not (value == 0 or math.isnan(value)):
             return as_labels(x)
     return None
+
+
+def _without(x: Tensor, y: Tensor) -> Tensor:
+    return torch.zeros_like(y) if y is x else y
 
 
 def _classes(labels: Tensor) -> list[float]:

@@ -4,13 +4,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, change_calls
 from adiv_monitor.audit.seen.inputs import is_input, names_by_place
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import mapped, size_of
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.batches import copied, mapped, size_of
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis.record import Fact, Probed
 
@@ -29,6 +30,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     samples, such as one of the outputs' size, or a divergence from a prior: it does not depend on
     which input belongs to which target. At least one of the other terms does: by how much it rises
     with exchanged inputs is what the model has learned of them. All penalties are taken as one.
+    Terms that alone teach some parameters, such as a codebook, are no penalty.
     """
     begin, batches = _Terms(setup.fork()), setup.batches[:_BATCHES]
     if len(begin.of(batches[:1])) < 2:
@@ -44,6 +46,10 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     learnt, left = sum(moved) - sum(after), _others(after, penalties)
     if not 0 < len(penalties) < len(own) or not learnt < LITTLE * abs(left):
         return Probed()
+    without = setup.fork()
+    _Terms(without, without=penalties)
+    if _taught(without) != _taught(setup.fork()):
+        return Probed()
     fork = replace(setup, steps=min(setup.steps, STEPS)).fork()
     terms = _Terms(fork, without=penalties)
     if not all(map(math.isfinite, train(fork).losses)):
@@ -57,6 +63,13 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         "penalty after": sum(after) - left,
     }
     return Probed((Fact("", numbers),))
+
+
+def _taught(fork: Fork) -> list[bool]:
+    """Return whether each parameter has a gradient, of a fork's first batch."""
+    with seeded(fork.seed), torch.enable_grad():
+        fork.loss(fork.model, copied(fork.batches[0])).backward()  # type: ignore[no-untyped-call]
+    return [p.grad is not None and bool(p.grad.any()) for p in fork.model.parameters()]
 
 
 def _others(terms: list[float], penalties: frozenset[int]) -> float:
