@@ -26,20 +26,20 @@ NUMBERS = (
     *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
     *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
-    *("at", "beyond", "outside"),
+    *("at", "beyond", "outside", "right", "wrong"),
     *("root", "epsilon", "sums", "spread", "largest", "mean", "std", "target mean", "target std"),
 )
 WORDS = dict.fromkeys(
     (
         *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"),
-        *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest"),
+        *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest", "outputs"),
     ),
     "x",
 )
 PROBES = (
     *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks", "left-in-eval"),
     *("samples-mixed", "reshape-scrambles", "gradient-cut", "future-leak", "broadcast-loss"),
-    "logits-as-probabilities",
+    *("logits-as-probabilities", "loss-reversed"),
     *("no-log", "softmax-of-one", "softmax-over-samples", "targets-out-of-range"),
     *("target-is-input", "same-batch", "unshuffled", "one-sided-weights", "order-ignored"),
     *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),

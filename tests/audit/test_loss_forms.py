@@ -242,6 +242,52 @@ def test_outputs_by_name_and_classes_of_places_are_replaced() -> None:
     assert facts[0].numbers["beyond"] < -0.2
 
 
+# Losses that reward what contradicts the targets
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda z, y: 1 - dice(z.sigmoid(), y),
+        lambda z, y: -functional.binary_cross_entropy_with_logits(z, y),
+        lambda z, y: 1 - overlap(z.sigmoid(), y),
+        lambda z, y: functional.mse_loss(z.sigmoid(), 1 - y),
+    ],
+)
+def test_a_loss_of_the_wrong_sign_prefers_wrong_outputs(of: OfPair) -> None:
+    (fact,) = asked("loss-reversed", with_loss(of, several))
+    assert fact.numbers["wrong"] < fact.numbers["right"]
+    assert strengths("loss-reversed", (fact,)) == ["act"]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        functional.binary_cross_entropy_with_logits,
+        functional.mse_loss,
+        lambda z, y: dice(z.sigmoid(), y),
+        lambda z, y: dice(z, y),
+        lambda z, y: (1 - z * (2 * y - 1)).relu().mean(),
+        lambda z, y: z.square().mean(),
+    ],
+)
+def test_a_loss_that_prefers_right_outputs_or_none_is_no_finding(of: OfPair) -> None:
+    assert asked("loss-reversed", with_loss(of, several)) == ()
+
+
+def test_classes_of_the_wrong_sign_and_distances() -> None:
+    wrong = with_loss(lambda z, y: -functional.cross_entropy(z, y), lambda x, y: y)
+    assert strengths("loss-reversed", asked("loss-reversed", wrong)) == ["act"]
+    assert asked("loss-reversed", with_loss(functional.cross_entropy, lambda x, y: y)) == ()
+
+    def contrastive(d: Tensor, same: Tensor) -> Tensor:
+        return (same * d.square() + (1 - same) * (1 - d).relu().square()).mean()
+
+    model = nn.Sequential(nn.Linear(12, 3), nn.Softplus())
+    of = with_loss(contrastive, several, model=model)
+    assert strengths("loss-reversed", asked("loss-reversed", of)) == ["watch"], "a distance"
+
+
 # Shapes that are broadcast
 
 

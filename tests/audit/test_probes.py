@@ -37,7 +37,7 @@ IN_OTHER_TESTS = {
     *("epsilon-dominates", "module-repeated", "joined-with-itself", "attention-axis"),
     *("attention-saturated", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
     *("gradient-differs", "outputs-constant", "zero-slope", "self-pairs"),
-    "logits-as-probabilities",
+    *("logits-as-probabilities", "loss-reversed"),
 }
 BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 
@@ -225,6 +225,28 @@ def test_samples_may_lie_along_the_second_axis() -> None:
     of = setup(model=Times(), loss=by_place, batches=((x, torch.randint(3, (7, 5))),))
     told = asked_one("samples-mixed", of)
     assert not told.facts and "second axis" in told.untold
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_places_that_differ_are_no_samples(positions: bool) -> None:
+    """Learnt positions tell that the second axis is that of time, so attention is over samples."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Parameter(torch.randn(1, 5, 8))
+            self.attends = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attends(x + self.places if positions else x))
+
+    def by_place(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    made = ((torch.randn(7, 5, 8), torch.randint(3, (7, 5))),)
+    told = asked_one("samples-mixed", setup(model=Attends(), loss=by_place, batches=made))
+    assert bool(told.facts) is positions
 
 
 def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:

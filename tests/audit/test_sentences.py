@@ -268,6 +268,7 @@ MULTIPLIED = probed(
 AS_PROBABILITIES = probed(
     "logits-as-probabilities", Fact("", {"at": 0.0, "beyond": -1 / 3, "outside": 0.48})
 )
+REVERSED = probed("loss-reversed", Fact("", {"right": 0.9, "wrong": 0.1}, {"outputs": "signed"}))
 OVER_SAMPLES = probed("softmax-over-samples", Fact("softmax", {}, {"shape": "(64, 10)"}))
 HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
 UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
@@ -939,6 +940,14 @@ ROWS: list[Row] = [
         "are better", AS_PROBABILITIES, record(probed={"logits-as-probabilities": Probed()})),
     Row("logits-as-probabilities", "apply a sigmoid to the outputs before this loss, or a softmax "
         "over the classes if each sample has one", AS_PROBABILITIES, record()),
+    Row("loss-reversed", "The loss is 0.1 if the outputs contradict all targets, and 0.9 if they "
+        "agree with all: training makes the predictions worse", REVERSED, record()),
+    Row("loss-reversed", "look for a wrong sign: an overlap or a likelihood that is minimised, "
+        "where 1 minus the overlap, or the negative, should be; labels that are read the wrong way "
+        "round",
+        REVERSED, record(probed={"loss-reversed": Probed()})),
+    Row("loss-reversed", "Another learning rate does not turn the loss round", REVERSED,
+        replace(REVERSED, rates=LOW)),
     Row("logits-as-probabilities", "Another learning rate does not keep the outputs between 0 and "
         "1", AS_PROBABILITIES, replace(AS_PROBABILITIES, rates=LOW)),
     Row("softmax-of-one", "softmax of shape (64, 1) has only one class: its result is the same "

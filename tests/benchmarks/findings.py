@@ -32,6 +32,7 @@ from adiv_monitor.audit.seen.probes import (
     constant_data,
     input_partly_ignored,
     logits_as_probabilities,
+    loss_reversed,
     no_activation,
     one_sided_weights,
 )
@@ -757,6 +758,13 @@ PICTURES: dict[str, Picture] = {
         with_setup(loss=lambda model, batch: dice(model(batch[0]), batch[1])),
         {"share of the outputs outside 0 and 1": of_fact("logits-as-probabilities", "outside")},
         (logits_as_probabilities, ("PERFECT", "LOWER", "OUTSIDE")),
+        with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
+    ),
+    "loss-reversed": Picture(
+        "the dice coefficient itself is minimised; the healthy loss is 1 minus it",
+        with_setup(loss=lambda model, batch: 1 - dice(model(batch[0]).softmax(1), batch[1])),
+        {},
+        (loss_reversed, ("LOGIT", "LOWER")),
         with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
     ),
     "softmax-of-one": Picture(

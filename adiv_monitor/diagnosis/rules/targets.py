@@ -90,6 +90,26 @@ def logits_as_probabilities(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def loss_reversed(record: Record) -> Iterator[Finding]:
+    """Find a loss that is lower, the more the outputs contradict the targets."""
+    for fact in record.found_by("loss-reversed"):
+        right, wrong = fact.numbers["right"], fact.numbers["wrong"]
+        yield Finding(
+            "loss-reversed",
+            (),
+            "act" if fact.words["outputs"] == "signed" else "watch",
+            (Evidence("loss of outputs that contradict all targets", wrong, right),),
+            (Advice("look for a wrong sign: an overlap or a likelihood that is minimised, where 1 "
+                    "minus the overlap, or the negative, should be; labels that are read the "
+                    "wrong way round"),),
+            f"The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if "
+            "they agree with all: training makes the predictions worse.",
+            "Another learning rate does not turn the loss round.",
+            0,
+            RATES,
+        )  # fmt: skip
+
+
 def softmax_of_one(record: Record) -> Iterator[Finding]:
     """Find a softmax over one class, which is always 1."""
     for fact in record.found_by("softmax-of-one"):

@@ -31,28 +31,28 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         if found is None:
             return Probed()
         losses = found
-    outside = _outside(setup, trained)
+    x = trained_outputs(setup, trained)
+    outside = 0.0 if x is None else float(((x < 0) | (x > 1)).float().mean())
     if outside < OUTSIDE:
         return Probed()
     return Probed((Fact("", {"at": losses[0], "beyond": losses[1], "outside": outside}),))
 
 
-def _outside(setup: Setup, trained: Fork) -> float:
-    """Return the share of a trained model's outputs below 0 or above 1."""
+def trained_outputs(setup: Setup, trained: Fork) -> Tensor | None:
+    """Return a trained model's outputs for the first batch; None: none are of floating point."""
     after = setup.fork()
     after.model.load_state_dict(trained.model.state_dict())
-    outputs = _Outputs(after.model)
+    outputs = Outputs(after.model)
     RepeatedLoss(after).of(setup.batches[0])
-    x = outputs.seen
-    return 0.0 if x is None else float(((x < 0) | (x > 1)).float().mean())
+    return None if outputs.seen is None else outputs.seen.detach()
 
 
 def _beyond(fork: Fork, batch: Any) -> tuple[float, float] | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
-    outputs = _Outputs(fork.model)
+    outputs = Outputs(fork.model)
     loss = RepeatedLoss(fork)
     first = loss.of(batch)
-    for target in _as_outputs(outputs.seen, batch):
+    for target in as_outputs(outputs.seen, batch):
         outputs.instead = target
         at = loss.of(batch)
         if abs(at) < PERFECT * abs(first):
@@ -63,7 +63,7 @@ def _beyond(fork: Fork, batch: Any) -> tuple[float, float] | None:
     return None
 
 
-class _Outputs:
+class Outputs:
     """Notes a model's output of floating point, and replaces it if another is set."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +79,7 @@ class _Outputs:
         return mapped(output, lambda x: instead.to(x.dtype) if x.shape == instead.shape else x)
 
 
-def _as_outputs(output: Tensor | None, batch: Any) -> Iterator[Tensor]:
+def as_outputs(output: Tensor | None, batch: Any) -> Iterator[Tensor]:
     """Yield tensors of zeros and ones of a batch in the output's shape, or classes as such."""
     if output is None or output.ndim < 1:
         return

@@ -80,6 +80,10 @@ def _turned(x: Tensor, size: int) -> Tensor:
     return x.flip(0) if x.ndim and len(x) == size else x
 
 
+def _turned_along_1(x: Tensor, size: int) -> Tensor:
+    return x.flip(1) if x.ndim > 1 and len(x) == size else x
+
+
 class _Pass:
     """The results of one forward pass: the model's outputs, and the results of all calls."""
 
@@ -183,13 +187,23 @@ def _is_other(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _is_independent_along_1(setup: Setup, batch: Any) -> bool:
-    """Return whether samples may lie along axis 1 of all tensors without mixing there."""
+    """Return whether samples may lie along axis 1 of all tensors without mixing there.
+
+    Then outputs follow inputs that trade places along it. Where places differ, as with learnt
+    positions, they are no samples.
+    """
     shapes = [x.shape for x in tensors(batch) if x.ndim]
     if any(len(shape) < 2 or shape[1] != shapes[0][1] for shape in shapes):
         return False
-    own, others = (_passed(setup.fork(), batch, exchange, axis=1) for exchange in (None, 0))
-    pairs = [(x, y) for x, y in zip(own.outputs, others.outputs, strict=False)
-             if x.shape == y.shape and x.ndim > 1 and x.shape[1] == shapes[0][1]]  # fmt: skip
-    return bool(pairs) and all(
-        float(_is_other(x, y).float().mean()) <= _BEYOND / x.shape[1] for x, y in pairs
+    own, others, turned = (
+        _passed(setup.fork(), batch, change, axis=1) for change in (None, 0, _turned_along_1)
+    )
+    alike = zip(own.outputs, others.outputs, turned.outputs, strict=False)
+    found = [(x, y, z) for x, y, z in alike
+             if x.shape == y.shape == z.shape and x.ndim > 1
+             and x.shape[1] == shapes[0][1]]  # fmt: skip
+    return bool(found) and all(
+        float(_is_other(x, y).float().mean()) <= _BEYOND / x.shape[1]
+        and not bool(_is_other(x, z.flip(1)).any())
+        for x, y, z in found
     )
