@@ -500,6 +500,17 @@ def test_dropout_does_not_hinder_overfitting() -> None:
     assert model[0].p == 0.99
 
 
+def test_noise_that_each_step_draws_does_not_hinder_overfitting() -> None:
+    """As in diffusion, where the model predicts noise that was added to its inputs."""
+
+    def denoised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        noise = torch.randn(len(batch[0]), 3)
+        return (model(batch[0]) - noise).square().mean()
+
+    of = setup(loss=denoised)
+    assert overfit(of, record(of)).loss < 0.1
+
+
 def test_a_batch_that_cannot_be_cut_is_learnt_whole() -> None:
     def pairs(model: nn.Module, batch: Any) -> Tensor:
         x, pairs = batch  # of 32 samples, 32 pairs by number

@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from adiv_monitor.audit.training.samples import first
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.trials.budget import FOR_ONE_BATCH, Cap, CapReached, step_cost
 from adiv_monitor.audit.trials.fixes import DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import scale_rate
@@ -29,6 +29,7 @@ def overfit(
 ) -> Trial | None:
     """Train a fork on one small batch, without dropout, at the best learning rate that was tried.
 
+    Every step draws the same random numbers: noise that is drawn anew can't be learned by heart.
     The batch is the first 16 samples of the first batch, or all of it if it can't be cut. If the
     fork does not overfit it, 3 and 0.3 times that learning rate are tried too, because the best
     learning rate for many batches may be wrong for one.
@@ -101,4 +102,11 @@ def _fork(setup: Setup, batch: object, steps: int, rate: float) -> Fork:
     for module in fork.model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    loss = fork.loss
+
+    def as_first(model: nn.Module, batch: object) -> Tensor:
+        with seeded(setup.seed):
+            return loss(model, batch)
+
+    fork.loss = as_first
     return fork
