@@ -15,7 +15,7 @@ WIRING = frozenset(
         *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
         *("future-leak", "target-is-input", "softmax-over-samples", "same-batch", "unshuffled"),
         *("constant-data", "module-repeated", "zero-gradient", "logits-as-probabilities"),
-        "loss-reversed",
+        *("loss-reversed", "targets-misplaced"),
     }
 )
 # Facts that may be harmless: they are "watch" unless the run suffers, or a fix of theirs helps and

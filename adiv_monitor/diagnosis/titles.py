@@ -193,6 +193,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "broadcast-loss": "Each output is compared with all targets",
         "no-log": "The loss expects log-probabilities",
         "logits-as-probabilities": "The loss expects probabilities",
+        "targets-misplaced": "Outputs and targets are of different samples",
         "loss-reversed": "The loss rewards wrong outputs",
         "softmax-of-one": "Softmax over a single class",
         "softmax-over-samples": "Softmax over the samples",

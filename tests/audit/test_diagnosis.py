@@ -130,6 +130,7 @@ HITS = {
     "bounded-logits": probed("bounded-logits", share=1.0, classes=10.0, floor=0.8, losses=STILL),
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log"),
+    "targets-misplaced": probed("targets-misplaced", share=0.1),
     "loss-reversed": record(
         probed={"loss-reversed": Probed((Fact("", {"right": 0.9, "wrong": 0.1},
                                               {"outputs": "signed"}),))}

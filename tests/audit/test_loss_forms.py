@@ -50,6 +50,7 @@ def values(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("outputs", "low", "high"),
     [
+        (lambda z: z.relu().sigmoid(), "0.5", "1"),
         (lambda z: 2 * z.tanh(), "-2", "2"),
         (lambda z: z.sigmoid() * 4.0 - 2, "-2", "2"),
         (lambda z: (1 - torch.sigmoid(z)) / torch.tensor(0.25), "0", "4"),
@@ -240,6 +241,63 @@ def test_outputs_by_name_and_classes_of_places_are_replaced() -> None:
     made = tuple((x, (x > 0).long()) for x, _ in batches())
     facts = asked("logits-as-probabilities", setup(model=Named(), batches=made, loss=of), True)
     assert facts[0].numbers["beyond"] < -0.2
+
+
+# Outputs and targets of different samples
+
+
+class ByTime(nn.Module):
+    """A recurrent network that returns time first, (T, B, classes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x.transpose(0, 1))[0])
+
+
+def over_time(targets: Callable[[Tensor], Tensor]) -> Setup:
+    torch.manual_seed(0)
+    made = tuple((torch.randn(6, 5, 4), torch.randint(3, (6, 5))) for _ in range(4))
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), targets(batch[1]).flatten())
+
+    return setup(model=ByTime(), batches=made, loss=of)
+
+
+def test_axes_in_another_order_misplace_targets() -> None:
+    (fact,) = asked("targets-misplaced", over_time(lambda y: y))
+    assert fact.numbers["share"] <= 1 / 3, "only the first place of the first sample"
+    assert fact.words == {"of": "(5, 6, 3)", "to": "(6, 5)"}
+    assert strengths("targets-misplaced", (fact,)) == ["act"]
+    (fact,) = asked("targets-misplaced", over_time(lambda y: y.t()))
+    assert fact.numbers["share"] == 1 and strengths("targets-misplaced", (fact,)) == []
+
+
+def test_targets_in_another_order_are_misplaced() -> None:
+    of = with_loss(lambda z, y: functional.cross_entropy(z, y.flip(0)), lambda x, y: y)
+    assert asked("targets-misplaced", of)[0].numbers["share"] == 0
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        functional.cross_entropy,
+        lambda z, y: (z[:, :1] - y).square().mean(),  # each output with all targets
+        lambda z, y: (functional.cross_entropy(z, y, reduction="none") * (y + 1)).sum() / y.sum(),
+        lambda z, y: (torch.cdist(z, z) * (y[:, None] == y)).mean(),  # of pairs
+    ],
+)
+def test_targets_may_concern_other_samples_too(of: OfPair) -> None:
+    (fact,) = asked("targets-misplaced", with_loss(of, lambda x, y: y))
+    assert fact.numbers["share"] > 0.5 and strengths("targets-misplaced", (fact,)) == []
+
+
+def test_without_targets_apart_nothing_can_be_misplaced() -> None:
+    copying = setup(loss=lambda model, batch: (model(batch[0]) - batch[0][:, :3]).square().mean())
+    assert asked("targets-misplaced", copying) == ()
 
 
 # Losses that reward what contradicts the targets

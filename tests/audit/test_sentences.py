@@ -268,6 +268,13 @@ MULTIPLIED = probed(
 AS_PROBABILITIES = probed(
     "logits-as-probabilities", Fact("", {"at": 0.0, "beyond": -1 / 3, "outside": 0.48})
 )
+
+
+def misplaced(share: float) -> Record:
+    words = {"of": "(10, 32, 4)", "to": "(32, 10)"}
+    return probed("targets-misplaced", Fact("", {"share": share}, words))
+
+
 REVERSED = probed("loss-reversed", Fact("", {"right": 0.9, "wrong": 0.1}, {"outputs": "signed"}))
 OVER_SAMPLES = probed("softmax-over-samples", Fact("softmax", {}, {"shape": "(64, 10)"}))
 HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
@@ -940,6 +947,15 @@ ROWS: list[Row] = [
         "are better", AS_PROBABILITIES, record(probed={"logits-as-probabilities": Probed()})),
     Row("logits-as-probabilities", "apply a sigmoid to the outputs before this loss, or a softmax "
         "over the classes if each sample has one", AS_PROBABILITIES, record()),
+    Row("targets-misplaced", "The outputs of a sample are compared with the targets of other "
+        "samples: a change of the first sample's targets changes the gradient at outputs that do "
+        "not depend on its inputs (outputs of shape (10, 32, 4), targets of (32, 10))",
+        misplaced(0.1), misplaced(1.0)),
+    Row("targets-misplaced", "look at the axes of outputs and targets where the loss compares "
+        "them: transpose one of them before both are flattened, and reorder both or none",
+        misplaced(0.1), misplaced(0.6)),
+    Row("targets-misplaced", "Another learning rate does not bring outputs and targets together",
+        misplaced(0.1), replace(misplaced(0.1), rates=LOW)),
     Row("loss-reversed", "The loss is 0.1 if the outputs contradict all targets, and 0.9 if they "
         "agree with all: training makes the predictions worse", REVERSED, record()),
     Row("loss-reversed", "look for a wrong sign: an overlap or a likelihood that is minimised, "

@@ -760,6 +760,13 @@ PICTURES: dict[str, Picture] = {
         (logits_as_probabilities, ("PERFECT", "LOWER", "OUTSIDE")),
         with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
     ),
+    "targets-misplaced": Picture(
+        "the targets are in reversed order, the outputs are not",
+        with_setup(loss=lambda model, batch: functional.cross_entropy(
+            model(batch[0]), batch[1].flip(0))),
+        {},
+        (targets, ("TOGETHER",)),
+    ),
     "loss-reversed": Picture(
         "the dice coefficient itself is minimised; the healthy loss is 1 minus it",
         with_setup(loss=lambda model, batch: 1 - dice(model(batch[0]).softmax(1), batch[1])),

@@ -7,6 +7,7 @@ from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 # Share of the targets outside the range of the function on the outputs.
+TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
 OUTSIDE = 0.01
 # Standard deviation of the targets over that of normalised outputs, or the reverse; and the
 # distance of their means, in the larger standard deviation. Standardised targets have 1 and 0.
@@ -88,6 +89,30 @@ def logits_as_probabilities(record: Record) -> Iterator[Finding]:
             0,
             RATES,
         )  # fmt: skip
+
+
+def targets_misplaced(record: Record) -> Iterator[Finding]:
+    """Find outputs of samples that are compared with the targets of other samples."""
+    for fact in record.found_by("targets-misplaced"):
+        share = fact.numbers["share"]
+        if share < TOGETHER:
+            yield Finding(
+                "targets-misplaced",
+                (),
+                "act",
+                (Evidence("share of a sample's outputs that its targets concern", share, TOGETHER,
+                          step=0),),
+                (Advice("look at the axes of outputs and targets where the loss compares them: "
+                        "transpose one of them before both are flattened, and reorder both or "
+                        "none"),),
+                "The outputs of a sample are compared with the targets of other samples: a change "
+                "of the first sample's targets changes the gradient at outputs that do not depend "
+                f"on its inputs (outputs of shape {fact.words['of']}, targets of "
+                f"{fact.words['to']}).",
+                "Another learning rate does not bring outputs and targets together.",
+                0,
+                RATES,
+            )  # fmt: skip
 
 
 def loss_reversed(record: Record) -> Iterator[Finding]:

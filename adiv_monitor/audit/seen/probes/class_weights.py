@@ -62,15 +62,19 @@ def _of_classes(call: Call) -> tuple[Tensor, Tensor] | None:
 
 
 def _of_pairs(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return the weights 1 and `pos_weight`, and the numbers of targets of 0 and of 1."""
+    """Return the weights 1 and `pos_weight`, and the numbers of targets of 0 and of 1.
+
+    Of several labels, the weight is their geometric mean.
+    """
     if call.name not in _PAIRS:
         return None
     weight, target = call.argument(6, "pos_weight"), call.argument(1, "target")
-    if not isinstance(weight, Tensor) or weight.numel() != 1:
+    if not isinstance(weight, Tensor):
         return None
     positive = float(target.double().sum())
     counted = torch.tensor([target.numel() - positive, positive], dtype=torch.float64)
-    return torch.tensor([1.0, float(weight)], dtype=torch.float64), counted
+    mean = float(weight.detach().double().log().mean().exp())
+    return torch.tensor([1.0, mean], dtype=torch.float64), counted
 
 
 def _fact(place: str, weight: Tensor, counted: Tensor) -> Fact | None:

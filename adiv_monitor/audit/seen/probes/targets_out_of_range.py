@@ -82,7 +82,7 @@ def beyond(fork: Fork, batch: object = None) -> list[tuple[Bounds, float]]:
     found: list[tuple[Bounds, float]] = []
 
     def look(call: Call) -> None:
-        for output, target in _compared(call):
+        for output, target in _compared(call, "binary_cross_entropy"):
             bounds = made.of(output)
             if bounds is not None:
                 outside = (target < bounds.low) | (target > bounds.high)
@@ -178,7 +178,11 @@ def _bounds(call: Call, made: _Made) -> Bounds | None:
     if not isinstance(call.result, Tensor):
         return None
     if call.name in RANGES:
-        return Bounds(call, *RANGES[call.name])
+        given = made.of(call.args[0]) if call.args else None
+        if given is None:
+            return Bounds(call, *RANGES[call.name])
+        low, high = (float(call.function(torch.tensor(x), *call.args[1:])) for x in given[1:])
+        return Bounds(given.last, low, high)  # these functions are monotone
     if call.name not in LINEAR or call.kwargs or next(_compared(call), None) is not None:
         return None
     sources = [bounds for x in call.args if (bounds := made.of(x)) is not None]
