@@ -109,7 +109,7 @@ class Case:
 
 
 class _Heard(nn.Module):
-    """A model that keeps what it returned last."""
+    """A model that keeps what it returned last; of several outputs, the first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -117,8 +117,9 @@ class _Heard(nn.Module):
         self.output: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.output = self.model(*args, **kwargs)
-        return self.output
+        found = self.model(*args, **kwargs)
+        self.output = found[0] if isinstance(found, tuple) else found
+        return found
 
 
 def errors(fork: Fork, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
