@@ -130,10 +130,17 @@ class Trial:
 
     @property
     def pays(self) -> bool:
-        """Whether the loss is lower by more than two standard errors and by 2 %."""
+        """Whether the loss is lower by more than two standard errors and by 2 %.
+
+        Where the run without the fix ends above a constant prediction, and the run with it below,
+        by `beats_constant`, 2 % are enough: a loss that jumps up and down has large errors.
+        """
         if not math.isfinite(self.loss_without):
             return math.isfinite(self.loss)
-        return self.gain > max(2 * self.error, _LEAST * abs(self.loss_without))
+        if self.gain <= _LEAST * abs(self.loss_without) or math.isnan(self.error):
+            return False
+        crosses = self.constant is not None and self.loss_without > self.constant
+        return self.gain > 2 * self.error or (crosses and self.beats_constant)
 
     @property
     def beats_rate(self) -> bool:

@@ -297,6 +297,15 @@ def test_layers_that_one_lower_rate_fixes_are_not_uneven(factor: float, strength
     assert (found.advice[0].fix, found.strength) == (rate.fix, strength)
 
 
+def test_a_loss_that_jumps_has_errors_that_hide_no_gain() -> None:
+    """The mean of 37 is lowered to 0.01, but its standard error is 19."""
+    jumps = Trial("rate*0.01", 60, 0.01, 37.0, None, 19.0, loss_error=0.002, constant=1.8)
+    assert jumps.pays
+    assert not replace(jumps, constant=None).pays
+    assert not replace(jumps, constant=40.0).pays, "both are below"
+    assert not replace(jumps, loss=1.79).pays, "hardly below a constant"
+
+
 def test_what_pays_comes_first_then_what_was_not_tried() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     advised = [finding("rate*0.1", None, "rate*10", "rate*100")]
