@@ -199,6 +199,11 @@ def test_errors_are_those_of_answers_whatever_the_loss_is() -> None:
     words = torch.tensor([[1, 0], [1, 1]])
     assert error_of(torch.tensor([[[0.0, 1.0], [1.0, 0.0]]] * 2), words) == 0.5, "the last place"
     assert error_of(torch.full((3, 1), torch.inf), numbers) == torch.inf
+    rare = torch.tensor([0, 0, 0, 1])
+    assert error_of(torch.eye(2)[torch.zeros(4).long()], rare) == 0.5, "averaged over classes"
+    assert error_of(torch.tensor([[-1.0], [-2.0], [3.0], [4.0]]), rare) == pytest.approx(1 / 6)
+    filled = torch.tensor([[1, 0], [1, 0]])
+    assert error_of(torch.eye(2)[torch.tensor([[1, 1], [0, 1]])], filled, padding=0) == 0.5
 
 
 @pytest.mark.slow(one_in=2)

@@ -35,6 +35,7 @@ from adiv_monitor.audit.seen.probes import (
     loss_reversed,
     no_activation,
     one_sided_weights,
+    targets_misplaced,
 )
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
@@ -765,7 +766,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(loss=lambda model, batch: functional.cross_entropy(
             model(batch[0]), batch[1].flip(0))),
         {},
-        (targets, ("TOGETHER",)),
+        (targets_misplaced, ("ITS_SHARE",)),
     ),
     "loss-reversed": Picture(
         "the dice coefficient itself is minimised; the healthy loss is 1 minus it",

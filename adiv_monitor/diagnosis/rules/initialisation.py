@@ -49,7 +49,8 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     # Healthy architectures begin with some losses of a few times the limit (MNASNet), and choose
     # large biases in front of a softplus (Mamba).
     unusual = any(e.measure in ("gain", "alike") for e in evidence)
-    harmful = far or (unusual and suffers(record)) or dead_share(record) > DEAD_ACT
+    unusual |= dead_share(record) > DEAD_ACT
+    harmful = far or (unusual and suffers(record))
     yield Finding(
         "bad-initialisation",
         layers,

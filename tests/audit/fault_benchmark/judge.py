@@ -219,7 +219,7 @@ class Another:
         losses = losses_of(fork)
         if self._case.judged_by == "loss":
             return losses
-        return errors(fork, self._twin.batches[LONGER:])
+        return errors(fork, self._twin.batches[LONGER:], self._case.padding)
 
 
 def outcomes(another: Another, record: Record, changed: dict[str, Change | None]) -> dict[str, Any]:

@@ -240,10 +240,11 @@ def attributes(module: type[nn.Module], **values: object) -> Planted:
     return plant
 
 
-def _case(twin: Healthy, what: str, plant: Planted, *expected: str) -> Case:
-    is_loss = expected == ("unsafe-division",)
-    judged_by = "loss" if is_loss else "error"
-    return Case(f"{twin.name}: {what}", twin, expected, plant, judged_by=judged_by)
+def _case(twin: Healthy, what: str, plant: Planted, expected: str) -> Case:
+    judged_by = "loss" if expected == "unsafe-division" else "error"
+    padding = PADDING if expected == "padding-counts" else None
+    name = f"{twin.name}: {what}"
+    return Case(name, twin, (expected,), plant, judged_by=judged_by, padding=padding)
 
 
 SET_BY = [

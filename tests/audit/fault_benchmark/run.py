@@ -82,6 +82,7 @@ class Case:
         because: why more than one name is right.
         source: which public fault it is written after.
         judged_by: "loss", or "error" where the fault changes what the loss means.
+        padding: the target of places that only fill up, which have no error; None: there are none.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Case:
     because: str = ""
     source: str = ""
     judged_by: str = field(default="loss")
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.expected) > 1 and not self.because:
@@ -122,27 +124,35 @@ class _Heard(nn.Module):
         return found
 
 
-def errors(fork: Fork, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+def errors(
+    fork: Fork, batches: Iterable[tuple[Tensor, Tensor]], padding: int | None = None
+) -> list[float]:
     """Return the error of each batch: what the answers are worth, whatever the loss is.
 
-    It is the share of wrong answers; of sequences, of those at the last place of each second half's
-    beginnings, where no input tells the answer. For targets of 0 and 1 it is the share of pairs in
-    the wrong order, for other numbers the share of their variance that remains. The model runs
-    inside the loss, since a fix may change functions that are called there.
+    It is the share of wrong answers, averaged over classes; of sequences, of those at the last
+    place of each second half's beginnings, where no input tells the answer, and of padded ones, of
+    those that are no padding. For numbers of 0 and 1 it is the share of pairs in the wrong order,
+    for other numbers the share of their variance that remains. The model runs inside the loss,
+    since a fix may change functions that are called there.
+
+    Args:
+        fork: a trained fork.
+        batches: inputs and targets that it has not seen.
+        padding: the target of places that only fill up; None: there are none.
     """
     heard = _Heard(fork.model).eval()
     dtype = fork.batches[0][0].dtype
     found = []
     for inputs, targets in batches:
         parts = [(inputs.to(dtype), targets)]
-        if _is_text(targets):
+        if _is_text(targets) and padding is None:
             ends = range(targets.shape[1] // 2, targets.shape[1] + 1)
             parts = [(inputs[:, :end], targets[:, :end]) for end in ends]
         each = []
         for part in parts:
             with torch.no_grad():
                 fork.loss(heard, part)
-            each.append(error_of(heard.output.detach().float(), part[1]))
+            each.append(error_of(heard.output.detach().float(), part[1], padding))
         found.append(fmean(each))
     return found
 
@@ -151,13 +161,17 @@ def _is_text(targets: Tensor) -> bool:
     return not targets.dtype.is_floating_point and targets.ndim == 2
 
 
-def error_of(output: Tensor, targets: Tensor) -> float:
+def error_of(output: Tensor, targets: Tensor, padding: int | None = None) -> float:
     if not output.isfinite().all():
         return math.inf
-    if _is_text(targets):
+    if padding is not None:
+        output, targets = output[targets.squeeze(-1) != padding], targets[targets != padding]
+    elif _is_text(targets):
         return float((output[:, -1].argmax(-1) != targets[:, -1]).float().mean())
     if not targets.dtype.is_floating_point:
-        return float((output.argmax(-1) != targets).float().mean())
+        answers = output.argmax(-1) if output.shape[-1] > 1 else (output[:, 0] > 0).long()
+        wrong = (answers != targets).float()
+        return fmean(float(wrong[targets == each].mean()) for each in targets.unique())
     output = output.reshape(targets.shape)
     if set(targets.unique().tolist()) == {0.0, 1.0}:
         pairs = output[targets == 1][:, None] - output[targets == 0][None]

@@ -11,6 +11,9 @@ from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 FEWEST = 4  # samples of the batch
+# A sample's targets may concern this many times its share of the outputs; where they concern more,
+# the loss compares each target with several samples.
+ITS_SHARE = 1.5
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
@@ -41,6 +44,8 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)
             shapes.append(str(tuple(x.shape)))
+    if int(of_targets.sum()) > ITS_SHARE * int((own.gradients != 0).sum()) / size:
+        return Probed(untold="the loss compares each target with several samples")
     fewer = min(int(of_inputs.sum()), int(of_targets.sum()))
     if not fewer:
         return Probed(untold="the batch holds no inputs and targets apart")
