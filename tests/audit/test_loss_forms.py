@@ -105,6 +105,19 @@ def test_targets_of_a_binary_cross_entropy_are_probabilities(of: OfPair) -> None
     assert asked("targets-out-of-range", with_loss(of, lambda x, y: as_mask(x, y) / 255)) == ()
 
 
+def test_targets_that_a_mask_leaves_out_may_have_any_value() -> None:
+    def known(x: Tensor, y: Tensor) -> Tensor:
+        return several(x, y).masked_fill(x[:, 3:6] > 0.5, -1.0)
+
+    def masked(z: Tensor, y: Tensor) -> Tensor:
+        each = functional.binary_cross_entropy_with_logits(z, y, reduction="none")
+        return each[y >= 0].mean()
+
+    assert asked("targets-out-of-range", with_loss(masked, known)) == ()
+    whole = functional.binary_cross_entropy_with_logits
+    assert asked("targets-out-of-range", with_loss(whole, known)) != ()
+
+
 def test_what_falls_without_bound_is_put_down_to_such_targets() -> None:
     of = with_loss(functional.binary_cross_entropy_with_logits, as_mask)
     found = diagnose(observe(of, every_n_steps=5))
@@ -295,6 +308,24 @@ def test_targets_may_concern_other_samples_too(of: OfPair) -> None:
     assert asked("targets-misplaced", with_loss(of, lambda x, y: y)) == ()
 
 
+def test_a_sample_that_a_mask_leaves_out_is_not_misplaced() -> None:
+    def of(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return ((z - y).square() * mask[:, None]).sum() / 20
+
+    without_first = beside(lambda x: (torch.arange(len(x)) > 0).float(), of)
+    assert strengths("targets-misplaced", asked("targets-misplaced", without_first)) == []
+
+
+def test_tensors_of_unlike_length_can_not_be_told() -> None:
+    """As boxes of each image: one image may have as many as there are images."""
+    x, _ = batches()[0]
+    made = ((x, torch.randn(5, 3)),)
+    of = setup(
+        batches=made, loss=lambda model, batch: (model(batch[0])[:5] - batch[1]).abs().mean()
+    )
+    assert "unlike length" in PROBES["targets-misplaced"](of, of.fork()).untold
+
+
 def test_without_targets_apart_nothing_can_be_misplaced() -> None:
     copying = setup(loss=lambda model, batch: (model(batch[0]) - batch[0][:, :3]).square().mean())
     assert asked("targets-misplaced", copying) == ()
@@ -346,6 +377,23 @@ def test_classes_of_the_wrong_sign_and_distances() -> None:
     assert strengths("loss-reversed", asked("loss-reversed", of)) == ["watch"], "a distance"
 
 
+def beside(mask: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> Setup:
+    """A setup with inputs, targets of several classes, and a mask that is given beside them."""
+    made = tuple((x, several(x, y), mask(x)) for x, y in batches())
+    return setup(batches=made, loss=lambda model, batch: of(model(batch[0]), *batch[1:]))
+
+
+def test_a_mask_is_not_taken_for_the_targets() -> None:
+    """It looks like them, and the masked mean is lower if the outputs contradict it."""
+
+    def masked(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        each = functional.binary_cross_entropy_with_logits(z, y, reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+    contrary = beside(lambda x: (x[:, :3] <= 0.1).float(), masked)
+    assert asked("loss-reversed", contrary) == ()
+
+
 # Shapes that are broadcast
 
 
@@ -371,6 +419,14 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
 
 def larger_less_smaller(z: Tensor, y: Tensor) -> Tensor:
     return (torch.maximum(z, y) - torch.minimum(z, y)).mean()
+
+
+def test_vectors_may_be_paired_by_a_product_on_purpose() -> None:
+    def pairs(z: Tensor, y: Tensor) -> Tensor:
+        keys = functional.one_hot(y, 3).float()
+        return functional.cross_entropy((z[:, None] * keys).sum(-1), torch.arange(len(z)))
+
+    assert asked("broadcast-loss", with_loss(pairs, lambda x, y: y)) == ()
 
 
 @pytest.mark.parametrize("of", [log_loss, margin, larger_less_smaller])

@@ -275,7 +275,10 @@ def misplaced(share: float) -> Record:
     return probed("targets-misplaced", Fact("", {"share": share}, words))
 
 
-REVERSED = probed("loss-reversed", Fact("", {"right": 0.9, "wrong": 0.1}, {"outputs": "signed"}))
+REVERSED, OF_DISTANCES = (
+    probed("loss-reversed", Fact("", {"right": 0.9, "wrong": 0.1}, {"outputs": outputs}))
+    for outputs in ("signed", "positive")
+)
 OVER_SAMPLES = probed("softmax-over-samples", Fact("softmax", {}, {"shape": "(64, 10)"}))
 HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
 UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
@@ -957,7 +960,9 @@ ROWS: list[Row] = [
     Row("targets-misplaced", "Another learning rate does not bring outputs and targets together",
         misplaced(0.1), replace(misplaced(0.1), rates=LOW)),
     Row("loss-reversed", "The loss is 0.1 if the outputs contradict all targets, and 0.9 if they "
-        "agree with all: training makes the predictions worse", REVERSED, record()),
+        "agree with all: training makes the predictions worse", REVERSED, OF_DISTANCES),
+    Row("loss-reversed", "unless they are distances, training makes them worse", OF_DISTANCES,
+        REVERSED),
     Row("loss-reversed", "look for a wrong sign: an overlap or a likelihood that is minimised, "
         "where 1 minus the overlap, or the negative, should be; labels that are read the wrong way "
         "round",

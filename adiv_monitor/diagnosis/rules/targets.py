@@ -6,9 +6,8 @@ from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
-# Share of the targets outside the range of the function on the outputs.
+OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
-OUTSIDE = 0.01
 # Standard deviation of the targets over that of normalised outputs, or the reverse; and the
 # distance of their means, in the larger standard deviation. Standardised targets have 1 and 0.
 OTHER_SCALE, OTHER_MEAN = 3.0, 1.0
@@ -119,16 +118,19 @@ def loss_reversed(record: Record) -> Iterator[Finding]:
     """Find a loss that is lower, the more the outputs contradict the targets."""
     for fact in record.found_by("loss-reversed"):
         right, wrong = fact.numbers["right"], fact.numbers["wrong"]
+        is_signed = fact.words["outputs"] == "signed"
         yield Finding(
             "loss-reversed",
             (),
-            "act" if fact.words["outputs"] == "signed" else "watch",
+            "act" if is_signed else "watch",
             (Evidence("loss of outputs that contradict all targets", wrong, right),),
             (Advice("look for a wrong sign: an overlap or a likelihood that is minimised, where 1 "
                     "minus the overlap, or the negative, should be; labels that are read the "
                     "wrong way round"),),
             f"The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if "
-            "they agree with all: training makes the predictions worse.",
+            "they agree with all: "
+            + ("training makes the predictions worse." if is_signed
+               else "unless they are distances, training makes them worse."),
             "Another learning rate does not turn the loss round.",
             0,
             RATES,

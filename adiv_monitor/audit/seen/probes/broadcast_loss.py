@@ -51,8 +51,13 @@ def _is_broadcast(call: Call) -> bool:
 
 
 def _is_by_entry(call: Call, a: Tensor, b: Tensor) -> bool:
-    """Return whether a function of the loss has a result of the shape of both operands together."""
+    """Return whether a function of the loss has a result of the shape of both operands together.
+
+    Each operand has one number for each sample: vectors may be paired on purpose.
+    """
     if call.path is not None or not isinstance(call.result, Tensor) or not larger(a, b):
+        return False
+    if a.numel() != len(a) or b.numel() != len(b):
         return False
     both = broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
     return call.result.requires_grad and call.result.shape == both

@@ -124,19 +124,30 @@ def no_probabilities(fork: Fork, batch: object = None) -> list[tuple[Call, float
 
     Each comes with the target farthest from them, too.
     """
-    found: list[tuple[Call, float, float]] = []
+    calls: list[tuple[Call, Tensor]] = []
 
     def look(call: Call) -> None:
         # `binary_cross_entropy` refuses such targets.
         is_binary = call.name == "binary_cross_entropy_with_logits"
         target = call.argument(1, "target") if is_binary else None
-        if isinstance(target, Tensor) and not target.requires_grad and target.numel():
-            target = target.detach().double()
-            outside = float(((target < 0) | (target > 1)).double().mean())
-            farthest = (target - 0.5).abs().argmax()
-            found.append((call, outside, float(target.flatten()[farthest])))
+        if isinstance(target, Tensor) and not target.requires_grad and call.result.requires_grad:
+            call.result.retain_grad()
+            calls.append((call, target.double()))
 
-    see_calls(fork, look, batch)
+    with torch.enable_grad():
+        loss = see_calls(fork, look, batch)
+        if calls:
+            loss.backward()  # type: ignore[no-untyped-call]
+    found = []
+    for call, target in calls:
+        # Without a reduction, a mask may leave targets out.
+        gradient = call.result.grad
+        if gradient is not None and gradient.shape == target.shape:
+            target = target[gradient != 0]
+        if target.numel():
+            outside = float(((target < 0) | (target > 1)).double().mean())
+            farthest = float(target.flatten()[(target - 0.5).abs().argmax()])
+            found.append((call, outside, farthest))
     return found
 
 
