@@ -622,9 +622,12 @@ def of_outputs(change: Callable[[Tensor], Tensor], lower: float = 0.0) -> Setup:
     ("change", "lower", "kind"),
     [(torch.round, 0.0, "step"), (lambda z: torch.sign(z.tanh()), 0.0, "step"),
      (lambda z: z + (z.round() - z).detach(), 0.0, ""), (torch.tanh, 2.0, ""),
-     (lambda z: z.clamp(0, 1), 4.0, "clip"), (lambda z: torch.where(z > 0, z, 0.0), 4.0, "clip"),
+     (lambda z: z.clamp(0, 1), 4.0, "clip"),
      (lambda z: z.sigmoid().clamp(1e-7, 1 - 1e-7), 0.0, ""), (lambda z: z - z.clamp(0, 1), 4.0, ""),
-     (lambda z: functional.leaky_relu(z), 4.0, "")],
+     (lambda z: functional.leaky_relu(z), 4.0, ""), (lambda z: 0.0 * z, 4.0, ""),
+     (lambda z: torch.where(torch.zeros(3, dtype=torch.bool), z, 0.0), 4.0, ""),
+     (lambda z: z.sign() * z.abs().log1p(), 0.0, ""),
+     (lambda z: z.round() + z - z.detach(), 0.0, "")],
 )  # fmt: skip
 def test_functions_that_stop_the_gradient_are_named(
     change: Callable[[Tensor], Tensor], lower: float, kind: str
@@ -637,6 +640,11 @@ def test_functions_that_stop_the_gradient_are_named(
     assert strength == ("act" if kind else None)
 
 
+def test_a_condition_on_the_outputs_is_a_clip() -> None:
+    (fact,) = asked("zero-slope", of_outputs(lambda z: torch.where(z > 0, z, 0.0), 0.5)).facts
+    assert fact.words["kind"] == "clip" and fact.numbers["share"] > STUCK
+
+
 def test_margins_and_hidden_clips_are_left_alone() -> None:
     def margin(model: nn.Module, batch: Any) -> Tensor:
         return functional.relu(0.1 - model(batch[0]).gather(1, batch[1][:, None])).mean()
@@ -644,6 +652,48 @@ def test_margins_and_hidden_clips_are_left_alone() -> None:
     (fact,) = asked("zero-slope", setup(loss=margin)).facts
     assert fact.words["kind"] == "clip" and fact.numbers["share"] == 0.0
     assert asked("zero-slope", setup()) == Probed()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_losses_that_are_multiplied_by_zero_are_left_alone(weight: float) -> None:
+    def masked(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        losses = functional.cross_entropy(z, batch[1], reduction="none")
+        mask = torch.full((len(z),), weight)
+        return (losses * mask).mean() + (z.square() * (1 - weight)).mean()
+
+    assert asked("zero-slope", setup(loss=masked)) == Probed()
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(1, False), (2, False), (3, True)])
+def test_few_entries_are_no_clip(samples: int, is_told: bool) -> None:
+    def squared(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0][:samples]).clamp(0, 1) - 1).square().mean()
+
+    facts = asked("zero-slope", setup(loss=squared)).facts
+    assert [fact.words["kind"] for fact in facts] == (["clip"] if is_told else [])
+
+
+def indexed(z: Tensor) -> Tensor:
+    """Each row becomes the first, by a list that changes afterwards."""
+    rows = [0] * len(z)
+    made = z[rows]
+    rows.append(len(z))
+    return made
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda z: torch.complex(z, z).abs(), lambda z: z.to(torch.cfloat).conj().real,
+     lambda z: z.to_sparse().to_dense(), indexed],
+)  # fmt: skip
+def test_a_call_that_cannot_be_examined_hides_no_other(other: Callable[[Tensor], Tensor]) -> None:
+    def rounded(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        return ((2 * z).round() - other(3 * z)).square().mean()
+
+    (fact,) = asked("zero-slope", setup(loss=rounded)).facts
+    assert fact.words["kind"] == "step" and fact.place.startswith("round")
 
 
 def of_pairs(of_itself: bool, masked: bool) -> Setup:
@@ -676,12 +726,71 @@ def test_samples_that_are_compared_with_themselves_are_named(
     assert ("self-pairs" in named(of)) == bool(side)
 
 
+@pytest.mark.parametrize(("keeps_itself", "side"), [(True, "positive"), (False, "negative")])
+def test_samples_of_a_class_are_compared_with_themselves(keeps_itself: bool, side: str) -> None:
+    def of_classes(model: nn.Module, batch: Any) -> Tensor:
+        z = functional.normalize(model(batch[0]), dim=1)
+        y = torch.arange(len(z)) // 2
+        pairs = (y[:, None] == y).float() - (0 if keeps_itself else torch.eye(len(z)))
+        return -((5 * z @ z.T).log_softmax(1) * pairs / pairs.sum(1, keepdim=True)).mean()
+
+    (fact,) = asked("self-pairs", setup(loss=of_classes)).facts
+    assert fact.words["side"] == side
+
+
 def test_a_kernel_that_is_fitted_has_a_diagonal() -> None:
     def fitted(model: nn.Module, batch: Any) -> Tensor:
         z = model(batch[0])
         return functional.mse_loss(z @ z.T, (batch[1][:, None] == batch[1]).float())
 
     assert asked("self-pairs", setup(loss=fitted)) == Probed()
+
+
+def discrepancy(model: nn.Module, batch: Any) -> Tensor:
+    """The distance of two distributions by a kernel."""
+    z = torch.cat([model(batch[0]), model(batch[0] + 0.3)])
+    norms = z.square().sum(1)
+    kernel = torch.exp(-(norms[:, None] + norms - 2 * z @ z.T) / 2)
+    n = len(batch[0])
+    return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
+
+
+def dependence(model: nn.Module, batch: Any) -> Tensor:
+    """The dependence of the outputs on some features, by centred kernels."""
+    z, y = functional.normalize(model(batch[0]), dim=1), batch[0][:, :2].sin()
+    centring = torch.eye(len(z)) - 1 / len(z)
+    by = centring @ torch.exp(-torch.cdist(y, y).square()) @ centring
+    return -(z @ z.T * by).mean()
+
+
+def dependence_on_classes(model: nn.Module, batch: Any) -> Tensor:
+    """The dependence of the outputs on classes, one for each four samples."""
+    z = functional.normalize(model(batch[0]), dim=1)
+    y, centring = torch.arange(len(z)) // 4, torch.eye(len(z)) - 1 / len(z)
+    by = centring @ (y[:, None] == y).float() @ centring
+    return -(z @ z.T * by).mean()
+
+
+@pytest.mark.parametrize("of_kernel", [discrepancy, dependence, dependence_on_classes])
+def test_kernels_whose_gradient_is_that_of_no_softmax_have_a_diagonal(of_kernel: Any) -> None:
+    assert asked("self-pairs", setup(loss=of_kernel)) == Probed()
+
+
+class Graph(nn.Module):
+    """Mixes the samples by a softmax of their similarities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.take, self.head = nn.Linear(12, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.take(x)
+        return self.head((z @ z.T).softmax(1) @ z)
+
+
+def test_similarities_in_a_model_have_a_diagonal() -> None:
+    assert asked("self-pairs", with_model(Graph())) == Probed()
 
 
 def test_stopped_targets_of_other_features_are_compared_with_others() -> None:
