@@ -29,7 +29,7 @@ def overfit(
 ) -> Trial | None:
     """Train a fork on one small batch, without dropout, at the best learning rate that was tried.
 
-    Every step draws the same random numbers: noise that is drawn anew can't be learned by heart.
+    Every step draws the same random numbers: noise that is drawn anew can't be learned.
     The batch is the first 16 samples of the first batch, or all of it if it can't be cut. If the
     fork does not overfit it, 3 and 0.3 times that learning rate are tried too, because the best
     learning rate for many batches may be wrong for one.
