@@ -1,5 +1,7 @@
 """Are the outputs of a sample compared with the targets of the same sample?"""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     for number, x in enumerate(tensors(batch)):
         if not x.ndim or (other := _other(x)) is None:
             continue
-        changed = passed(setup, with_tensor(batch, number, lambda y, row=other: _put(y, row)))
+        changed = passed(setup, with_tensor(batch, number, partial(_put, row=other)))
         if changed.outputs.shape != own.outputs.shape:
             return Probed(untold="the number of outputs depends on the inputs")
         counts = counts | (changed.gradients != 0)
