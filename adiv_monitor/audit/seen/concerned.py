@@ -6,9 +6,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.seen.calls import see_calls
 from adiv_monitor.audit.seen.changed_inputs import still
 from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
+from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Setup, seeded
+
+SAMPLES = 12  # most samples of a batch, so that large models take little time
+
+
+def few(setup: Setup, batch: Any) -> Any:
+    """Return a few samples of a batch; all of them if the loss can't be computed for a few."""
+    cut = first(batch, SAMPLES)
+    try:
+        with torch.no_grad():
+            see_calls(still(setup.fork()), lambda call: None, cut)
+    except Exception:  # the model works with one batch size only
+        return batch
+    return cut
 
 
 class Pass(NamedTuple):

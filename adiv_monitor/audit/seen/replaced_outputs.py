@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.seen.concerned import only_target
+from adiv_monitor.audit.seen.concerned import few, only_target
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -38,7 +38,7 @@ class Answered:
     """
 
     def __init__(self, setup: Setup, batch: Any) -> None:
-        fork = setup.fork()
+        fork, batch = setup.fork(), few(setup, batch)
         self._batch, self._outputs, self._loss = batch, Outputs(fork.model), RepeatedLoss(fork)
         self.first = self._loss.of(batch)
         target = only_target(setup, batch)

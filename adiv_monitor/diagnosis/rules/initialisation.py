@@ -49,8 +49,8 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     # Healthy architectures begin with some losses of a few times the limit (MNASNet), and choose
     # large biases in front of a softplus (Mamba).
     unusual = any(e.measure in ("gain", "alike") for e in evidence)
-    unusual |= dead_share(record) > DEAD_ACT
-    harmful = far or (unusual and suffers(record))
+    dies = dead_share(record) > DEAD_ACT and any(e.layer is not None for e in evidence)
+    harmful = far or (unusual and suffers(record)) or dies
     yield Finding(
         "bad-initialisation",
         layers,

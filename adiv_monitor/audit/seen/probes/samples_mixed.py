@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.changed_inputs import still
+from adiv_monitor.audit.seen.concerned import few
 from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
-from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-SAMPLES = 12  # most samples of a batch
 _BEYOND = 1.2  # factor on the share of one sample's entries
 _SAME = 1e-5  # share of an output's length: rounding
 MOVED = 0.5  # of the outputs depend on the place in the batch
@@ -30,7 +29,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     Batch normalisations and dropout are in evaluation mode. The evidence is the first function
     whose result changes beyond that sample.
     """
-    batch = _cut(setup)
+    batch = few(setup, setup.batches[0])
     size = size_of(batch)
     if size < 3:
         return Probed(untold="the batch has fewer than three samples")
@@ -92,17 +91,6 @@ class _Pass:
         self.calls: list[tuple[str, str, Tensor]] = []
         self.exchanged = False
         self.of_lists = False
-
-
-def _cut(setup: Setup) -> Any:
-    """Return a few samples of the first batch, if the loss can be computed for them."""
-    batch = first(setup.batches[0], SAMPLES)
-    try:
-        with torch.no_grad():
-            see_calls(still(setup.fork()), lambda call: None, batch)
-    except Exception:  # the model works with one batch size only
-        return setup.batches[0]
-    return batch
 
 
 def _passed(fork: Fork, batch: Any, exchange: int | Change | None, axis: int = 0) -> _Pass:

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.seen.concerned import passed, with_tensor
+from adiv_monitor.audit.seen.concerned import few, passed, with_tensor
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -23,7 +23,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     concern those whose gradient changes. The share that both concern, of the fewer ones, is 1 if
     they belong together.
     """
-    batch = setup.batches[0]
+    batch = few(setup, setup.batches[0])
     size = size_of(batch)
     if size < FEWEST:
         return Probed(untold=f"the batch has fewer than {FEWEST} samples")

@@ -76,7 +76,8 @@ def _with_gradients(fork: Fork, batch: Any) -> list[_Seen]:
     def look(call: Call) -> None:
         given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
         if len(given) > 1 and any(x.is_leaf and x.requires_grad for x in given):
-            clips.clear()  # a layer
+            clips.clear()  # a layer, which is no step even if its weights are zero
+            return
         try:
             seen = _candidate(call, given)
         except Exception:  # a tensor of another kind, such as a nested one
