@@ -217,7 +217,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "attention-saturated": "Attention that begins saturated",
         "dropout-on-outputs": "Dropout on the outputs",
         "outputs-normalised": "Normalised outputs of a regression",
-        "zero-gradient": "A loss without a gradient",
+        "zero-gradient": "Gradients of exactly zero",
         "zero-slope": "A function that stops the gradient",
         "self-pairs": "Samples that are compared with themselves",
         "constant-data": "Data without differences",

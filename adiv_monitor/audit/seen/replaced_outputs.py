@@ -1,5 +1,6 @@
 """A model's outputs, noted or replaced by others, such as the targets."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from adiv_monitor.audit.seen.concerned import few, only_target
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
+
+BATCHES = 2
+Losses = tuple[float, float]
 
 
 class Outputs:
@@ -51,10 +55,20 @@ class Answered:
         return self._loss.of(self._batch)
 
 
+def in_batches(setup: Setup, find: Callable[[Answered], Losses | None]) -> Losses | None:
+    """Return what is found in the last of some batches; None: in one of them, nothing is."""
+    found = None
+    for batch in setup.batches[:BATCHES]:
+        of = Answered(setup, batch)
+        found = None if of.target is None else find(of)
+        if found is None:
+            return None
+    return found
+
+
 def trained_outputs(setup: Setup, trained: Fork) -> Tensor | None:
     """Return a trained model's outputs for the first batch; None: none are of floating point."""
-    after = setup.fork()
-    after.model.load_state_dict(trained.model.state_dict())
+    after = setup.fork_like(trained)
     outputs = Outputs(after.model)
     RepeatedLoss(after).of(setup.batches[0])
     return None if outputs.seen is None else outputs.seen.detach()

@@ -71,6 +71,12 @@ class Setup:
     seed: int = 0
     differentiates: bool = False
 
+    def fork_like(self, trained: Fork) -> Fork:
+        """Return a fork with the weights and buffers of a trained one, which stays as it is."""
+        fork = self.fork()
+        fork.model.load_state_dict(trained.model.state_dict())
+        return fork
+
     def fork(self) -> Fork:
         """Return a copy of the model in training mode with its own copy of the optimizer.
 

@@ -64,7 +64,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         return Probed(untold=found)
     if found.skill.error < found.skill.share < EXPLAINS:
         return Probed()
-    own = _own_skill(_copy(setup, trained), found.batches)
+    own = _own_skill(setup.fork_like(trained), found.batches)
     if own is None:
         return Probed(untold=_UNKNOWN)
     numbers = {
@@ -91,13 +91,6 @@ class _Reference(NamedTuple):
     batches: tuple[Any, ...]
     samples: int
     per_class: float
-
-
-def _copy(setup: Setup, trained: Fork) -> Fork:
-    """A fork with the weights of a trained one, which stays as it is."""
-    fork = setup.fork()
-    fork.model.load_state_dict(trained.model.state_dict())
-    return fork
 
 
 def _reference(setup: Setup) -> _Reference | str:

@@ -24,8 +24,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
     Of the samples of other classes, more than half have one before training.
     """
-    after = setup.fork()
-    after.model.load_state_dict(trained.model.state_dict())
+    after = setup.fork_like(trained)
     labels: list[Tensor] = []
     taught: list[Tensor] = []
     count = min(BATCHES, len(setup.batches))

@@ -48,7 +48,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     """
     batch = first(setup.batches[0], SAMPLES)
     runs = [ChangedInputs(still(fork), batch, fewest=1)
-            for fork in (_copy(setup, trained), setup.fork())]  # fmt: skip
+            for fork in (setup.fork_like(trained), setup.fork())]  # fmt: skip
     ignored = _ignored(runs)
     masks = {"masked": "True"} if any(_is_masked(setup.fork(), batch)) else {}
     found = []
@@ -81,13 +81,6 @@ def _ignored(runs: list[ChangedInputs]) -> list[Fact]:
              {"shape": str(tuple(inputs[number].shape)), "whole": "True"})
         for number in silent
     ]  # fmt: skip
-
-
-def _copy(setup: Setup, trained: Fork) -> Fork:
-    """Return a fork with the weights of a trained one, which keeps its mode."""
-    fork = setup.fork()
-    fork.model.load_state_dict(trained.model.state_dict())
-    return fork
 
 
 def _parts(x: Tensor) -> Iterator[Part]:

@@ -1,12 +1,9 @@
 """Does the loss take outputs for probabilities, although they may have any value?"""
 
-from typing import Any
-
-from adiv_monitor.audit.seen.replaced_outputs import Answered, trained_outputs
+from adiv_monitor.audit.seen.replaced_outputs import Answered, Losses, in_batches, trained_outputs
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-BATCHES = 2
 # Relative to the first loss: outputs that equal the targets have a loss that is closer to 0 than
 # `PERFECT`, and outputs of twice the targets one that is lower by at least `LOWER`.
 PERFECT, LOWER = 0.05, 0.1
@@ -19,12 +16,9 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     A loss of logits is not zero where these equal the targets, and a loss of probabilities is
     nowhere lower. One that is zero there and lower beyond has its lowest value elsewhere.
     """
-    losses = (0.0, 0.0)
-    for batch in setup.batches[:BATCHES]:
-        found = _beyond(setup, batch)
-        if found is None:
-            return Probed()
-        losses = found
+    losses = in_batches(setup, _beyond)
+    if losses is None:
+        return Probed()
     x = trained_outputs(setup, trained)
     outside = 0.0 if x is None else float(((x < 0) | (x > 1)).float().mean())
     if outside < OUTSIDE:
@@ -32,11 +26,9 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     return Probed((Fact("", {"at": losses[0], "beyond": losses[1], "outside": outside}),))
 
 
-def _beyond(setup: Setup, batch: Any) -> tuple[float, float] | None:
+def _beyond(of: Answered) -> Losses | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
-    of = Answered(setup, batch)
-    if of.target is None:
-        return None
+    assert of.target is not None
     at = of.loss(of.target)
     if abs(at) >= PERFECT * abs(of.first):
         return None

@@ -1,12 +1,9 @@
 """Is the loss lower, the more the outputs contradict the targets?"""
 
-from typing import Any
-
-from adiv_monitor.audit.seen.replaced_outputs import Answered, trained_outputs
+from adiv_monitor.audit.seen.replaced_outputs import Answered, Losses, in_batches, trained_outputs
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-BATCHES = 2
 LOGIT = 8.0
 LOWER = 0.1  # of the first loss: the least by which contradicting outputs have the lower loss
 
@@ -17,23 +14,18 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     This is done as probabilities, p and 1 − p, and as logits, ±8, because a loss of probabilities
     may not tell logits apart. Distances, which are never negative, may be meant to contradict.
     """
-    losses = (0.0, 0.0)
-    for batch in setup.batches[:BATCHES]:
-        found = _preferred(setup, batch)
-        if found is None:
-            return Probed()
-        losses = found
+    losses = in_batches(setup, _preferred)
+    if losses is None:
+        return Probed()
     outputs = trained_outputs(setup, trained)
     is_signed = outputs is not None and bool((outputs < 0).any())
     words = {"outputs": "signed" if is_signed else "positive"}
     return Probed((Fact("", {"right": losses[0], "wrong": losses[1]}, words),))
 
 
-def _preferred(setup: Setup, batch: Any) -> tuple[float, float] | None:
+def _preferred(of: Answered) -> Losses | None:
     """Return the losses of right and of wrong logits; None: that of the right ones is lower."""
-    of = Answered(setup, batch)
-    if of.target is None:
-        return None
+    assert of.target is not None
     logits = LOGIT * (2 * of.target - 1)
     pairs = [(of.loss(x), of.loss(y)) for x, y in ((of.target, 1 - of.target), (logits, -logits))]
     is_reversed = all(right - wrong > LOWER * abs(of.first) for right, wrong in pairs)

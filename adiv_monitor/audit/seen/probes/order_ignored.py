@@ -28,8 +28,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     untrained = _asked(setup, setup.fork())
     if not untrained.facts:
         return untrained
-    later = setup.fork()
-    later.model.load_state_dict(trained.model.state_dict())
+    later = setup.fork_like(trained)
     return _asked(setup, later)
 
 

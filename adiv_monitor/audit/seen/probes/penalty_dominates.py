@@ -35,7 +35,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     begin, batches = _Terms(setup.fork()), setup.batches[:_BATCHES]
     if len(begin.of(batches[:1])) < 2:
         return Probed()
-    end = _Terms(_copy(setup, trained))
+    end = _Terms(setup.fork_like(trained))
     own, exchanged = begin.of(batches), begin.of(batches, exchanged=True)
     after, moved = end.of(batches), end.of(batches, exchanged=True)
     if not len(own) == len(exchanged) == len(after) == len(moved):
@@ -78,12 +78,6 @@ def _others(terms: list[float], penalties: frozenset[int]) -> float:
 
 def _alike(x: float, y: float) -> bool:
     return abs(x - y) <= _SAME * max(abs(x), abs(y))
-
-
-def _copy(setup: Setup, trained: Fork) -> Fork:
-    fork = setup.fork()
-    fork.model.load_state_dict(trained.model.state_dict())
-    return fork
 
 
 class _Terms:

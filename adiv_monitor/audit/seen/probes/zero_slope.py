@@ -44,8 +44,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     Of a clip, the entries count that the loss would pull back into its range: their share, among
     those with a gradient at its result, with the weights after training.
     """
-    fork = setup.fork()
-    fork.model.load_state_dict(trained.model.state_dict())
+    fork = setup.fork_like(trained)
     steps: dict[str, Fact] = {}
     clips: dict[str, tuple[int, int, Fact]] = {}
     for batch in setup.batches[:BATCHES]:
