@@ -1,6 +1,7 @@
 """Forms of losses that do not fit the outputs or the targets: each beside its fixed twin."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -308,12 +309,27 @@ def test_targets_may_concern_other_samples_too(of: OfPair) -> None:
     assert asked("targets-misplaced", with_loss(of, lambda x, y: y)) == ()
 
 
+class Neighbours(nn.Module):
+    """Each sample sees the one before it, as in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        return found + found.roll(1, 0)
+
+
 def test_a_sample_that_a_mask_leaves_out_is_not_misplaced() -> None:
+    """Its inputs concern another sample's outputs, too, and those have a gradient."""
+
     def of(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         return ((z - y).square() * mask[:, None]).sum() / 20
 
     without_first = beside(lambda x: (torch.arange(len(x)) > 0).float(), of)
-    assert strengths("targets-misplaced", asked("targets-misplaced", without_first)) == []
+    seen = replace(without_first, model=Neighbours())
+    assert strengths("targets-misplaced", asked("targets-misplaced", seen)) == []
 
 
 def test_tensors_of_unlike_length_can_not_be_told() -> None:
