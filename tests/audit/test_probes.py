@@ -755,6 +755,25 @@ def test_a_loss_that_falls_slowly_without_a_bound_is_told_from_one_with_a_bound(
         assert bounded is loss or report.record.losses[-1] < 0, "it is below zero"
 
 
+def test_samples_with_negative_weights_have_no_lower_bound_by_construction() -> None:
+    def policy(model: nn.Module, batch: Any) -> Tensor:
+        x, action, advantage = batch
+        chosen = model(x).log_softmax(1).gather(1, action[:, None])[:, 0]
+        return -(chosen * advantage).mean()
+
+    def error(model: nn.Module, batch: Any) -> Tensor:  # no weight: it is not linear so far
+        return -(100 + model(batch[0])[:, 0] - batch[2]).abs().mean()
+
+    with_rewards = [(x, y, -1.0 - y) for x, y in batches(20)]
+    for of, strength in ((policy, "watch"), (error, "act")):
+        report = audit(mlp(), with_rewards, loss=of, steps=40, what_if=False, try_fixes=False)
+        found = next(f for f in report.findings if f.name == "unbounded-loss")
+        assert found.strength == strength, of
+        assert (f"{len(with_rewards[0][0])} samples of the first batch have" in found.summary) == (
+            of is policy
+        )
+
+
 def test_where_a_hook_bounds_the_weights_the_line_through_them_tells_nothing() -> None:
     model = mlp()
     optimizer = adam(model)

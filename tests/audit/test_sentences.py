@@ -348,6 +348,11 @@ BELOW = tuple(1 - 0.1 * i for i in range(STEPS))
 GOES_ON = probed("unbounded-loss", Fact("", {"loss": -90.0, "times": 64.0}), losses=BELOW)
 
 
+def negatively(negative: int) -> Record:
+    numbers = {"loss": -90.0, "times": 64.0, "negative": negative}
+    return probed("unbounded-loss", Fact("", numbers), losses=BELOW)
+
+
 def by_reports(
     *steps: dict[str, LayerReading],
     rates: tuple[float, ...] = (),
@@ -453,6 +458,13 @@ ROWS: list[Row] = [
         "not show that the model learns", GOES_ON, replace(GOES_ON, losses=WELL)),
     Row("unbounded-loss", "The loss has no lower bound", GOES_ON,
         replace(GOES_ON, descent_share=0.5)),
+    Row("unbounded-loss", "5 samples of the first batch have a negative weight, so that a lower "
+        "probability of what was chosen lowers the loss without end", negatively(5), negatively(0)),
+    Row("unbounded-loss", "1 sample of the first batch has a negative weight", negatively(1),
+        negatively(0)),
+    Row("unbounded-loss", "if the weights are rewards or advantages, judge the training by the "
+        "mean reward, and draw new samples from the policy after each step or bound its change "
+        "(PPO); else look where the signs come from", negatively(5), negatively(0)),
     # stands-still, outside-healthy, rate-decayed
     Row("stands-still", "In a typical step, the activations of layer 'a' move by 0.00025 times "
         "their length. Healthy layers that train from scratch move by at least 0.009",

@@ -188,6 +188,29 @@ def unbounded(record: Record) -> Iterator[Finding]:
             f"copy move {fact['times']:.0f} times as far in the same direction."
         )
         evidence = Evidence("loss of weights moved further", fact["loss"], 0.0)
+    negative = int(found[0].numbers.get("negative", 0)) if found else 0
+    if negative:
+        samples = (
+            "1 sample of the first batch has a"
+            if negative == 1
+            else (f"{negative} samples of the first batch have a")
+        )
+        yield Finding(
+            "unbounded-loss",
+            (),
+            "watch",
+            (evidence,),
+            (
+                Advice("if the weights are rewards or advantages, judge the training by the mean "
+                       "reward, and draw new samples from the policy after each step or bound its "
+                       "change (PPO); else look where the signs come from"),
+            ),
+            f"{summary} {samples} negative weight, so that a lower probability of what was chosen "
+            "lowers the loss without end.",
+            "Another learning rate only changes how fast the loss falls.",
+            against=RATES,
+        )  # fmt: skip
+        return
     yield Finding(
         "unbounded-loss",
         (),

@@ -1,23 +1,30 @@
 """Does the loss keep falling if the weights move on in the direction of the run?"""
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from adiv_monitor.audit.seen.concerned import with_tensor
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 FURTHER = 64.0  # times as far as the run went, by doublings
 PACE = 0.5  # of the run's own decrease by distance, at least, in each doubling
+WIDE = 1e4  # times the weights of the samples, and minus that: a distance is not linear so far
+LINEAR = 1e-3  # largest share of a linear change by which the two may differ
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
     """Compute the first batch's loss further along the line from the first to the last weights.
 
     A loss with a minimum rises there, or falls more slowly. One without a lower bound falls by at
-    least `PACE` times as much per distance as in the run.
+    least `PACE` times as much per distance as in the run. The fact says whether samples have
+    negative weights, as the rewards of a policy gradient are.
     """
     fork = setup.fork()
     loss, batch = RepeatedLoss(fork), setup.batches[0]
@@ -41,7 +48,23 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         if math.isinf(value):
             break
         before, distance = value, 2 * distance
-    return Probed((Fact("", {"loss": before, "times": distance}),))
+    at(0.0)
+    numbers = {"loss": before, "times": distance, "negative": _negative_weights(loss, batch)}
+    return Probed((Fact("", numbers),))
+
+
+def _negative_weights(loss: RepeatedLoss, batch: Any) -> int:
+    """Return the number of samples with a negative weight: a tensor in which the loss is linear."""
+    for number, x in enumerate(tensors(batch)):
+        if x.is_floating_point() and x.numel() == size_of(batch) and bool((x < 0).any()):
+            times = [
+                partial(torch.mul, torch.tensor(c, device=x.device)) for c in (-WIDE, 0.0, WIDE)
+            ]
+            below, none, above = (loss.of(with_tensor(batch, number, scaled)) for scaled in times)
+            change = abs(above - none)
+            if change > 0 and abs(above + below - 2 * none) < LINEAR * change:
+                return int((x < 0).sum())
+    return 0
 
 
 @torch.no_grad()
