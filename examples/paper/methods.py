@@ -5,6 +5,9 @@ divided by in BatchNorm. Then rows, one formula for all: with d = x − m·mean(
 
     x̂ = d / s,  s² = max(p·‖d‖² + q, floor),  z = W·x̂ + b, or W·x̂ + b/s for affine-like maps.
 
+Isotropic tanh has x̂ = tanh(‖d‖)·d/‖d‖ (eqn 29 of the paper), which is d/s of norm-like times a
+factor that, like that of affine-like, is small for short rows only.
+
 All without parameters, as in the paper. The tensors have a leading dimension of networks.
 """
 
@@ -25,6 +28,7 @@ class Method(NamedTuple):
         by_width: RMSNorm and LayerNorm.
         constant: q.
         floor: least s².
+        isotropic: x̂ is multiplied by tanh(‖d‖).
         scaled_bias: affine-like: the bias is divided too.
         constant_scale: a network's input, and nothing else, over its root mean square length.
         rate: what multiplies the learning rate.
@@ -36,6 +40,7 @@ class Method(NamedTuple):
     by_width: bool = False
     constant: float = 1.0
     floor: float = 0.0
+    isotropic: bool = False
     scaled_bias: bool = False
     constant_scale: bool = False
     rate: float = 1.0
@@ -52,6 +57,7 @@ METHODS = {
     "norm-like": _NORM_LIKE,
     "norm-like-half": _NORM_LIKE._replace(rate=0.5),
     "affine-like": _AFFINE_LIKE,
+    "isotropic-tanh": _NORM_LIKE._replace(isotropic=True),
     "constant-scale": Method(constant_scale=True),
     "centred": Method("centred"),
     "centred-affine-like": _AFFINE_LIKE._replace(columns="centred"),
@@ -79,6 +85,7 @@ class Rows:
         constants = [typical**2 if m.constant_scale else m.constant for m in methods]
         self.constant = per_network(constants)
         self.floor = per_network([m.floor for m in methods])
+        self.isotropic = per_network([m.isotropic for m in methods]).bool()
         self.scaled_bias = per_network([m.scaled_bias for m in methods]).bool()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +97,9 @@ class Rows:
     def factors(self, squares: Tensor) -> tuple[Tensor, Tensor]:
         """1/s and what multiplies the bias, of ‖d‖², all (networks, rows, 1)."""
         factor = torch.maximum(self.square * squares + self.constant, self.floor).rsqrt()
-        return factor, torch.where(self.scaled_bias, factor, 1.0)
+        of_bias = torch.where(self.scaled_bias, factor, 1.0)
+        # ‖d‖ = ‖d‖²/s of norm-like, whose derivative is finite at 0.
+        return factor * torch.where(self.isotropic, torch.tanh(squares * factor), 1.0), of_bias
 
 
 class Columns:

@@ -52,6 +52,15 @@ class Over(nn.Module):
         return x / self.divisor
 
 
+class IsotropicTanh(nn.Module):
+    """tanh(‖x‖)·x/‖x‖ of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows of the same directions, shorter than 1."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return length.tanh() * x / length
+
+
 def model(network: Network, sizes: Sequence[int], typical: float) -> nn.Sequential:
     """One network, with the weights it has at first in an ensemble."""
     torch.manual_seed(network.seed)
@@ -80,6 +89,8 @@ def _normaliser(method: str, width: int) -> list[nn.Module]:
         return [nn.LayerNorm(width, elementwise_affine=False)]
     if method == "rmsnorm":
         return [nn.RMSNorm(width, METHODS[method].constant, elementwise_affine=False)]
+    if METHODS[method].isotropic:
+        return [IsotropicTanh()]
     return [Centred(width)] if METHODS[method].columns == "centred" else []
 
 

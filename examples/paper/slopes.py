@@ -17,12 +17,13 @@ BATCHNORM_BY_BATCH = "batchnorm, tested on batches"
 
 
 class Line(NamedTuple):
-    """Accuracy = intercept + slope · batch size, with standard errors."""
+    """Accuracy = intercept + slope · batch size, with standard errors, and their correlation."""
 
     intercept: float
     intercept_error: float
     slope: float
     slope_error: float
+    correlation: float
     points: int
 
     def chance(self, sign: int) -> float:
@@ -46,7 +47,9 @@ class Arm(NamedTuple):
         if len(points) < 3 or len(self.accuracies) < 2:
             return None
         fit = stats.linregress(*zip(*points, strict=True))
-        return Line(fit.intercept, fit.intercept_stderr, fit.slope, fit.stderr, len(points))
+        return Line(
+            fit.intercept, fit.intercept_stderr, fit.slope, fit.stderr, fit.rvalue, len(points)
+        )
 
     def at(self, batch_size: int) -> tuple[float, float]:
         """Mean over seeds and its standard error (nan for one seed)."""

@@ -88,7 +88,8 @@ def text(runs: Sequence[Run]) -> str:
 def _table(found: Sequence[Arm]) -> str:
     """Accuracies, lines, the paper's lines, and what became of the stated signs."""
     sizes = _sizes(found)
-    head = [*_head(sizes), "intercept", "paper's", "slope, 10⁻²", "paper's, 10⁻²", "stated sign"]
+    head = [*_head(sizes), "intercept", "paper's", "slope, 10⁻²", "paper's, 10⁻²", "correlation"]
+    head.append("stated sign")
     rows = []
     for arm in found:
         line, paper = arm.line(), PAPER.get((arm.method, arm.activation))
@@ -96,6 +97,7 @@ def _table(found: Sequence[Arm]) -> str:
         row += _line_cells(line)[:1] + ([""] if paper is None else [plus(paper[0], paper[1])])
         row += _line_cells(line)[1:]
         row += [""] if paper is None else [plus(100 * paper[2], 100 * paper[3], sign=True)]
+        row.append("" if line is None else plus(line.correlation, math.nan, sign=True))
         rows.append([*row, _verdict(arm.method, line)])
     return markdown(head, rows)
 
