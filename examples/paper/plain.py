@@ -57,7 +57,7 @@ class IsotropicTanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows of the same directions, shorter than 1."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return length.tanh() * x / length
 
 
