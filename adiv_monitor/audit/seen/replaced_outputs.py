@@ -33,21 +33,24 @@ class Outputs:
 
 
 class Answered:
-    """The loss of a batch whose targets are 0 and 1, or classes, for any outputs of the model.
+    """The loss of a batch for any outputs of the model.
 
     Attributes:
-        target: the targets in the shape of the outputs; None: the batch has no such targets, or
-            several tensors that may be them.
         first: the loss of the model's own outputs.
+        targets: tensors of the batch that may be its targets, of 0 and 1, or classes, each with
+            what it is in the shape of the outputs.
     """
 
     def __init__(self, setup: Setup, batch: Any) -> None:
-        fork, batch = setup.fork(), few(setup, batch)
+        fork = setup.fork()
         self._batch, self._outputs, self._loss = batch, Outputs(fork.model), RepeatedLoss(fork)
         self.first = self._loss.of(batch)
-        target = only_target(setup, batch)
         output = self._outputs.seen
-        self.target = None if target is None or output is None else _as_output(output, target)
+        self.targets = [
+            (x, target)
+            for x in tensors(batch)
+            if output is not None and (target := _as_output(output, x)) is not None
+        ]
 
     def loss(self, outputs: Tensor) -> float:
         """Return the loss of these outputs."""
@@ -55,12 +58,16 @@ class Answered:
         return self._loss.of(self._batch)
 
 
-def in_batches(setup: Setup, find: Callable[[Answered], Losses | None]) -> Losses | None:
+def in_batches(setup: Setup, find: Callable[[Answered, Tensor], Losses | None]) -> Losses | None:
     """Return what is found in the last of some batches; None: in one of them, nothing is."""
     found = None
-    for batch in setup.batches[:BATCHES]:
-        of = Answered(setup, batch)
-        found = None if of.target is None else find(of)
+    for whole in setup.batches[:BATCHES]:
+        batch = few(setup, whole)
+        found, of = None, Answered(setup, batch)
+        for x, target in of.targets:
+            losses = find(of, target)
+            if losses is not None and only_target(setup, batch) is x:
+                found = losses
         if found is None:
             return None
     return found

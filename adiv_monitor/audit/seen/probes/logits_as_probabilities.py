@@ -1,5 +1,7 @@
 """Does the loss take outputs for probabilities, although they may have any value?"""
 
+from torch import Tensor
+
 from adiv_monitor.audit.seen.replaced_outputs import Answered, Losses, in_batches, trained_outputs
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -26,11 +28,10 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     return Probed((Fact("", {"at": losses[0], "beyond": losses[1], "outside": outside}),))
 
 
-def _beyond(of: Answered) -> Losses | None:
+def _beyond(of: Answered, target: Tensor) -> Losses | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
-    assert of.target is not None
-    at = of.loss(of.target)
+    at = of.loss(target)
     if abs(at) >= PERFECT * abs(of.first):
         return None
-    beyond = of.loss(2 * of.target)
+    beyond = of.loss(2 * target)
     return (at, beyond) if beyond < at - LOWER * abs(of.first) else None

@@ -1,5 +1,7 @@
 """Is the loss lower, the more the outputs contradict the targets?"""
 
+from torch import Tensor
+
 from adiv_monitor.audit.seen.replaced_outputs import Answered, Losses, in_batches, trained_outputs
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -23,10 +25,9 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     return Probed((Fact("", {"right": losses[0], "wrong": losses[1]}, words),))
 
 
-def _preferred(of: Answered) -> Losses | None:
+def _preferred(of: Answered, target: Tensor) -> Losses | None:
     """Return the losses of right and of wrong logits; None: that of the right ones is lower."""
-    assert of.target is not None
-    logits = LOGIT * (2 * of.target - 1)
-    pairs = [(of.loss(x), of.loss(y)) for x, y in ((of.target, 1 - of.target), (logits, -logits))]
+    logits = LOGIT * (2 * target - 1)
+    pairs = [(of.loss(x), of.loss(y)) for x, y in ((target, 1 - target), (logits, -logits))]
     is_reversed = all(right - wrong > LOWER * abs(of.first) for right, wrong in pairs)
     return pairs[-1] if is_reversed else None

@@ -1,7 +1,7 @@
 """Can the function behind the last layer reach the targets?"""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -46,6 +46,24 @@ class Bounds(NamedTuple):
     high: float
 
 
+class Targets(NamedTuple):
+    """What a loss compares with targets that it may not reach.
+
+    Attributes:
+        beyond: Bounds of tensors that are subtracted from targets, with the share of these outside
+            of them. Bounded results that are multiplied by, or added to, tensors that depend on no
+            parameters remain bounded.
+        several: Softmaxes whose results are compared with targets of the same shape, with the share
+            of rows of targets that sum to more than `SEVERAL`.
+        binary: Binary cross-entropies, with the share of their targets below 0 or above 1, and the
+            target farthest from them.
+    """
+
+    beyond: list[tuple[Bounds, float]]
+    several: list[tuple[Call, float]]
+    binary: list[tuple[Call, float, float]]
+
+
 def ask(setup: Setup, trained: Fork) -> Probed:
     """Return the share of targets that the function on the outputs can't reach.
 
@@ -55,15 +73,16 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     found: dict[str, list[float]] = {}
     words: dict[str, dict[str, str]] = {}
     for batch in setup.batches[:BATCHES]:
-        for bounds, share in beyond(setup.fork(), batch):
+        targets = compared(setup.fork(), batch)
+        for bounds, share in targets.beyond:
             place = bounds.last.place
             found.setdefault(place, []).append(share)
             ends = {"low": f"{bounds.low:g}", "high": f"{bounds.high:g}"}
             words[place] = {"function": bounds.last.name, **ends}
-        for call, share in of_several(setup.fork(), batch):
+        for call, share in targets.several:
             found.setdefault(call.place, []).append(share)
             words[call.place] = {"function": call.name, "sum": "1"}
-        for call, share, farthest in no_probabilities(setup.fork(), batch):
+        for call, share, farthest in targets.binary:
             found.setdefault(call.place, []).append(share)
             words[call.place] = {"function": call.name, "farthest": f"{farthest:.3g}"}
     return Probed(tuple(
@@ -72,83 +91,53 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     ))  # fmt: skip
 
 
-def beyond(fork: Fork, batch: object = None) -> list[tuple[Bounds, float]]:
-    """Return bounds of tensors that are subtracted from targets.
-
-    Each comes with the share of these targets outside of them. Bounded results that are multiplied
-    by, or added to, tensors that depend on no parameters remain bounded.
-    """
-    made = _Made()
-    found: list[tuple[Bounds, float]] = []
+def compared(fork: Fork, batch: object = None) -> Targets:
+    """Return what a fork's loss of a batch, of its first by default, compares with targets."""
+    ranges, softmaxes = _Made(), _Made()
+    beyond: list[tuple[Bounds, float]] = []
+    several: list[tuple[Call, float]] = []
+    binary: list[tuple[Call, Tensor]] = []
 
     def look(call: Call) -> None:
         for output, target in _compared(call, "binary_cross_entropy"):
-            bounds = made.of(output)
-            if bounds is not None:
+            if (bounds := ranges.of(output)) is not None:
                 outside = (target < bounds.low) | (target > bounds.high)
-                found.append((bounds, float(outside.float().mean())))
-        bounds = _bounds(call, made)
-        if bounds is not None:
-            made.note(call.result, bounds)
-
-    see_calls(fork, look, batch)
-    return found
-
-
-def of_several(fork: Fork, batch: object = None) -> list[tuple[Call, float]]:
-    """Return softmaxes whose results are compared with targets of the same shape.
-
-    Each comes with the share of rows of targets that sum to more than `SEVERAL`.
-    """
-    made = _Made()
-    found: list[tuple[Call, float]] = []
-
-    def look(call: Call) -> None:
-        for output, target in _compared(call, "binary_cross_entropy"):
-            softmax = made.of(output)
+                beyond.append((bounds, float(outside.float().mean())))
+            softmax = softmaxes.of(output)
             if softmax is not None and output.shape == target.shape == softmax.result.shape:
-                found.append((softmax, _several(target, softmax.argument(1, "dim"))))
+                several.append((softmax, _several(target, softmax.argument(1, "dim"))))
+        if (made := _bounds(call, ranges)) is not None:
+            ranges.note(call.result, made)
+        target = call.argument(1, "target")
         if call.name == "cross_entropy":
-            logits, target = call.argument(0, "input"), call.argument(1, "target")
+            logits = call.argument(0, "input")
             if logits.shape == target.shape and not target.requires_grad:
-                found.append((call, _several(target, min(1, logits.ndim - 1))))
+                several.append((call, _several(target, min(1, logits.ndim - 1))))
         elif call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
-            made.note(call.result, call)
-
-    see_calls(fork, look, batch)
-    return found
-
-
-def no_probabilities(fork: Fork, batch: object = None) -> list[tuple[Call, float, float]]:
-    """Return binary cross-entropies with the share of their targets below 0 or above 1.
-
-    Each comes with the target farthest from them, too.
-    """
-    calls: list[tuple[Call, Tensor]] = []
-
-    def look(call: Call) -> None:
-        # `binary_cross_entropy` refuses such targets.
-        is_binary = call.name == "binary_cross_entropy_with_logits"
-        target = call.argument(1, "target") if is_binary else None
-        if isinstance(target, Tensor) and not target.requires_grad and call.result.requires_grad:
-            call.result.retain_grad()
-            calls.append((call, target.double()))
+            softmaxes.note(call.result, call)
+        elif (
+            call.name == "binary_cross_entropy_with_logits"  # the one of probabilities refuses them
+            and not target.requires_grad
+            and call.result.requires_grad
+        ):
+            binary.append((call, target.double()))
 
     with torch.enable_grad():
         loss = see_calls(fork, look, batch)
-        if calls:
-            loss.backward()  # type: ignore[no-untyped-call]
-    found = []
-    for call, target in calls:
+    gradients: Sequence[Tensor | None] = ()
+    if binary:
+        gradients = torch.autograd.grad(
+            loss, [call.result for call, _ in binary], allow_unused=True
+        )
+    outside = []
+    for (call, target), gradient in zip(binary, gradients, strict=True):
         # Without a reduction, a mask may leave targets out.
-        gradient = call.result.grad
         if gradient is not None and gradient.shape == target.shape:
             target = target[gradient != 0]
         if target.numel():
-            outside = float(((target < 0) | (target > 1)).double().mean())
-            farthest = float(target.flatten()[(target - 0.5).abs().argmax()])
-            found.append((call, outside, farthest))
-    return found
+            share = float(((target < 0) | (target > 1)).double().mean())
+            outside.append((call, share, float(target.flatten()[(target - 0.5).abs().argmax()])))
+    return Targets(beyond, several, outside)
 
 
 class _Made:

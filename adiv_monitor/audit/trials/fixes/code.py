@@ -157,7 +157,7 @@ def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Leave out the function before the difference, identified by its number in the pass."""
-    numbers = {bounds.last.number for bounds, _ in targets_out_of_range.beyond(fork)}
+    numbers = {bounds.last.number for bounds, _ in targets_out_of_range.compared(fork).beyond}
     _replace(
         fork,
         lambda call: call.number in numbers and call.name in targets_out_of_range.RANGES,
@@ -167,7 +167,7 @@ def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> Non
 
 def _sigmoids(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Replace softmaxes that are compared with targets of several classes by sigmoids."""
-    found = targets_out_of_range.of_several(fork)
+    found = targets_out_of_range.compared(fork).several
     numbers = {call.number for call, share in found if share > 0}
     _replace(
         fork,
