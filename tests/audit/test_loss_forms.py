@@ -332,6 +332,19 @@ def test_a_sample_that_a_mask_leaves_out_is_not_misplaced() -> None:
     assert strengths("targets-misplaced", asked("targets-misplaced", seen)) == []
 
 
+def test_outputs_that_are_always_zero_belong_to_no_other_sample() -> None:
+    """Of a ReLU on logits: targets concern the zeros, which no inputs change."""
+    model = nn.Sequential(nn.Linear(12, 3), nn.ReLU())
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([-9.0, -9.0, 9.0]))
+    made = tuple((x, torch.arange(len(x)) % 2) for x, _ in batches())
+    assert asked("targets-misplaced", setup(model=model, batches=made)) == ()
+    reversed_ = with_loss(
+        lambda z, y: functional.cross_entropy(z.relu(), y.flip(0)), lambda x, y: y
+    )
+    assert asked("targets-misplaced", reversed_)[0].numbers["share"] == 0
+
+
 def test_tensors_of_unlike_length_can_not_be_told() -> None:
     """As boxes of each image: one image may have as many as there are images."""
     x, _ = batches()[0]

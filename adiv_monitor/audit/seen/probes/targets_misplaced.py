@@ -20,8 +20,9 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     """Change the first sample's inputs, then its targets, and see which outputs these concern.
 
     Inputs concern the outputs that change and count in the loss. Targets, which change no outputs,
-    concern those whose gradient changes. The share that both concern, of the fewer ones, is 1 if
-    they belong together.
+    concern those whose gradient changes; outputs that no sample's inputs change, such as zeros of a
+    ReLU, do not count. The share that both concern, of the fewer ones, is 1 if they belong
+    together.
     """
     batch = few(setup, setup.batches[0])
     size = size_of(batch)
@@ -32,7 +33,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     own = passed(setup, batch)
     if not len(own.outputs):
         return Probed(untold="the loss calls no model that returns numbers")
-    of_inputs = of_targets = torch.zeros_like(own.outputs, dtype=torch.bool)
+    of_inputs = of_targets = alive = torch.zeros_like(own.outputs, dtype=torch.bool)
     counts = own.gradients != 0
     shapes = []
     for number, x in enumerate(tensors(batch)):
@@ -45,12 +46,14 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         moved = changed.outputs != own.outputs
         if bool(moved.any()):
             of_inputs = of_inputs | moved
+            every = passed(setup, with_tensor(batch, number, partial(_turn, by=other)))
+            alive = alive | (every.outputs != own.outputs)
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)
             shapes.append(str(tuple(x.shape)))
-    of_inputs = of_inputs & counts
     if int(of_targets.sum()) > ITS_SHARE * int(counts.sum()) / size:
         return Probed(untold="the loss compares each target with several samples")
+    of_inputs, of_targets = of_inputs & counts, of_targets & alive
     fewer = min(int(of_inputs.sum()), int(of_targets.sum()))
     if not fewer:
         return Probed(untold="the batch holds no inputs and targets apart")
@@ -62,6 +65,11 @@ def _other(x: Tensor) -> int | None:
     """Return the first sample that differs from the first one; None: all are alike."""
     differ = (x != x[:1]).reshape(len(x), -1).any(1).nonzero()
     return int(differ[0]) if len(differ) else None
+
+
+def _turn(x: Tensor, by: int) -> Tensor:
+    """Return the samples in another order, in which the first one is that of this number."""
+    return x.roll(-by, 0)
 
 
 def _put(x: Tensor, row: int) -> Tensor:
