@@ -566,6 +566,35 @@ def of_lines(model: nn.Module, lines: Tensor) -> Setup:
     return setup(model=model, loss=by_places, batches=((lines, lines.clone()),))
 
 
+class Scrambled(nn.Module):
+    """Causal attention whose heads are made by view: they mix the places, later ones as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 16), nn.Parameter(torch.randn(6, 16))
+        self.second, self.head = nn.Linear(16, 16), nn.Linear(16, 9)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.places
+        heads = x.view(len(x), 4, 6, 4)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        return self.head(nn.functional.relu(self.second(x + mixed)))
+
+
+def test_a_reshape_that_lets_places_see_the_next_stands_before_the_leak() -> None:
+    """The leak lowers the loss, so that no run suffers and no trial of the fix pays."""
+
+    def next_words(model: nn.Module, lines: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(lines[:, :-1]).transpose(1, 2), lines[:, 1:])
+
+    lines = torch.randint(9, (40, 16, 7), generator=torch.Generator().manual_seed(0))
+    report = audit(Scrambled(), list(lines), loss=next_words, steps=60, optimizer=adam)
+    found = [(f.name, f.strength) for f in report.findings][:2]
+    assert found == [("reshape-scrambles", "act"), ("future-leak", "act")]
+    assert "This would explain: future-leak" in report.findings[0].summary
+
+
 def test_order_that_is_ignored_is_told_from_places_by_themselves_and_from_masks() -> None:
     lines = torch.randint(9, (16, 7), generator=torch.Generator().manual_seed(0))
     told = asked_one("order-ignored", of_lines(Attends(), lines))

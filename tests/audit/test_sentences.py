@@ -176,6 +176,9 @@ def scrambled(permutes: float, times: int = 1) -> Record:
     return probed("reshape-scrambles", *[Fact("view", {"permutes": permutes}, words)] * times)
 
 
+LEAK = probed("future-leak", Fact("", {"change": 0.5}))
+
+
 def ignored(parts: int, **words: str) -> Record:
     words |= {"shape": "(64, 8)"}
     fact = Fact("places 1 to 7 of the input", {"share": 0.9, "parts": 1.0}, words)
@@ -781,6 +784,8 @@ ROWS: list[Row] = [
         scrambled(1.0, 2), scrambled(1.0)),
     Row("reshape-scrambles", "of several positions. If a shift is intended, this is no fault",
         scrambled(0.0), scrambled(1.0)),
+    Row("reshape-scrambles", "This would explain: future-leak",
+        replace(scrambled(0.0), probed=scrambled(0.0).probed | LEAK.probed), scrambled(0.0)),
     Row("reshape-scrambles", "exchange axes with permute or transpose: view and reshape can only "
         "split axes and join neighbouring ones", scrambled(1.0), record()),
     Row("gradient-cut", "The gradient is cut at detach in 'a', in front of parameters that the "

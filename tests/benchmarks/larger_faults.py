@@ -3,7 +3,8 @@
     python tests/benchmarks/larger_faults.py [--only resnet] [--threads 2] [--write FILE]
 
 Each run is a process of its own: what it names first, with what strength, how long it took on the
-clock, and the processor's time. On a busy machine the clock says more than the audit takes.
+clock, and the processor's time. It is right if the planted cause is named first, or if there is
+nothing to act on where none is planted. On a busy machine the clock says more than the audit takes.
 """
 
 import json
@@ -75,7 +76,8 @@ def audited(run: Planted, threads: int, steps: int) -> list[str]:
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     said = [f"{finding['name']} ({finding['strength']})" for finding in report["findings"]]
     acts = any(finding["strength"] == "act" for finding in report["findings"])
-    right = said[:1] == [f"{run.expected} (act)"] if run.expected else not acts
+    first = next((finding["name"] for finding in report["findings"]), "")
+    right = first == run.expected if run.expected else not acts
     millions = report["record"]["facts"]["parameters"] / 1e6
     return [f"`{run.model}`", f"{millions:.2f} M", f"`{run.data}`", run.expected or "nothing",
             ", ".join(said[:3]) or "nothing", "yes" if right else "no", f"{took:.0f}",

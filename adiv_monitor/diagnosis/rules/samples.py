@@ -68,10 +68,12 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
         of, to = facts[0].words["of"], facts[0].words["to"]
         sure = facts[0].numbers["permutes"] > 0
         others = f" Number of further such reshapes: {len(facts) - 1}." * (len(facts) > 1)
+        # Positions that get to see later ones lower the loss, so that the run does not suffer.
+        leaks = bool(record.found_by("future-leak"))
         yield Finding(
             "reshape-scrambles",
             (),
-            "act" if suffers(record) else "watch",
+            "act" if suffers(record) or leaks else "watch",
             (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
             (
                 Advice("exchange axes with permute or transpose: view and reshape can only split "
@@ -80,7 +82,8 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
             f"{facts[0].place} reshapes {of} to {to} across the axes: one position of the result "
             + ("holds entries of several positions and channels." if sure
                else "holds entries of several positions. If a shift is intended, this is no fault.")
-            + others,
+            + others
+            + " This would explain: future-leak." * leaks,
             since=0,
         )  # fmt: skip
 
