@@ -17,7 +17,7 @@ BATCHNORM_BY_BATCH = "batchnorm, tested on batches"
 
 
 class Line(NamedTuple):
-    """Accuracy = intercept + slope · batch size, with standard errors, and their correlation."""
+    """Accuracy = intercept + slope · batch size, with errors, and the correlation of the two."""
 
     intercept: float
     intercept_error: float

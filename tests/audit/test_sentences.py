@@ -461,8 +461,8 @@ ROWS: list[Row] = [
         "not show that the model learns", GOES_ON, replace(GOES_ON, losses=WELL)),
     Row("unbounded-loss", "The loss has no lower bound", GOES_ON,
         replace(GOES_ON, descent_share=0.5)),
-    Row("unbounded-loss", "5 samples of the first batch have a negative weight, so that a lower "
-        "probability of what was chosen lowers the loss without end", negatively(5), negatively(0)),
+    Row("unbounded-loss", "5 samples of the first batch have a negative weight: the lower what it "
+        "multiplies, the lower the loss, without end", negatively(5), negatively(0)),
     Row("unbounded-loss", "1 sample of the first batch has a negative weight", negatively(1),
         negatively(0)),
     Row("unbounded-loss", "if the weights are rewards or advantages, judge the training by the "
@@ -784,7 +784,7 @@ ROWS: list[Row] = [
         scrambled(1.0, 2), scrambled(1.0)),
     Row("reshape-scrambles", "of several positions. If a shift is intended, this is no fault",
         scrambled(0.0), scrambled(1.0)),
-    Row("reshape-scrambles", "This would explain: future-leak",
+    Row("reshape-scrambles", "Later positions may reach earlier ones this way",
         replace(scrambled(0.0), probed=scrambled(0.0).probed | LEAK.probed), scrambled(0.0)),
     Row("reshape-scrambles", "exchange axes with permute or transpose: view and reshape can only "
         "split axes and join neighbouring ones", scrambled(1.0), record()),

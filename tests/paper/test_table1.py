@@ -42,6 +42,7 @@ def test_a_line_and_its_errors() -> None:
     assert (line.intercept, line.slope) == pytest.approx((50, -0.5))
     assert line.slope_error == pytest.approx((6 / 2) ** 0.5)  # √(6 / (3 − 2) / Σ(x − 1)²)
     assert line.intercept_error == pytest.approx((6 * (1 / 3 + 1 / 2)) ** 0.5)
+    assert line.correlation == pytest.approx(-1 / 13**0.5)  # −1 / √(2 · 6.5)
     # Student's t with one degree of freedom is Cauchy's.
     beyond = math.atan(0.5 / 3**0.5) / math.pi
     assert line.chance(-1) == pytest.approx(0.5 - beyond)

@@ -205,8 +205,8 @@ def unbounded(record: Record) -> Iterator[Finding]:
                        "reward, and draw new samples from the policy after each step or bound its "
                        "change (PPO); else look where the signs come from"),
             ),
-            f"{summary} {samples} negative weight, so that a lower probability of what was chosen "
-            "lowers the loss without end.",
+            f"{summary} {samples} negative weight: the lower what it multiplies, the lower the "
+            "loss, without end.",
             "Another learning rate only changes how fast the loss falls.",
             against=RATES,
         )  # fmt: skip

@@ -81,9 +81,10 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
             ),
             f"{facts[0].place} reshapes {of} to {to} across the axes: one position of the result "
             + ("holds entries of several positions and channels." if sure
-               else "holds entries of several positions. If a shift is intended, this is no fault.")
+               else "holds entries of several positions.")
+            + " If a shift is intended, this is no fault." * (not sure and not leaks)
             + others
-            + " This would explain: future-leak." * leaks,
+            + " Later positions may reach earlier ones this way (future-leak)." * leaks,
             since=0,
         )  # fmt: skip
 

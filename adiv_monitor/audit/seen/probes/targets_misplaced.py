@@ -47,7 +47,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         if bool(moved.any()):
             of_inputs = of_inputs | moved
             every = passed(setup, with_tensor(batch, number, partial(_turn, by=other)))
-            alive = alive | (every.outputs != own.outputs)
+            alive = alive | moved | (every.outputs != own.outputs)
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)
             shapes.append(str(tuple(x.shape)))

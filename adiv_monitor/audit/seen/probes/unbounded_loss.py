@@ -1,13 +1,14 @@
 """Does the loss keep falling if the weights move on in the direction of the run?"""
 
 import math
+import operator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.seen.concerned import with_tensor
+from adiv_monitor.audit.seen.concerned import passed, with_tensor
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -49,21 +50,29 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             break
         before, distance = value, 2 * distance
     at(0.0)
-    numbers = {"loss": before, "times": distance, "negative": _negative_weights(loss, batch)}
+    numbers = {"loss": before, "times": distance, "negative": _negative_weights(setup, loss, batch)}
     return Probed((Fact("", numbers),))
 
 
-def _negative_weights(loss: RepeatedLoss, batch: Any) -> int:
-    """Return the number of samples with a negative weight: a tensor in which the loss is linear."""
+def _negative_weights(setup: Setup, loss: RepeatedLoss, batch: Any) -> int:
+    """Return the number of samples with a negative weight.
+
+    Weights change gradients, but no outputs, and the loss is linear in them.
+    """
+    own = None
     for number, x in enumerate(tensors(batch)):
-        if x.is_floating_point() and x.numel() == size_of(batch) and bool((x < 0).any()):
-            times = [
-                partial(torch.mul, torch.tensor(c, device=x.device)) for c in (-WIDE, 0.0, WIDE)
-            ]
-            below, none, above = (loss.of(with_tensor(batch, number, scaled)) for scaled in times)
-            change = abs(above - none)
-            if change > 0 and abs(above + below - 2 * none) < LINEAR * change:
-                return int((x < 0).sum())
+        if not x.is_floating_point() or x.numel() != size_of(batch) or not bool((x < 0).any()):
+            continue
+        times = [partial(operator.mul, factor) for factor in (-WIDE, 0.0, WIDE)]
+        below, none, above = (loss.of(with_tensor(batch, number, scaled)) for scaled in times)
+        change = abs(above - none)
+        if not change > 0 or abs(above + below - 2 * none) >= LINEAR * change:
+            continue
+        own = own or passed(setup, batch)
+        turned = passed(setup, with_tensor(batch, number, operator.neg))
+        is_input = not torch.equal(turned.outputs, own.outputs)
+        if not is_input and not torch.equal(turned.gradients, own.gradients):
+            return int((x < 0).sum())
     return 0
 
 
