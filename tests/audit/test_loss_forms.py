@@ -118,6 +118,15 @@ def test_targets_that_a_mask_leaves_out_may_have_any_value() -> None:
     whole = functional.binary_cross_entropy_with_logits
     assert asked("targets-out-of-range", with_loss(whole, known)) != ()
 
+    def squared(z: Tensor, y: Tensor) -> Tensor:
+        return ((z.sigmoid() - y).square() * (y >= 0)).mean()
+
+    assert asked("targets-out-of-range", with_loss(squared, known)) == ()
+    facts = asked(
+        "targets-out-of-range", with_loss(lambda z, y: (z.sigmoid() - y).square().mean(), known)
+    )
+    assert facts[0].numbers["share"] > 0
+
 
 def test_what_falls_without_bound_is_put_down_to_such_targets() -> None:
     of = with_loss(functional.binary_cross_entropy_with_logits, as_mask)

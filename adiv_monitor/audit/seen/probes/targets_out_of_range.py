@@ -1,7 +1,7 @@
 """Can the function behind the last layer reach the targets?"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 def compared(fork: Fork, batch: object = None) -> Targets:
     """Return what a fork's loss of a batch, of its first by default, compares with targets."""
     ranges, softmaxes = _Made(), _Made()
-    beyond: list[tuple[Bounds, float]] = []
+    bounded: list[tuple[Call, Bounds, Tensor]] = []
     several: list[tuple[Call, float]] = []
     binary: list[tuple[Call, Tensor]] = []
 
@@ -102,7 +102,7 @@ def compared(fork: Fork, batch: object = None) -> Targets:
         for output, target in _compared(call, "binary_cross_entropy"):
             if (bounds := ranges.of(output)) is not None:
                 outside = (target < bounds.low) | (target > bounds.high)
-                beyond.append((bounds, float(outside.float().mean())))
+                bounded.append((call, bounds, outside))
             softmax = softmaxes.of(output)
             if softmax is not None and output.shape == target.shape == softmax.result.shape:
                 several.append((softmax, _several(target, softmax.argument(1, "dim"))))
@@ -124,20 +124,37 @@ def compared(fork: Fork, batch: object = None) -> Targets:
 
     with torch.enable_grad():
         loss = see_calls(fork, look, batch)
-    gradients: Sequence[Tensor | None] = ()
-    if binary:
-        gradients = torch.autograd.grad(
-            loss, [call.result for call, _ in binary], allow_unused=True
-        )
-    outside = []
-    for (call, target), gradient in zip(binary, gradients, strict=True):
-        # Without a reduction, a mask may leave targets out.
-        if gradient is not None and gradient.shape == target.shape:
-            target = target[gradient != 0]
-        if target.numel():
-            share = float(((target < 0) | (target > 1)).double().mean())
-            outside.append((call, share, float(target.flatten()[(target - 0.5).abs().argmax()])))
-    return Targets(beyond, several, outside)
+    count = _counting(loss, [*(x[0] for x in bounded), *(x[0] for x in binary)])
+    beyond = []
+    for call, bounds, outside in bounded:
+        if (counted := count(call, outside)).numel():
+            beyond.append((bounds, float(counted.float().mean())))
+    found = []
+    for call, target in binary:
+        if (counted := count(call, target)).numel():
+            share = float(((counted < 0) | (counted > 1)).double().mean())
+            found.append((call, share, float(counted.flatten()[(counted - 0.5).abs().argmax()])))
+    return Targets(beyond, several, found)
+
+
+def _counting(loss: Tensor, calls: Sequence[Call]) -> Callable[[Call, Tensor], Tensor]:
+    """Return a function that selects the entries of targets that count in the loss.
+
+    If a call compares entry by entry, a mask may leave some out: their gradient is zero.
+    """
+    results = {id(call.result): call.result for call in calls if call.result.requires_grad}
+    gradients: dict[int, Tensor | None] = {}
+    if results and loss.requires_grad:
+        found = torch.autograd.grad(loss, list(results.values()), allow_unused=True)
+        gradients = dict(zip(results, found, strict=True))
+
+    def count(call: Call, target: Tensor) -> Tensor:
+        gradient = gradients.get(id(call.result))
+        if gradient is None or gradient.shape != target.shape:
+            return target
+        return target[gradient != 0]
+
+    return count
 
 
 class _Made:
