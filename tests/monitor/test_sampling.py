@@ -26,6 +26,7 @@ def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
     return np.concatenate(found)
 
 
+@pytest.mark.slow(one_in=2, first=1)
 @pytest.mark.parametrize(
     ("totals", "most"),
     [([37], 10), ([5, 40, 1, 200, 3], 12), ([1] * 20, 7), ([4, 4], 8), ([200, 2], 20)],
@@ -111,6 +112,7 @@ def after_evaluations(model: nn.Module, x: Tensor) -> None:
     del kept
 
 
+@pytest.mark.slow(one_in=2, first=1)
 @pytest.mark.parametrize("backward", [twenty_calls, micro_batches, checkpointed, after_evaluations])
 def test_rows_of_a_step_are_even(
     backward: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
