@@ -109,6 +109,7 @@ class Experiment:
         """Write and show all that is known, and more runs."""
         found = longest([*self.known(), *more])
         lines = ",\n".join(json.dumps(run) for run in found)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         replace(self.file, f"[\n{lines}\n]\n".encode())
         self.show(found)
         return found

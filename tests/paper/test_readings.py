@@ -123,19 +123,20 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, lambda setting: None)
     monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=256, test=50))
     few = ["--methods", "standard", "affine-like", "norm-like", "--activations", "tanh"]
-    where = ["--data", "synthetic", "--out", str(tmp_path)]
+    out = tmp_path / "new" / "folder"
+    where = ["--data", "synthetic", "--out", str(out)]
 
     def command(*more: str) -> list[dict[str, Any]]:
         monkeypatch.setattr(sys, "argv", ["readings.py", "--quick", *few, *where, *more])
         readings.main()
-        found: list[dict[str, Any]] = json.loads((tmp_path / "readings.json").read_text())
+        found: list[dict[str, Any]] = json.loads((out / "readings.json").read_text())
         return found
 
     found = command()
     assert len(found) == 3 * 2  # methods, batch sizes
-    page = (tmp_path / "readings.md").read_text()
+    page = (out / "readings.md").read_text()
     assert "SYNTHETIC" in page and "Over 6 networks" in page
-    assert (tmp_path / "readings.png").stat().st_size > 10_000
+    assert (out / "readings.png").stat().st_size > 10_000
     trained: list[Network] = []
     monkeypatch.setattr(readings, "train", lambda network, *rest: trained.append(network))
     assert command("--resume") == found and trained == []
