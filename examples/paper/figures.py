@@ -25,7 +25,7 @@ COLOURS = {
     "norm-like": "tab:green",
     "norm-like-half": "yellowgreen",
     "affine-like": "tab:red",
-    "isotropic-tanh": "tab:olive",
+    "isotropic-tanh": "tab:gray",
     "constant-scale": "black",
     "centred": "tab:cyan",
     "centred-affine-like": "tab:pink",
