@@ -98,7 +98,7 @@ class Rows:
         """1/s and what multiplies the bias, of ‖d‖², all (networks, rows, 1)."""
         factor = torch.maximum(self.square * squares + self.constant, self.floor).rsqrt()
         of_bias = torch.where(self.scaled_bias, factor, 1.0)
-        # ‖d‖ = ‖d‖²/s of norm-like, which has a derivative at 0, if a wrong one: 0 for 1.
+        # ‖d‖ = ‖d‖²/s of norm-like, so that the gradient at d = 0 is 0, and not NaN.
         return factor * torch.where(self.isotropic, torch.tanh(squares * factor), 1.0), of_bias
 
 

@@ -88,8 +88,8 @@ def text(runs: Sequence[Run]) -> str:
 def _table(found: Sequence[Arm]) -> str:
     """Accuracies, lines, the paper's lines, and what became of the stated signs."""
     sizes = _sizes(found)
-    head = [*_head(sizes), "intercept", "paper's", "slope, 10⁻²", "paper's, 10⁻²", "correlation"]
-    head.append("stated sign")
+    head = [*_head(sizes), "intercept", "paper's", "slope, 10⁻²", "paper's, 10⁻²"]
+    head += ["correlation", "stated sign"]
     rows = []
     for arm in found:
         line, paper = arm.line(), PAPER.get((arm.method, arm.activation))

@@ -165,66 +165,61 @@ def unbounded(record: Record) -> Iterator[Finding]:
 
     The line is that from the first weights through the last ones.
     """
-    finite = [loss for loss in record.losses if math.isfinite(loss)]
-    if not finite or not is_unbounded(record):
+    if not any(map(math.isfinite, record.losses)) or not is_unbounded(record):
         return
-    lowest = min(finite)
-    course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
-    summary = f"The loss falls without bound, ever faster: {course}."
-    evidence = Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0])))
-    found = record.found_by("unbounded-loss")
-    if not falls_ever_faster(record) and not found:
-        rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
-        far = record.rates[rate].loss
-        summary = (
-            f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
-            "rate."
-        )
-        evidence = Evidence("loss at another learning rate", far, evidence.limit)
-    elif not falls_ever_faster(record):
-        fact = found[0].numbers
-        summary = (
-            f"The loss has no lower bound: {course}, and {fact['loss']:.3g} if the weights of a "
-            f"copy move {fact['times']:.0f} times as far in the same direction."
-        )
-        evidence = Evidence("loss of weights moved further", fact["loss"], 0.0)
-    negative = int(found[0].numbers.get("negative", 0)) if found else 0
-    if negative:
-        samples = (
-            "1 sample of the first batch has a"
-            if negative == 1
-            else (f"{negative} samples of the first batch have a")
-        )
-        yield Finding(
-            "unbounded-loss",
-            (),
-            "watch",
-            (evidence,),
-            (
-                Advice("if the weights are rewards or advantages, judge the training by the mean "
-                       "reward, and draw new samples from the policy after each step or bound its "
-                       "change (PPO); else look where the signs come from"),
-            ),
-            f"{summary} {samples} negative weight: the lower what it multiplies, the lower the "
-            "loss, without end.",
-            "Another learning rate only changes how fast the loss falls.",
-            against=RATES,
-        )  # fmt: skip
-        return
+    summary, evidence = _fall(record)
+    facts = record.found_by("unbounded-loss")
+    negative = int(facts[0].numbers.get("negative", 0)) if facts else 0
+    samples = (
+        "1 sample of the first batch has a"
+        if negative == 1
+        else (f"{negative} samples of the first batch have a")
+    )
     yield Finding(
         "unbounded-loss",
         (),
-        "act",
+        "watch" if negative else "act",
         (evidence,),
         (
-            Advice("look for a term with the wrong sign (an error or a penalty that is subtracted "
-                   "instead of added), and for a learnt variance or temperature without a lower "
-                   "limit"),
+            Advice("if the weights are rewards or advantages, judge the training by the mean "
+                   "reward, and draw new samples from the policy after each step or bound its "
+                   "change (PPO); else look where the signs come from" if negative
+                   else "look for a term with the wrong sign (an error or a penalty that is "
+                   "subtracted instead of added), and for a learnt variance or temperature without "
+                   "a lower limit"),
         ),
-        f"{summary} A lower loss does not show that the model learns.",
+        f"{summary} {samples} negative weight: the lower what it multiplies, the lower the loss, "
+        "without end." if negative
+        else f"{summary} A lower loss does not show that the model learns.",
         "Another learning rate only changes how fast the loss falls.",
         against=RATES,
     )  # fmt: skip
+
+
+def _fall(record: Record) -> tuple[str, Evidence]:
+    """Return how an unbounded loss falls: ever faster, at another learning rate, or on a line."""
+    lowest = min(filter(math.isfinite, record.losses))
+    course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
+    limit = -FAR_BELOW * max(1.0, abs(record.losses[0]))
+    if falls_ever_faster(record):
+        return (
+            f"The loss falls without bound, ever faster: {course}.",
+            Evidence("loss", lowest, limit),
+        )
+    if facts := record.found_by("unbounded-loss"):
+        loss, times = facts[0].numbers["loss"], facts[0].numbers["times"]
+        return (
+            f"The loss has no lower bound: {course}, and {loss:.3g} if the weights of a copy move "
+            f"{times:.0f} times as far in the same direction.",
+            Evidence("loss of weights moved further", loss, 0.0),
+        )
+    rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
+    far = record.rates[rate].loss
+    return (
+        f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
+        "rate.",
+        Evidence("loss at another learning rate", far, limit),
+    )
 
 
 def cannot_overfit(record: Record) -> Iterator[Finding]:
