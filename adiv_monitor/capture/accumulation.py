@@ -21,7 +21,6 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
 from adiv_monitor.capture.updates import is_small, sampled_entries
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
-from adiv_monitor.capture.world import world_size
 from adiv_monitor.maths import dots
 from adiv_monitor.rerun.thread import surely
 
@@ -46,7 +45,13 @@ class Accumulated(Protocol):
 
 
 class Owner(Protocol):
-    """Owns the accumulations and knows the layers."""
+    """Owns the accumulations and knows the layers.
+
+    Attributes:
+        is_alone: whether there is one rank.
+    """
+
+    is_alone: bool
 
     def users(self, parameter: nn.Parameter) -> Sequence[Accumulated]:
         """Return all objects that follow a parameter's gradient."""
@@ -212,7 +217,7 @@ class Accumulation:
             left = self._left_norm
             if (touched or held.is_cpu) and self._owner.was_zeroed(held, left):
                 held = None
-            elif world_size() == 1 and not (held.is_cpu and held == left):
+            elif self._owner.is_alone and not (held.is_cpu and held == left):
                 factor = _ratio(held, left)  # with several ranks, `held` is their average
         elif held is not None:
             self.foreign = held
@@ -224,7 +229,7 @@ class Accumulation:
                 user.rescale(factor)
             user.fold()
             if type(user) is GradientShare and user.parameter is self._parameter:
-                followed |= user.is_known and world_size() == 1
+                followed |= user.is_known and self._owner.is_alone
         if held is None:
             self.foreign = None
         grad = self._part(parameter.grad)

@@ -16,7 +16,7 @@ from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.layer_rows import Chooser, LayerRows
+from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer, Selection, listed
@@ -38,6 +38,10 @@ class Capture:
         recorders: record more than rows.
         plan: the modules with known uses, for which plain hooks suffice; None: there are none.
         pieces: the pieces of parameters that are known from earlier steps.
+
+    Attributes:
+        layers: the layers found so far, by path.
+        rows: the rows of the watched layers, by path.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Capture:
         self._layers = Layers(
             names, self._provenance, chooser, context, recorders, selection.is_due
         )
+        self.layers, self.rows = self._layers.found, self._layers.rows
         self._gathering = Gathering(self._layers, self.forwards, self._without_rule)
         self._watching = Watching(
             selection, self.forwards, self._layers, self._without_rule, self._gathering
@@ -70,16 +75,6 @@ class Capture:
     def attach(self) -> None:
         """Put hooks on the modules. `detach` removes them, even if this method raises."""
         self.forwards.watch(self._watching)
-
-    @property
-    def layers(self) -> dict[str, Layer]:
-        """The layers found so far, by path."""
-        return self._layers.found
-
-    @property
-    def rows(self) -> dict[str, LayerRows]:
-        """The rows of the watched layers, by path."""
-        return self._layers.rows
 
     @property
     def pieces(self) -> Pieces:
@@ -147,7 +142,7 @@ class Capture:
         """Pass the recorded uses to the trace for later steps. Call this after `detach`."""
         held = {id(p) for layer in self.layers.values() for p in layer.parameters}
         without = self._without_gradient or set()
-        unseen = {id(p) for p in self._selection.due_parameters} - held - without
+        unseen = set(map(id, self._selection.due_parameters)) - held - without
         trace.learn(self._selection, self.plan, self._watching.record, unseen)
 
     def notes(self) -> list[str]:

@@ -317,6 +317,7 @@ class Gathering:
     ) -> None:
         """Add the gradients that a node passes to parameters to the shares of their layers."""
         has_rows = call is not None and call.arrives_now
+        keeps_own: bool | None = None
         for contribution, edge, moves in handed:
             contribution.has_rows &= has_rows
             gradient = gradients[edge]
@@ -324,9 +325,11 @@ class Gathering:
                 continue
             for move in moves:
                 gradient = move(gradient)
-            own = self._layers.own_contribution(path, contribution.parameter)
-            for told in (contribution,) if own is None else (contribution, own):
-                told.arrive(gradient)
+            contribution.arrive(gradient)
+            if keeps_own is None:
+                keeps_own = self._layers.keeps_own_contributions(path)
+            if keeps_own:
+                self._layers.own_contribution(path, contribution.parameter).arrive(gradient)
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         return self._layers.new_call(layer, shape, device, self._forwards.number)

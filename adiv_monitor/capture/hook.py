@@ -142,7 +142,11 @@ class ModuleHook:
         held = module.__dict__
         hooks, *others = [held[name] for name in names]
         for table in (*others, hooks):
-            _hide(table, hooks)
+            # Torch runs hooks through a table's items. `copy` and `pickle` look at its attributes
+            # first, which OrderedDicts take; another hook of the monitor may have set them.
+            attributes = table.__dict__
+            if "values" not in attributes:
+                attributes["__reduce_ex__"] = attributes["values"] = _Others(table, hooks)
 
     def remove(self) -> None:
         """Remove the hook and restore the module."""
@@ -221,6 +225,8 @@ def is_aside() -> bool:
 class _Others:
     """A module's table of hooks without the monitor's; replaces two methods of the table.
 
+    It hides the monitor's hooks from code that copies, pickles or lists the table.
+
     Args:
         table: the table.
         hooks: the hooks, by the same numbers.
@@ -247,20 +253,9 @@ def _show(tables: Sequence[dict[int, Any]]) -> None:
     if hooks and Hook in map(type, dict.values(hooks)):  # the table hides ours
         return
     for table in tables:
-        if attributes := table.__dict__:
-            attributes.pop("__reduce_ex__", None)
-            attributes.pop("values", None)
-
-
-def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
-    """Hide the monitor's hooks in a table from code that copies, pickles or lists the table.
-
-    Torch itself runs hooks through the table's items.
-    """
-    # The tables are OrderedDicts, which take attributes; `copy` and `pickle` look there first.
-    attributes = table.__dict__
-    if "values" not in attributes:  # another hook of the monitor may have set them
-        attributes["__reduce_ex__"] = attributes["values"] = _Others(table, hooks)
+        attributes = table.__dict__
+        if "values" in attributes:
+            del attributes["values"], attributes["__reduce_ex__"]
 
 
 def trains(value: object) -> bool:

@@ -263,7 +263,7 @@ class LayerRows:
         """Choose rows of the next call."""
         if torch._C._current_graph_task_id() == -1:  # no running pass can deliver more
             self._arriving.clear()
-        if len(self._waiting) >= self._most_waiting:
+        if self._waiting and len(self._waiting) >= self._most_waiting:
             self._remove([call for call in self._waiting if call.dead])
             self._most_waiting = 2 * len(self._waiting)
         if not self.calls:
@@ -316,8 +316,7 @@ class LayerRows:
 
     def release(self) -> None:
         """Release all calls."""
-        for calls in (self.calls, self._waiting, self._reached, self._arriving):
-            calls.clear()
+        self.calls, self._waiting, self._reached, self._arriving = {}, {}, {}, {}
         self._rows_waiting = 0
         self._reached_bound = self._bound = None
 

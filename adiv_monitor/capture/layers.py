@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ class Layers:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path.
         replacements: path of a layer → path of the layer whose measurement replaces its own.
+        is_alone: whether there is one rank.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Layers:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.replacements: dict[str, str] = {}
+        self.is_alone = world_size() == 1
         self.names = names
         self.provenance = provenance
         self.chooser = chooser
@@ -183,15 +185,16 @@ class Layers:
     def _follow(self, layer: Layer) -> Layer:
         """Register a layer that was found, and watch it if it is due."""
         path, parameter = layer.path, layer.pieces[0].parameter
+        key = id(parameter)
         self.found[path] = layer
         self._sharing = None
-        self._led[id(parameter)].append(path)
+        self._led[key].append(path)
         if self.is_off(path) or self.waits(layer):
             return layer
         self.rows[path] = LayerRows(self.chooser, path)
-        if id(parameter) not in self._accumulated:
-            self._accumulated[id(parameter)] = self._accumulation(parameter)
-            self._accumulated[id(parameter)].attach()
+        if key not in self._accumulated:
+            self._accumulated[key] = self._accumulation(parameter)
+            self._accumulated[key].attach()
         return layer
 
     def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
@@ -289,33 +292,36 @@ class Layers:
     def contributions_of(self, layer: Layer) -> list[GradientShare]:
         """Return the shares in the layer's parameter gradients, or none for sharded parameters."""
         if layer not in self._shares:
-            self._shares[layer] = list(self._new_shares(layer))
+            self._shares[layer] = self._new_shares(layer)
         return self._shares[layer]
 
-    def _new_shares(self, layer: Layer) -> Iterator[GradientShare]:
+    def _new_shares(self, layer: Layer) -> list[GradientShare]:
         if self.provenance.any_apart and any(
             is_shard(p) or self.provenance.stand_in(p) is not None for p in layer.parameters
         ):
-            return
+            return []
         # A layer's gradients are accumulated and zeroed together with that of its first parameter.
-        known = self._contributed[id(layer.parameters[0])]
-        for parameter in layer.parameters:
-            key = id(parameter)
+        keys = list(map(id, layer.parameters))
+        known = self._contributed[keys[0]]
+        for key, parameter in zip(keys, layer.parameters, strict=True):
             if key not in known:
                 known[key] = GradientShare(parameter)
-            yield known[key]
+        return [known[key] for key in keys]
 
-    def own_contribution(self, path: str, parameter: nn.Parameter) -> GradientShare | None:
-        """Return the share of one of several layers that use a parameter, or None.
-
-        None means that no other layer was seen to use the parameter. The share has all entries, so
-        it takes as much memory as a gradient.
-        """
+    def keeps_own_contributions(self, path: str) -> bool:
+        """Return whether another layer was seen to use a parameter of the layer at this path."""
         if self._sharing is None:
             self._sharing = self.shared(set(self.found.values()), ())
-        if path not in self._sharing:
-            self._not_kept.add(path)
-            return None
+        if path in self._sharing:
+            return True
+        self._not_kept.add(path)
+        return False
+
+    def own_contribution(self, path: str, parameter: nn.Parameter) -> GradientShare:
+        """Return the share of one of several layers that use a parameter.
+
+        The share has all entries, so it takes as much memory as a gradient.
+        """
         own = self._own[path]
         if id(parameter) not in own:
             own[id(parameter)] = GradientShare(parameter, whole=True)
@@ -340,11 +346,11 @@ class Layers:
 
     def users(self, parameter: nn.Parameter) -> list[Accumulated]:
         """Return the rows, shares and attention rows that depend on a parameter's gradient."""
-        found: list[Accumulated] = [
-            self.rows[path] for path in self._led[id(parameter)] if path in self.rows
-        ]
-        found += self._contributed[id(parameter)].values()
-        for path in self._led[id(parameter)] if self._own else ():
+        key = id(parameter)
+        led = self._led[key]
+        found: list[Accumulated] = [self.rows[path] for path in led if path in self.rows]
+        found += self._contributed[key].values()
+        for path in led if self._own else ():
             found += self._own.get(path, {}).values()
         if self._attention is not None:
             found += self._attention.rows_of(parameter)
@@ -395,7 +401,7 @@ class Layers:
     def accumulates(self) -> None:
         """Queue sampling of gradients for the end of this pass, after ranks have averaged them."""
         task = torch._C._current_graph_task_id()
-        if world_size() == 1 or self._awaited == task:
+        if self.is_alone or self._awaited == task:
             return
         self._awaited = task
         engine = torch.autograd.Variable._execution_engine

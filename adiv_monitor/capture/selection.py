@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ _WRAPPERS = (
     "_forward_module",  # Fabric
 )
 _MOST_MODULES = 10**6
+_IS_TRAINED = attrgetter("requires_grad")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -233,7 +235,7 @@ class Selection:
 
     def knows(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether every parameter trained now was also trained when it was selected."""
-        return self._trained_ids.issuperset([id(p) for p in parameters if p.requires_grad])
+        return self._trained_ids.issuperset(map(id, filter(_IS_TRAINED, parameters)))
 
     @cached_property
     def _trained_ids(self) -> set[int]:

@@ -131,14 +131,17 @@ class ParameterSteps:
         self.has_copies = copy_gradient or history.gradient_changes or self._keep_update
         self.products: PieceNumbers[Tensor] = PieceNumbers()
         self.norms: PieceNumbers[Tensor] = PieceNumbers()
-        parameters = {id(p.parameter): p.parameter for p in every}
-        self._parameters = {
-            key: gradients[key] if key in gradients else gradient(p)
-            for key, p in parameters.items()
-        }
-        self._whole = {id(p.parameter): p.key for p in every if p.view is None}
+        self._parameters: dict[int, Tensor] = {}  # their gradients, by id
+        self._whole: dict[int, int] = {}  # key of the piece that is all of a parameter, by id
+        grads: dict[int, Tensor] = {}
+        for p in every:
+            of = id(p.parameter)
+            if of not in self._parameters:
+                self._parameters[of] = gradients[of] if of in gradients else gradient(p.parameter)
+            if p.view is None:
+                self._whole[of] = p.key
+            grads[p.key] = p.own(self._parameters[of])
         self._seen = _Entries(self._parameters)
-        grads = {p.key: p.own(self._parameters[id(p.parameter)]) for p in every}
         small = [p.key for p in self._small]
         self._gammas = SideBySide({key: grads[key] for key in small})
         self._befores = SideBySide({key: values[key] for key in small} if updates else {})
@@ -215,7 +218,8 @@ class ParameterSteps:
     def take_products(self, piece: Piece, taken: Tensor) -> None:
         """Take ‖w‖ and ⟨w, γ⟩ of a large piece; may overwrite the difference `taken`."""
         key = piece.key
-        if is_small(taken) or key in self.norms.w_w:
+        assert self._updates is not None
+        if key in self._updates.views or key in self.norms.w_w:  # small, or a kernel took them
             return
         self.norms.w_w[key] = dots.norms(taken)
         if not self._keep_update:

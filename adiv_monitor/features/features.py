@@ -96,7 +96,7 @@ class DenseFeatures:
             *(("phi", self.phi, 3), ("bias", self.bias, 2)),
             *(("weight_gain", self.weight_gain, 2), ("bias_gain", self.bias_gain, 2)),
         ):
-            if isinstance(tensor, Tensor) and tensor.ndim != dims:
+            if tensor is not None and isinstance(tensor, Tensor) and tensor.ndim != dims:
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"

@@ -1,6 +1,6 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from adiv_monitor.maths.sums import (
 )
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.plain_step import Change, WeightVersion, act, changes, gram_is_less, probe
+from adiv_monitor.step.plain_step import WeightVersion, act, changes, gram_is_less, probe
 from adiv_monitor.step.rank_contribution import Pieces
 from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.rows_across_ranks import partition
@@ -137,12 +137,7 @@ class FinalGradient:
             factor: see `factors`.
             parts: γ of the pieces that were all-gathered.
         """
-        features = calls[0].features
-        if calls[1:]:
-            features = features.joined([call.features for call in calls[1:]])
-        G = joined([call.gradient for call in calls if call.gradient is not None])
-        if isinstance(features, OneHotFeatures):  # the padding token is not trained
-            G = G * features.trained[:, None]
+        features, G = _joined_rows(calls)
         own = None
         if layer.path in self._shared and self._peers is None:
             own = self._capture.own_gradient(layer)
@@ -161,34 +156,12 @@ class FinalGradient:
         reason = _why_from_rows(features, shared=is_shared)
         evidence = self._evidence(layer, calls, sampled.partition, reason, factor)
         attainable, ceiling = self._of_ceiling(layer.path, calls, sampled.partition)
-        about = _about(layer, features)
         self._keep_all_rows(layer.path, calls)
-        versions: list[WeightVersion] = []
-        for call in calls:
-            version, rows = call.layer, call.z.shape[0]
-            before = versions.pop()[1] if versions and versions[-1][0] is version else 0
-            versions += ((version, before + rows),)
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
-        # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason and own is None
-        trusted = trusted and layer.path not in self._history.distrusted
-        made = None
-        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
-            if factor is not None:
-                G, factor = G * factor.to(G), None
-            e: Change = features.gram() @ G, None
-            probed = probe(layer, features, G, gamma, self._generator)
-            evidence = replaced(evidence, probe=probed)
-        else:
-            changed = changes(versions, gamma)
-            by_weight, by_bias = act(versions, changed, features)
-            e = _apart(by_weight, gamma), _apart(by_bias, gamma)
-            if not layer.is_direct:
-                features, made = with_own_scales(versions, changed, features, self._generator)
         sums = LayerSums(
-            about,
+            _about(layer, features),
             sampled,
             vectors=(),
             products=G.new_empty(0),
@@ -196,14 +169,41 @@ class FinalGradient:
             attainable=attainable,
             ceiling=ceiling,
             own=None if own is None else OwnDots(products(own, gamma)),
-            made=made,
         )
-        vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
+        rows = RowVectors(G, factor, joined([call.z for call in calls]))
         places = [(call.place, call.rows) for call in calls]
-        measured = MeasuredLayer(layer, versions, features, vectors, places, own, sums)
+        measured = MeasuredLayer(layer, _versions(calls), features, rows, places, own, sums)
+        # With several ranks γ also holds the rows of the others.
+        trusted = self._is_alone and not reason and own is None
+        trusted = trusted and layer.path not in self._history.distrusted
+        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
+            self._move_by_rows(measured, features, gamma)
+        else:
+            self._move_by_gradient(measured, gamma)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
         self._capture.rows[layer.path].release()
+
+    def _move_by_rows(self, measured: MeasuredLayer, features: DenseFeatures, gamma: Parts) -> None:
+        """Compute e = (ΦΦᵀ)G from all rows, and the probe of γ = GᵀΦ, without which it is wrong."""
+        rows = measured.rows
+        rows.G, rows.factor = rows.scaled(), None
+        rows.e = features.gram() @ rows.G, None
+        probed = probe(measured.layer, features, rows.G, gamma, self._generator)
+        evidence = replaced(measured.sums.evidence, probe=probed)
+        measured.sums = replaced(measured.sums, evidence=evidence)
+
+    def _move_by_gradient(self, measured: MeasuredLayer, gamma: Parts) -> None:
+        """Compute e = Φγᵀ of the rows; of a weight that is made of parameters, its own scales."""
+        versions, features = measured.versions, measured.features
+        changed = changes(versions, gamma)
+        by_weight, by_bias = act(versions, changed, features)
+        kept = [g for g in gamma.values() if not is_small(g)]  # small ones are copies
+        measured.rows.e = _apart(by_weight, kept), _apart(by_bias, kept)
+        if not measured.layer.is_direct:
+            found = with_own_scales(versions, changed, features, self._generator)
+            measured.features, made = found
+            measured.sums = replaced(measured.sums, made=made)
 
     def add_sums(self, lose: Fail) -> None:
         """Add the sums over all rows, after all layers have begun.
@@ -294,13 +294,33 @@ class FinalGradient:
             self._all_rows[path] = totals.joined(of_calls)
 
 
-def _apart(part: Tensor | None, gamma: Parts) -> Tensor | None:
-    """Return the tensor; of a view of a gradient, which the optimizer may overwrite, a copy."""
-    if part is None:
+def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
+    """Return features and ∂L/∂z of the rows of all calls."""
+    features = calls[0].features
+    if calls[1:]:
+        features = features.joined([call.features for call in calls[1:]])
+    G = joined([call.gradient for call in calls if call.gradient is not None])
+    if isinstance(features, OneHotFeatures):  # the padding token is not trained
+        G = G * features.trained[:, None]
+    return features, G
+
+
+def _versions(calls: Sequence[Call]) -> list[WeightVersion]:
+    """Return the weight versions that the calls used, with the number of rows of each."""
+    versions: list[WeightVersion] = []
+    for call in calls:
+        version, rows = call.layer, call.z.shape[0]
+        before = versions.pop()[1] if versions and versions[-1][0] is version else 0
+        versions += ((version, before + rows),)
+    return versions
+
+
+def _apart(part: Tensor | None, gradients: Collection[Tensor]) -> Tensor | None:
+    """Return the tensor; of a view of one of these gradients a copy: a step may overwrite them."""
+    if part is None or not gradients:
         return part
     place = part.data_ptr()
-    overwritten = (g for g in gamma.values() if not is_small(g))  # small ones are copies
-    is_view = any(g.data_ptr() <= place < g.data_ptr() + g.nbytes for g in overwritten)
+    is_view = any(g.data_ptr() <= place < g.data_ptr() + g.nbytes for g in gradients)
     return part.clone() if is_view else part
 
 

@@ -166,8 +166,10 @@ def earlier_share(seen: Evidence[Array], gamma: float) -> float:
         seen: evidence of the layer.
         gamma: ‖γ‖².
     """
-    held = 0.0 if seen.foreign is None else float(seen.foreign)
-    if seen.factor is None or not held > seen.rounding or not 0 < gamma < math.inf:
+    if seen.foreign is None or seen.factor is None:
+        return 0.0
+    held = float(seen.foreign)
+    if not held > seen.rounding or not 0 < gamma < math.inf:
         return 0.0
     share = held * float(seen.factor) / math.sqrt(gamma)
     return share if seen.tolerance < share < math.inf else 0.0

@@ -10,7 +10,6 @@ from torch import Tensor
 from adiv_monitor.capture.realised.rows import Calls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
-from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import Averaged, Features
 from adiv_monitor.features.rows import Index, to_compute_dtype, to_device
 from adiv_monitor.maths import totals
@@ -66,19 +65,19 @@ class MeasuredLayer:
         if groups > 1 and count > totals.MOST_ENTRIES:
             self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
 
-    def finished(self, *, expects_idle: bool) -> LayerSums[Tensor]:
+    def finished(self, *, expects_idle: bool, is_alone: bool) -> LayerSums[Tensor]:
         """Return the sums with the products of each row's vectors, and the rows' scales.
 
         Args:
             expects_idle: there may be zero-gradient rows; the mean feature is then taken over the
                 sample.
+            is_alone: there is one rank; another one may have zero-gradient rows.
 
         Raises:
             ValueError: the features' scales are of another shape than theirs.
         """
         found, sums = products_of(self.rows, self.features), self.sums
-        # Another rank may have zero-gradient rows.
-        asked = expects_idle or not self.knows_sum or world_size() > 1
+        asked = expects_idle or not self.knows_sum or not is_alone
         has_one = found.scale is not None and found.of_groups is None
         return replaced(
             sums,
@@ -86,7 +85,7 @@ class MeasuredLayer:
             products=found.products,
             scale=found.scale[:, 0] if found.scale is not None and has_one else None,
             blocks=self._blocks(found),
-            common=self._common(found) if asked else None,
+            common=self._common(found, is_alone=is_alone) if asked else None,
             asked_common=asked,
         )
 
@@ -102,7 +101,7 @@ class MeasuredLayer:
         sums, norms, largest = found.of_groups
         return Blocks(groups, found.scale[:1, :1], sums, norms, largest, entries, rows)
 
-    def _common(self, found: RowProducts) -> Common[Tensor] | None:
+    def _common(self, found: RowProducts, *, is_alone: bool) -> Common[Tensor] | None:
         """Return the sums for `common_share`: how alike the features of the active rows are."""
         features = self.features
         if not isinstance(features, Averaged):
@@ -113,4 +112,4 @@ class MeasuredLayer:
         if products is None:
             return None
         norms = features.weight_norms() if found.weight_norms is None else found.weight_norms
-        return Common(products, norms, features.weight_sum(active) if world_size() > 1 else None)
+        return Common(products, norms, None if is_alone else features.weight_sum(active))

@@ -76,6 +76,7 @@ class MeasuredStep:
         agree: Agree = _is_alone,
     ) -> None:
         self._capture = capture
+        self._is_alone = world_size() == 1
         self._attention = (
             None if capture.attention is None else AttentionStep(capture.attention, generator)
         )
@@ -118,7 +119,7 @@ class MeasuredStep:
         try:
             # Of all due parameters: the layers that were reached differ between ranks.
             all_participate = self._unsharded.gradients(
-                {id(p) for p in self._selection.due_parameters}
+                set(map(id, self._selection.due_parameters))
             )
             self._put_together(reached)
             pieces = [piece for layer in reached for piece in layer.pieces]
@@ -373,14 +374,16 @@ class MeasuredStep:
 
     def _finish_rows(self, path: str) -> None:
         """Finish a layer's sums, and release its rows."""
-        measured = self._measured[path]
-        sums = measured.finished(expects_idle=self._history.expects_idle(path))
+        every = self._measured
+        measured = every[path]
+        expects_idle = self._history.expects_idle(path)
+        sums = measured.finished(expects_idle=expects_idle, is_alone=self._is_alone)
         rows = measured.rows
         if self._realised is not None and rows.d is not None:
             vectors = rows.scaled(), added(*rows.d), rows.z
             self._realised.keep(path, *vectors, measured.calls)
         self._sums[path] = sums
-        del self._measured[path]
+        del every[path]
 
 
 def _why_unreached(layer: Layer, *, called: bool) -> str:

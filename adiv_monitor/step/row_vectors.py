@@ -12,6 +12,8 @@ from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import Vector, pairs_of
 from adiv_monitor.step.plain_step import Change, added
 
+_ORDER = tuple(Vector)
+
 
 @dataclass(slots=True)
 class RowVectors:
@@ -28,7 +30,7 @@ class RowVectors:
     G: Tensor
     factor: Tensor | None
     z: Tensor
-    e: Change
+    e: Change = (None, None)
     d: Change | None = None
 
     def scaled(self) -> Tensor:
@@ -91,7 +93,7 @@ def _plain(rows: RowVectors, features: Features) -> RowProducts:
         vectors[Vector.D] = added(by_weight, by_bias)
         if by_weight is not None and by_bias is not None:
             vectors[Vector.BIAS] = by_bias
-    ordered = {vector: vectors[vector] for vector in Vector if vector in vectors}
+    ordered = {vector: vectors[vector] for vector in _ORDER if vector in vectors}
     named = tuple(ordered)
     return RowProducts(named, dots.of_rows(ordered, pairs_of(named)), scale, of_groups)
 

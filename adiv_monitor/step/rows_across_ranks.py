@@ -44,7 +44,7 @@ class RowsAcrossRanks:
 
     def __init__(self, selection: Selection, collectives: Collectives, agree: Agree) -> None:
         self._peers = selection.peers
-        self._parameters = [id(p) for p in selection.parameters]
+        self._parameters = list(map(id, selection.parameters))
         self._collectives = collectives
         self._agree = agree
 

@@ -58,8 +58,11 @@ def learning_rates(optimizer: Optimizer) -> Rates:
             found.append(float(rate))
         else:
             return NO_RATES._replace(optimizer=name)
-    groups = {id(p): i for i, group in enumerate(several) for p in group["params"]}
-    return Rates(name, found, groups if len(several) > 1 else {})
+    if len(several) == 1:
+        return Rates(name, found, {})
+    return Rates(
+        name, found, {id(p): i for i, group in enumerate(several) for p in group["params"]}
+    )
 
 
 def is_within_own_step(optimizer: Optimizer) -> bool:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,7 @@ def test_the_same_audit_twice_says_the_same() -> None:
     assert found[0] == found[1]
 
 
+@cache
 def on_a_machine(times_slower: float, **given: Any) -> dict[str, Any]:
     """The report, but for measured times, of an audit whose clock runs that much faster."""
     torch.manual_seed(0)

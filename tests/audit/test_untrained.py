@@ -116,7 +116,7 @@ ARCHITECTURES: dict[str, Callable[[], Setup]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(one_in=11, first=8)
+@pytest.mark.slow(one_in=23, first=8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_probe_finds_a_fault_in_an_untrained_architecture(name: str) -> None:
     pytest.importorskip("torchvision")
@@ -147,7 +147,7 @@ def acts(of: Record) -> list[str]:
     return [f"{finding.name}: {finding.summary}" for finding in found]
 
 
-@pytest.mark.slow(one_in=15, first=12)
+@pytest.mark.slow(one_in=31, first=12)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_of_an_untrained_architecture_an_audit_has_nothing_to_act_on(name: str) -> None:
     pytest.importorskip("torchvision")

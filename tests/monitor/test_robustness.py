@@ -590,7 +590,7 @@ def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
 
 
 def train_for_long() -> None:
-    """Train for 500 steps; run in a separate interpreter, so that no other test's tensors count."""
+    """Train for 240 steps; run in a separate interpreter, so that no other test's tensors count."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     activations: list[weakref.ref[Tensor]] = []
@@ -598,22 +598,22 @@ def train_for_long() -> None:
     steps = batches(1)
     counts = []
     with Monitor(model, optimizer, every_n_steps=1, keep=2, on_error="raise") as monitor:
-        for step in range(500):
+        for step in range(240):
             optimizer.zero_grad()
             loss_of(model, steps[0]).backward()
             optimizer.step()
-            if step in (100, 300, 499):
+            if step in (80, 160, 239):
                 gc.collect()
                 counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
     gc.collect()
     assert counts[0] == counts[1] == counts[2], counts
-    assert len(activations) == 500
+    assert len(activations) == 240
     assert not any(ref() is not None for ref in activations)
     assert len(monitor.reports) == 2
 
 
 def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
-    """The number of live tensors is constant over 500 measured steps."""
+    """The number of live tensors is constant over 240 measured steps."""
     here = Path(__file__)
     program = (
         f"import sys; sys.path[:0] = {[str(here.parent), str(here.parent.parent)]!r}; "

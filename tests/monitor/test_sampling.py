@@ -129,7 +129,7 @@ def test_rows_of_a_step_are_even(
 
     monkeypatch.setattr(MeasuredLayer, "choose_entries", spy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    repeats = 400
+    repeats = 160
     with Monitor(model, optimizer, every_n_steps=1, max_rows=10, on_error="raise") as monitor:
         for _ in range(repeats):
             optimizer.zero_grad()

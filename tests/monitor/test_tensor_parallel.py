@@ -27,7 +27,7 @@ from adiv_monitor.features.whole import Whole
 from adiv_monitor.maths.sums import About, Array, Evidence, LayerSums, Partition, Sampled, Vector
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import merge_rows
+from adiv_monitor.step import assembly, merge_rows
 from adiv_monitor.step.merge_ranks import prepared
 from adiv_monitor.step.rank_contribution import Pieces, make_contribution
 from adiv_monitor.step.rows_across_ranks import NOT_ALIKE, deal, partition
@@ -348,7 +348,9 @@ def frozen_in_one(rank: int) -> Any:
     model, tokens, targets = make()
     split(model, init_device_mesh("cpu", (2,)), Case(2))
     (model.head if rank else model.block.down).weight.requires_grad_(False)
-    return some_steps(model, lambda: loss_of(model(tokens), targets))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "PATIENCE", 1.0)  # the ranks wait in vain
+        return some_steps(model, lambda: loss_of(model(tokens), targets))
 
 
 def some_steps(

@@ -35,7 +35,7 @@ COMPUTING = ("step/merge_ranks.py", "step/merge_rows.py", "step/attention_merge.
 # Two kinds of errors are handled differently: RuntimeError, which the store raises when it is gone,
 # and all others. Without `--whole` one fault in `ONE_IN` is tried, a number coprime to that of the
 # kinds.
-ONE_IN = 7
+ONE_IN = 11
 ERRORS: tuple[Callable[[], Exception], ...] = (
     lambda: Fault(REASON),
     lambda: RuntimeError(REASON),
