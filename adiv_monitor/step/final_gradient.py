@@ -194,7 +194,7 @@ class FinalGradient:
         measured.sums = replaced(measured.sums, evidence=evidence)
 
     def _move_by_gradient(self, measured: MeasuredLayer, gamma: Parts) -> None:
-        """Compute e = Φγᵀ of the rows; of a weight that is made of parameters, its own scales."""
+        """Compute e = Φγᵀ of the rows; of a weight computed from parameters, its own scales."""
         versions, features = measured.versions, measured.features
         changed = changes(versions, gamma)
         by_weight, by_bias = act(versions, changed, features)
