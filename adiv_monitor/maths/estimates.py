@@ -86,9 +86,19 @@ class Sample:
         return found
 
     @cached_property
+    def is_scarce(self) -> bool:
+        """Whether only one active row of several was sampled in some layer, or none."""
+        return bool((self.active_seen < 2).any())
+
+    @cached_property
     def variance_share(self) -> PerLayer:
         """`variance_share` of these rows."""
         return variance_share(self.seen, self.total)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every row of every layer was sampled, so that nothing is estimated."""
+        return not self.variance_share.any()
 
     def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
         """Return the `variance_share` of a mean over the counted rows alone."""
@@ -120,11 +130,15 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
     scaled = rows * sample.total[:, None]
     with np.errstate(invalid="ignore"):
         mean = scaled.sum(1) / sample.seen
+    if sample.is_whole:
+        known = mean if exact is None else np.where(np.isnan(exact), mean, exact)
+        return Sum(known, np.zeros_like(rows))
     spread = scaled - mean[:, None]
     if sample.empty is not None:
         spread[sample.empty] = 0.0
-    spread[sample.active_seen < 2] = np.nan
-    mean[sample.active_seen < 1] = np.nan
+    if sample.is_scarce:
+        spread[sample.active_seen < 2] = np.nan
+        mean[sample.active_seen < 1] = np.nan
     if exact is None:
         return Sum(mean, spread)
     known = ~np.isnan(exact)
@@ -140,6 +154,8 @@ def by_ratio(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
     row, which exceeds the row's residual if the row holds much of `by`. The sum is returned
     unchanged where `exact` is NaN, fewer than two active rows were sampled, or all rows were.
     """
+    if sample.is_whole:
+        return of
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = exact / by.total
         slope = of.total / by.total
@@ -189,6 +205,8 @@ def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
         sizes: s_r.
         sample: the sampled rows.
     """
+    if sample.is_whole:
+        return of
     found = by_ratio(of, over_rows(sizes.rows, sample), sizes.total, sample)
     with np.errstate(divide="ignore", invalid="ignore"):
         seen, squares = sizes.rows.sum(1), (sizes.rows**2).sum(1)
@@ -203,13 +221,13 @@ def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
     return replace(found, doubt=found.as_error(np.ones_like(found.spread)) * more[:, None])
 
 
-def by_regression(of: Sum, by: Sum, exact: PerLayer) -> Sum:
+def by_regression(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
     """Estimate a sampled sum of either sign by regression on a sum whose exact value is known.
 
     `of.total + β (exact − by.total)`, β the least-squares slope of the rows (W. Cochran, Sampling
-    Techniques, ch. 7). The sum is returned unchanged where `exact` is NaN.
+    Techniques, ch. 7). The sum is returned unchanged where `exact` is NaN or all rows were sampled.
     """
-    known = ~np.isnan(exact)
+    known = ~np.isnan(exact) & (sample.variance_share > 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = (of.spread * by.spread).sum(1) / (by.spread**2).sum(1)
     slope = np.where(known & np.isfinite(slope), slope, 0.0)
@@ -226,28 +244,17 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         sample: the sampled rows of the sums that are not exact.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = sample.variance_share
-        is_sampled = share.any()  # False if every row was sampled
         rest = np.ones_like(numerator.total)
-        relative = np.zeros_like(numerator.spread)  # Σ_j p_j δS_j/S_j of every row
-        doubted = np.zeros_like(numerator.spread)  # the same sum, with each factor's `doubt`
-        own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
         for factor, power in factors:
             # A vector of length zero has no direction, even if the parameters give a nonzero
             # numerator; a sum that overflowed is unknown.
             unknown = ((factor.total == 0) & (power < 0)) | np.isinf(factor.total)
-            total = np.where(unknown, np.nan, factor.total)
-            rest = rest * total**power
-            if not is_sampled or not factor.spread.any():
-                continue
-            exact = factor.spread == 0
-            deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
-            relative = relative + power * deviation
-            doubted = doubted + power * factor.as_error(deviation)
-            own = own + power * sample.mean(deviation**2)
+            rest = rest * np.where(unknown, np.nan, factor.total) ** power
         value = numerator.total * rest
-        if not is_sampled:
+        if sample.is_whole:
             return Estimate(value, np.zeros_like(value))
+        share = sample.variance_share
+        relative, doubted, own = _relative(factors, sample)
         spread = numerator.as_error(numerator.spread)
         influence = by_chance(spread, rest[:, None]) + by_chance(doubted, value[:, None])
         bias = by_chance(sample.mean(numerator.spread * relative), rest)
@@ -261,6 +268,22 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         certain = ~numerator.spread.any(1)
         limit = np.where(certain, np.minimum(limit, np.abs(value) / 2), limit)
         return Estimate(value - np.clip(bias, -limit, limit), error)
+
+
+def _relative(
+    factors: Sequence[tuple[Sum, float]], sample: Sample
+) -> tuple[PerRow, PerRow, PerLayer]:
+    """Return Σ_j p_j δS_j/S_j of every row, with each factor's `doubt`, and Σ_j p_j mean((…)²)."""
+    relative = doubted = np.zeros(sample.active.shape)
+    own = np.zeros(len(relative))
+    for factor, power in factors:
+        if not factor.spread.any():
+            continue
+        deviation = by_chance(factor.spread, 1 / factor.total[:, None])
+        relative = relative + power * deviation
+        doubted = doubted + power * factor.as_error(deviation)
+        own = own + power * sample.mean(deviation**2)
+    return relative, doubted, own
 
 
 def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sample) -> Estimate:
@@ -318,24 +341,24 @@ def quantiles(
     with np.errstate(invalid="ignore"):
         width = np.sqrt(at * (1 - at) * np.broadcast_to(share, len(values))[:, None])
     width = np.where(np.isfinite(width), width, 1.0)
-    found = _interpolated(ordered, counts, at)
     if not width.any():  # every row was sampled
+        found = _interpolated(ordered, counts, at)
         return found, np.zeros_like(found)
-
-    def to_sides(errors: int) -> tuple[np.ndarray, np.ndarray]:
-        levels = (np.clip(at + side * width, 0, 1) for side in (-errors, errors))
-        low, high = (_interpolated(ordered, counts, level) for level in levels)
-        return _distance(low, found), _distance(found, high)
-
-    (low1, high1), sides2, sides3 = map(to_sides, (1, 2, 3))
+    # One, two and three standard errors of the level to either side.
+    apart = [np.clip(at + side * width, 0, 1) for side in (-1, 1, -2, 2, -3, 3)]
+    every = _interpolated(ordered, counts, np.concatenate([at, *apart], axis=1))
+    found, *others = np.split(every, 7, axis=1)
+    pairs = zip(others[::2], others[1::2], strict=True)
+    sides = [(_distance(low, found), _distance(found, high)) for low, high in pairs]
+    (low1, high1), sides2, _ = sides
     error = np.maximum((low1 + high1) / 2, sum(sides2) / 4)
     alike = np.broadcast_to(rounding, len(values))[:, None]
-    far = (np.maximum(*sides) / k for k, sides in enumerate(((low1, high1), sides2, sides3), 1))
+    far = (np.maximum(*pair) / k for k, pair in enumerate(sides, 1))
     error = np.where(np.minimum(low1, high1) <= alike, np.maximum.reduce([error, *far]), error)
     if ends is not None:
-        others = 3 * np.broadcast_to(share, len(values))[:, None]
-        to_ends = np.where(at <= others, _distance(ends.least, found), 0.0)
-        to_ends = np.maximum(to_ends, np.where(1 - at <= others, _distance(found, ends.most), 0.0))
+        unseen = 3 * np.broadcast_to(share, len(values))[:, None]
+        to_ends = np.where(at <= unseen, _distance(ends.least, found), 0.0)
+        to_ends = np.maximum(to_ends, np.where(1 - at <= unseen, _distance(found, ends.most), 0.0))
         error = np.where((error <= alike) & (width > 0), np.maximum(error, to_ends / 2), error)
     alone = (counts == 1) & (width > 0)  # one row of several has no spread
     error = np.where(width == 0, 0.0, error)  # also where the quantile is not finite
@@ -371,8 +394,11 @@ def _interpolated(
 
 def by_chance(chance: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return `chance · other`; 0 where `chance` is 0, even if `other` is not finite."""
+    found: np.ndarray
     with np.errstate(invalid="ignore"):
-        found: np.ndarray = np.where(chance == 0, 0.0, chance * other)
+        found = chance * other
+        if not np.isfinite(other).all():
+            found = np.where(chance == 0, 0.0, found)
     return found
 
 

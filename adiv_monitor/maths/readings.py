@@ -378,7 +378,7 @@ def _of_realised(x: _StackedLayers, moved: Array) -> dict[str, Estimate]:
     return {
         # The part by this layer's own step is known exactly.
         "realised_cosine": measures.realised_cosine(
-            by_regression(r_G, total(D, G), known), r_r, G_G, x.sample
+            by_regression(r_G, total(D, G), known, x.sample), r_r, G_G, x.sample
         ),
         "single_layer_share": measures.single_layer_share(
             total(MOVED, D), r_r, total(D, D), x.sample

@@ -235,7 +235,7 @@ def alike_sums() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return by, of, of - 7 + 0.5 * random.normal(size=ROWS)
 
 
-HOW = {"ratio": by_ratio, "regression": lambda of, by, exact, sample: by_regression(of, by, exact)}
+HOW = {"ratio": by_ratio, "regression": by_regression}
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -361,7 +361,7 @@ def test_sums_told_from_another_by_hand() -> None:
     np.testing.assert_allclose(ratio.spread, [[-4 * 15 / 12, 4 * 15 / 12]])
     assert ratio.doubt is not None
     np.testing.assert_allclose(ratio.doubt, [[1 / (2 / 3), 1 / (1 / 3)]])
-    slope = by_regression(of, by, np.array([15.0]))  # 12 + 2 (15 − 12)
+    slope = by_regression(of, by, np.array([15.0]), sample)  # 12 + 2 (15 − 12)
     assert slope.total.tolist() == [18]
     assert slope.spread.tolist() == [[0, 0]]
 
