@@ -178,7 +178,9 @@ def seeded(seed: int) -> Iterator[None]:
     on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in on_cuda)]
     with Randomness(devices).again():
-        torch.manual_seed(seed)
+        # Without an accelerator, `torch.manual_seed` keeps the seed for one, with a stack trace.
+        generator = torch if torch.accelerator.is_available() else torch.default_generator
+        generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
