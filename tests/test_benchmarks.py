@@ -19,7 +19,7 @@ import scale
 import torch
 import transfer
 import transfer_training
-from models import Trainer, images, mlp
+from models import TASKS, Trainer, images, mlp
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from uses import Uses
@@ -242,3 +242,14 @@ def test_what_is_written_of_transfer_is_what_was_run() -> None:
         curves = [runs[kind, name, "mup", width] for width in transfer.WIDTHS[kind]]
         rates = [transfer.best(curve) for curve in curves]
         assert max(rates) - min(rates) <= 5  # half a decade
+
+
+def test_a_measured_step_of_small_layers_makes_few_calls() -> None:
+    """As `host.py` counts them for 60 × Linear(32): 889 by layer with Python 3.11, torch 2.15."""
+    plain, measured = Trainer(TASKS["layers"]), Trainer(TASKS["layers"], {"every_n_steps": 1})
+    for trainer in (plain, measured):
+        for _ in range(5):
+            trainer.step()
+    made = (host.calls(measured, 1) - host.calls(plain, 1)) / 60
+    measured.close()
+    assert 500 < made < 930

@@ -707,6 +707,7 @@ def test_what_a_warm_up_raises_from_zero_is_trained_at_its_initial_rate() -> Non
     del kept
 
 
+@pytest.mark.slow
 def test_where_layers_stand_still_rates_are_swept_by_decades() -> None:
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-7)

@@ -487,6 +487,7 @@ def test_what_cannot_learn_is_not_overfitted() -> None:
     assert trial.loss > 0.5 * trial.loss_without
 
 
+@pytest.mark.slow
 def test_another_rate_is_tried_before_a_batch_is_called_unlearnable() -> None:
     rates = {lr: overfit(setup(optimizer=sgd(lr=lr)), record(setup())) for lr in (0.01, 1, 20)}
     assert {lr: (trial.runs, trial.rate) for lr, trial in rates.items()} == {

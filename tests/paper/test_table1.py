@@ -147,6 +147,7 @@ def test_the_command_leaves_runs_and_a_picture(
     assert command.trained == []
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_from_its_results_alone(command: Command) -> None:
     sizes = ["--resume", "--batch-sizes", "64", "128"]
     command(*sizes, "--seeds", "1")
