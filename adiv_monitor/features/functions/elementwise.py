@@ -177,54 +177,72 @@ def batch_norm(
         return None
 
     if training or running_mean is None or running_var is None:
-        known: list[Tensor] = []
-    else:
-        known = [running_mean, running_var]
-    kept = None if known else _kept_moments(call.result)
+        return _by_batch(call.result, input, weight, bias, eps)
+    return _by_running(input, running_mean, running_var, weight, bias, eps)
+
+
+def _by_running(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Use:
+    """Return the use of γ and δ where the running statistics normalise."""
+
+    def normalised(rows: Rows) -> Tensor:
+        shift = torch.zeros_like(running_mean)
+        return _normalised(rows, input, eps, running_mean, shift, running_var)
+
+    def every(x: Tensor, mean: Tensor, variance: Tensor) -> Iterator[Tensor]:
+        mean = to_compute_dtype(mean)
+        reciprocal = (to_compute_dtype(variance) + eps).rsqrt()
+        return _parts_normalised(x, mean, torch.zeros_like(mean), reciprocal)
+
+    return gain(weight, bias, normalised, every, [input, running_mean, running_var])
+
+
+def _by_batch(
+    result: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Use:
+    """Return the use of γ and δ where the batch's own statistics normalise."""
+    kept = _kept_moments(result)
     shifts: list[Tensor] = []  # the rounding error of the saved mean
 
     def normalised(rows: Rows) -> Tensor:
-        if not known:
-            last = input.movedim(1, -1)
-            choice = {"chosen": rows.places, "rows": rows.count}
+        last = input.movedim(1, -1)
+        if rows.lie_in(last):
             pivot = None if kept is None else kept[0]
-            found: Tensor | None = (
-                attempt("normalised_rows", last, pivot, **choice, eps=eps)
-                if rows.lie_in(last)
-                else None
-            )
+            chosen = {"chosen": rows.places, "rows": rows.count}
+            found: Tensor | None = attempt("normalised_rows", last, pivot, **chosen, eps=eps)
             if found is not None:
                 return found
-            by_channel = _by_channel(input)
-            if kept is not None:
-                mean, reciprocal = kept
-                shift = _parts_mean(by_channel, mean)
-                shifts.append(shift)
-                return rows.take(last).sub_(mean).sub_(shift).mul_(reciprocal)
-            moments = _moments(by_channel)
-        else:
-            mean, variance = known
-            moments = mean, torch.zeros_like(mean), variance
-        return _normalised(rows, input, eps, *moments)
+        if kept is None:
+            return _normalised(rows, input, eps, *_moments(_by_channel(input)))
+        mean, reciprocal = kept
+        shifts.append(_parts_mean(_by_channel(input), mean))
+        return rows.take(last).sub_(mean).sub_(shifts[-1]).mul_(reciprocal)
 
-    def every(x: Tensor, *moments: Tensor) -> Iterator[Tensor]:
-        if moments:
-            mean, reciprocal = (
-                to_compute_dtype(moments[0]),
-                (to_compute_dtype(moments[1]) + eps).rsqrt(),
-            )
-            shift = torch.zeros_like(mean)
-        elif kept is not None:
-            mean, reciprocal = kept
-            shift = shifts[0] if shifts else _parts_mean(_by_channel(x), mean)
-        else:
+    def every(x: Tensor) -> Iterator[Tensor]:
+        if kept is None:
             mean, shift, variance = _moments(_by_channel(x))
             reciprocal = (variance + eps).rsqrt()
-        own = (slice(None), *(None,) * (x.dim() - 2))
-        for part in in_parts(x):
-            yield (to_compute_dtype(part) - mean[own]).sub_(shift[own]).mul_(reciprocal[own])
+        else:
+            mean, reciprocal = kept
+            shift = shifts[0] if shifts else _parts_mean(_by_channel(x), mean)
+        return _parts_normalised(x, mean, shift, reciprocal)
 
-    return gain(weight, bias, normalised, every, [input, *known])
+    return gain(weight, bias, normalised, every, [input])
+
+
+def _parts_normalised(
+    x: Tensor, mean: Tensor, shift: Tensor, reciprocal: Tensor
+) -> Iterator[Tensor]:
+    """Yield (x − mean − shift) · reciprocal per channel, part by part."""
+    own = (slice(None), *(None,) * (x.dim() - 2))
+    for part in in_parts(x):
+        yield (to_compute_dtype(part) - mean[own]).sub_(shift[own]).mul_(reciprocal[own])
 
 
 def _by_channel(input: Tensor) -> Tensor:
