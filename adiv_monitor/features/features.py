@@ -133,9 +133,9 @@ class DenseFeatures:
         if groups == 1:
             matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
             return self.phi[:, 0] @ matrix
+        if n_feat == 1 and weight.numel() == groups:
+            return self.phi[..., 0] * weight.reshape(-1)
         blocks = weight.reshape(groups, -1, n_feat)
-        if n_feat == 1 and blocks.shape[1] == 1:
-            return self.phi[..., 0] * blocks[:, 0, 0]
         if blocks.shape[1] == 1:  # a depthwise convolution
             if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
                 return (self.phi.mT * blocks[:, 0].T.contiguous()).sum(1)

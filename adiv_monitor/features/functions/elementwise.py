@@ -240,9 +240,10 @@ def _parts_normalised(
     x: Tensor, mean: Tensor, shift: Tensor, reciprocal: Tensor
 ) -> Iterator[Tensor]:
     """Yield (x − mean − shift) · reciprocal per channel, part by part."""
-    own = (slice(None), *(None,) * (x.dim() - 2))
+    across = (-1, *(1,) * (x.dim() - 2))
+    mean, shift, reciprocal = mean.view(across), shift.view(across), reciprocal.view(across)
     for part in in_parts(x):
-        yield (to_compute_dtype(part) - mean[own]).sub_(shift[own]).mul_(reciprocal[own])
+        yield (to_compute_dtype(part) - mean).sub_(shift).mul_(reciprocal)
 
 
 def _by_channel(input: Tensor) -> Tensor:
