@@ -45,13 +45,11 @@ class Accumulated(Protocol):
 
 
 class Owner(Protocol):
-    """Owns the accumulations and knows the layers.
+    """Owns the accumulations and knows the layers."""
 
-    Attributes:
-        is_alone: whether there is one rank.
-    """
-
-    is_alone: bool
+    @property
+    def is_alone(self) -> bool:
+        """Whether there was one rank when the running backward pass began."""
 
     def users(self, parameter: nn.Parameter) -> Sequence[Accumulated]:
         """Return all objects that follow a parameter's gradient."""

@@ -254,8 +254,9 @@ def _show(tables: Sequence[dict[int, Any]]) -> None:
         return
     for table in tables:
         attributes = table.__dict__
-        if "values" in attributes:
-            del attributes["values"], attributes["__reduce_ex__"]
+        if "__reduce_ex__" in attributes:  # set first and deleted last, so an interrupt loses none
+            attributes.pop("values", None)
+            del attributes["__reduce_ex__"]
 
 
 def trains(value: object) -> bool:

@@ -49,17 +49,20 @@ class _Pass(threading.local):
     Attributes:
         task: the number of its graph task.
         trains: whether it belongs to a training step.
+        is_alone: whether there is one rank.
         state: torch's settings in its hooks.
     """
 
     def __init__(self) -> None:
         self.task = -1
         self.trains = False
+        self.is_alone = True
         self.state = ThreadState()
 
     def begins(self, task: int) -> None:
         """Read what holds for the whole pass."""
         self.trains = False
+        self.is_alone = world_size() == 1
         self.task, self.state, self.trains = task, ThreadState(), trains(None)
 
 
@@ -78,7 +81,6 @@ class Layers:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path.
         replacements: path of a layer → path of the layer whose measurement replaces its own.
-        is_alone: whether there is one rank.
     """
 
     def __init__(
@@ -93,7 +95,6 @@ class Layers:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.replacements: dict[str, str] = {}
-        self.is_alone = world_size() == 1
         self.names = names
         self.provenance = provenance
         self.chooser = chooser
@@ -309,7 +310,10 @@ class Layers:
         return [known[key] for key in keys]
 
     def keeps_own_contributions(self, path: str) -> bool:
-        """Return whether another layer was seen to use a parameter of the layer at this path."""
+        """Return whether to keep a layer's own contributions: others use its parameters, too.
+
+        If not, this is recorded, for contributions that were not kept can't be had later.
+        """
         if self._sharing is None:
             self._sharing = self.shared(set(self.found.values()), ())
         if path in self._sharing:
@@ -397,6 +401,11 @@ class Layers:
         finally:
             if gradients:
                 torch._C._set_grad_enabled(True)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there was one rank when the running backward pass began."""
+        return self._running.is_alone
 
     def accumulates(self) -> None:
         """Queue sampling of gradients for the end of this pass, after ranks have averaged them."""

@@ -87,7 +87,7 @@ class Sample:
 
     @cached_property
     def is_scarce(self) -> bool:
-        """Whether only one active row of several was sampled in some layer, or none."""
+        """Whether fewer than two active rows were sampled in a layer of which not all rows were."""
         return bool((self.active_seen < 2).any())
 
     @cached_property
@@ -111,8 +111,8 @@ class Sum:
 
     Attributes:
         total: its value; NaN where it is not exact and no active row was sampled.
-        spread: T times every sampled row, minus the mean of these; 0 where the total is exact, NaN
-            where there is only one active row of several.
+        spread: T times every sampled row, minus the mean of these; 0 where the total is given or
+            every row of every layer was sampled, NaN where there is one active row of several.
         doubt: factor by which every row's contribution to the error exceeds its spread; None: 1.
     """
 
@@ -273,13 +273,14 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
 def _relative(
     factors: Sequence[tuple[Sum, float]], sample: Sample
 ) -> tuple[PerRow, PerRow, PerLayer]:
-    """Return Σ_j p_j δS_j/S_j of every row, with each factor's `doubt`, and Σ_j p_j mean((…)²)."""
+    """Return Σ_j p_j δS_j/S_j of every row, then with `doubt`, and Σ_j p_j mean((δS_j/S_j)²)."""
     relative = doubted = np.zeros(sample.active.shape)
     own = np.zeros(len(relative))
     for factor, power in factors:
         if not factor.spread.any():
             continue
-        deviation = by_chance(factor.spread, 1 / factor.total[:, None])
+        exact = factor.spread == 0
+        deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
         relative = relative + power * deviation
         doubted = doubted + power * factor.as_error(deviation)
         own = own + power * sample.mean(deviation**2)

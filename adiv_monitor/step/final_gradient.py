@@ -185,7 +185,7 @@ class FinalGradient:
         self._capture.rows[layer.path].release()
 
     def _move_by_rows(self, measured: MeasuredLayer, features: DenseFeatures, gamma: Parts) -> None:
-        """Compute e = (ΦΦᵀ)G from all rows, and the probe of γ = GᵀΦ, without which it is wrong."""
+        """Compute e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ, and the probe that tests that."""
         rows = measured.rows
         rows.G, rows.factor = rows.scaled(), None
         rows.e = features.gram() @ rows.G, None
@@ -194,12 +194,12 @@ class FinalGradient:
         measured.sums = replaced(measured.sums, evidence=evidence)
 
     def _move_by_gradient(self, measured: MeasuredLayer, gamma: Parts) -> None:
-        """Compute e = Φγᵀ of the rows; of a weight computed from parameters, its own scales."""
+        """Compute e = Φγᵀ, and the scales of rows whose weight is computed from parameters."""
         versions, features = measured.versions, measured.features
         changed = changes(versions, gamma)
         by_weight, by_bias = act(versions, changed, features)
-        kept = [g for g in gamma.values() if not is_small(g)]  # small ones are copies
-        measured.rows.e = _apart(by_weight, kept), _apart(by_bias, kept)
+        overwritten = [g for g in gamma.values() if not is_small(g)]  # small ones are copies
+        measured.rows.e = _apart(by_weight, overwritten), _apart(by_bias, overwritten)
         if not measured.layer.is_direct:
             found = with_own_scales(versions, changed, features, self._generator)
             measured.features, made = found

@@ -76,7 +76,7 @@ class MeasuredStep:
         agree: Agree = _is_alone,
     ) -> None:
         self._capture = capture
-        self._is_alone = world_size() == 1
+        self._is_alone = True  # whether there is one rank, when the gradient is final
         self._attention = (
             None if capture.attention is None else AttentionStep(capture.attention, generator)
         )
@@ -107,6 +107,7 @@ class MeasuredStep:
             steps: whether an optimizer step follows.
         """
         self._gradient = None  # left over from an earlier attempt at this step, which raised
+        self._is_alone = world_size() == 1
         self._unreached.clear()
         self._cut.clear()
         self._sums.clear()

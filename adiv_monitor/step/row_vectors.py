@@ -23,7 +23,7 @@ class RowVectors:
         G: ∂L/∂z, as the backward pass left it.
         factor: the factor from G to the units of the optimizer's gradient; None: 1.
         z: the outputs.
-        e: the move of a plain gradient step, by weight and by bias.
+        e: the move of a plain gradient step, by weight and by bias; (None, None): not computed yet.
         d: the move of the optimizer's step, by weight and by bias; None: no step was taken.
     """
 

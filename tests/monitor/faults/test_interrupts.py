@@ -4,6 +4,7 @@ The tests find every byte code that the monitor executes in a training, from att
 KeyboardInterrupt is raised before one of them, in one training after another.
 """
 
+from contextlib import suppress
 from functools import cache
 from math import inf
 from typing import Any
@@ -17,6 +18,8 @@ from faults.world import Result, result, surroundings
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.hook import _AFTER_MODULE, _BEFORE_MODULE, Hook, ModuleHook
+from adiv_monitor.rerun.thread import surely
 
 # Files that install and remove hooks, of which more byte codes are tried than elsewhere.
 ARMING = (
@@ -168,3 +171,27 @@ def test_an_interrupt_leaves_nothing_behind(name: str, whole: bool) -> None:
         interrupt(name, at, within=True)
     for at in tried[:: 1 if whole else EVERY_ATTACHED]:
         interrupt(name, at, within=False)
+
+
+def hooked(context: Any, *, before: bool) -> nn.Module:
+    """Return a module that had a hook, in a context that may interrupt this."""
+    module = nn.Linear(2, 2)
+    hook = ModuleHook(module, Hook(lambda *_: None), before=before)
+    with suppress(KeyboardInterrupt), context:
+        try:
+            hook.put_on()
+        finally:
+            surely(hook.remove)
+    return module
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupt_anywhere_in_a_hook_leaves_its_tables_as_they_were(before: bool) -> None:
+    hooked(found := Executed(), before=before)
+    tried = [at for at in found.instructions if at.file == "capture/hook.py"]
+    assert len(tried) > 100
+    for at in tried:
+        module = hooked(Interrupting(at), before=before)
+        for name in (*_BEFORE_MODULE, *_AFTER_MODULE):
+            table = getattr(module, name)
+            assert not table and not vars(table), f"{at}: {name} has {vars(table)}"
