@@ -654,6 +654,23 @@ def test_margins_and_hidden_clips_are_left_alone() -> None:
     assert asked("zero-slope", setup()) == Probed()
 
 
+class Cosines(nn.Module):
+    """Cosines of features and one weight for each class: a layer whose weight is normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cosines = functional.normalize(x, dim=-1) @ functional.normalize(self.weight, dim=-1).T
+        return 20.0 * cosines
+
+
+def test_an_activation_before_a_normalised_weight_is_hidden() -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), Cosines())
+    assert asked("zero-slope", setup(model=model)) == Probed()
+
+
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_losses_that_are_multiplied_by_zero_are_left_alone(weight: float) -> None:
     def masked(model: nn.Module, batch: Any) -> Tensor:

@@ -71,10 +71,17 @@ def _with_gradients(fork: Fork, batch: Any) -> list[_Seen]:
     """Return calls whose result gets a gradient: possible steps, and clips of the outputs."""
     steps: list[_Seen] = []
     clips: list[_Seen] = []
+    computed: list[Tensor] = []  # from parameters alone, as normalised weights are
+
+    def is_weight(x: Tensor) -> bool:
+        return (x.is_leaf and x.requires_grad) or any(x is other for other in computed)
 
     def look(call: Call) -> None:
         given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
-        if len(given) > 1 and any(x.is_leaf and x.requires_grad for x in given):
+        weights = [is_weight(x) for x in given]
+        if weights and all(weights) and isinstance(call.result, Tensor):
+            computed.append(call.result)
+        elif len(given) > 1 and any(weights):
             clips.clear()  # a layer, which is no step even if its weights are zero
             return
         try:
