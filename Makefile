@@ -12,8 +12,8 @@ CONSTRAINTS ?= $(wildcard constraints/python$(VERSION).txt)
 PINS = $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS)))
 PIP = $(PINS) $(BIN)/python -m pip install --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-# Where this is set, as in many container images, each of the hundreds of processes that the tests start
-# compiles all of torch anew, which takes longer than most tests.
+# Where this is set, as in many container images, each process that the tests start compiles all of
+# torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all tests lint style types docs tutorial bench models schema gpu mutants clean
