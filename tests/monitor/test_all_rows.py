@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from adiv_monitor import Monitor
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.features import whole
+from adiv_monitor.features.functions.conv import Geometry, patch_squares, patches
+from adiv_monitor.features.rows import Rows
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import Array, ScaleTotals, Totals
@@ -183,6 +185,46 @@ def test_all_rows_are_the_same_in_parts_and_at_once(
     for measure, expected in known.items():
         value = getattr(in_parts, measure)
         assert value == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True), measure
+
+
+GROUPED = {
+    "depthwise": Geometry((3, 2), (2, 1), ((1, 1), (1, 1)), (1, 2), 6, 1),
+    "uneven padding": Geometry((2, 2), (1, 1), ((0, 1), (0, 1)), (1, 1), 2, 3),
+    "circular": Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 3, 2, mode="circular"),
+    "transposed": Geometry((3, 3), (1, 1), ((2, 2), (1, 2)), (1, 1), 6, 1, spacing=(2, 2)),
+    "one dimension": Geometry((3,), (2,), ((1, 1),), (1,), 3, 2),
+    "three dimensions": Geometry((3, 2, 1), (1, 1, 1), ((1, 1), (0, 0), (0, 0)), (1, 1, 1), 2, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", GROUPED)
+def test_scales_are_the_squares_of_patches(name: str, dtype: torch.dtype) -> None:
+    geometry = GROUPED[name]
+    x = torch.randn(5, 6, *(5, 4, 3)[: geometry.dims], dtype=dtype)
+    found = patch_squares(geometry, x)
+    every = patches(geometry, Rows(tuple(found.shape[:-1])), x)  # (rows, groups, entries)
+    torch.testing.assert_close(found.flatten(0, -2), every.square().sum(-1), rtol=1e-6, atol=1e-6)
+
+
+def test_scales_of_all_rows_keep_their_precision_where_backward_runs_under_autocast() -> None:
+    def read(*, within: bool) -> LayerReading:
+        torch.manual_seed(0)
+        module = nn.Conv2d(6, 12, 3, padding=1, groups=6)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with Monitor(module, optimizer, max_rows=4) as monitor:
+            loss = (module(torch.randn(7, 6, 5, 4) + 3) * torch.randn(7, 12, 5, 4)).sum()
+            with torch.autocast("cpu", torch.bfloat16, enabled=within):
+                loss.backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        (found,) = monitor.latest.layers.values()
+        return found
+
+    outside, within = read(within=False), read(within=True)
+    assert outside.update_cosine is not None
+    for measure in MEASURES:
+        assert getattr(within, measure) == getattr(outside, measure), measure
 
 
 def test_products_of_small_pieces_are_summed_each_by_itself() -> None:

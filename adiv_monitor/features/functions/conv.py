@@ -192,12 +192,29 @@ def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     batched = geometry.batched(input)
     groups = geometry.groups, batched.shape[1] // geometry.groups
     by_group = batched.reshape(len(batched), *groups, *batched.shape[2:])
-    sums = _padded(geometry, squares(by_group, 2))
+    sums = squares(by_group, 2) if groups[1] > 1 else to_compute_dtype(batched).square()
+    if geometry.groups > 1 and sums.is_cpu and sums.dtype is torch.float32:
+        return _depthwise_sums(geometry, sums).movedim(1, -1)
+    sums = _padded(geometry, sums)
     for d, (size, stride, dilation) in enumerate(
         zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), 2
     ):
         sums = _window_sums(sums, d, size, stride, dilation)
     return sums.movedim(1, -1)
+
+
+def _depthwise_sums(geometry: Geometry, x: Tensor) -> Tensor:
+    """Return sums over windows of every channel, on a CPU.
+
+    In float32 this is two to ten times as fast as `_window_sums`, in float64 six times as slow.
+    """
+    plain = geometry.mode == "zeros" and not geometry.spacing
+    sides = [left for left, right in geometry.padding if plain and left == right]
+    if len(sides) < geometry.dims:  # a convolution cannot pad like this
+        x, sides = _padded(geometry, x), [0] * geometry.dims
+    ones = x.new_ones(geometry.groups, 1, *geometry.kernel)
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[geometry.dims - 1]
+    return convolve(x, ones, None, geometry.stride, sides, geometry.dilation, geometry.groups)
 
 
 def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> Tensor:
