@@ -3,9 +3,10 @@
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from example_audits import healthy
@@ -64,6 +65,26 @@ BEGINNINGS = (b"<!doctype html", b"\x89PNG")
 
 def is_whole(content: bytes) -> bool:
     return content.startswith(BEGINNINGS) and len(content) > 5000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drawn_once() -> Iterator[None]:
+    """Draw one picture of each format, and copies of it: what matters is how they are written."""
+    from matplotlib.figure import Figure
+
+    plain, drawn = Figure.savefig, dict[str, Any]()
+
+    def saved(figure: Figure, target: IO[Any], *, format: str, **how: Any) -> None:
+        if format not in drawn:
+            plain(figure, target, format=format, **how)
+            target.seek(0)
+            drawn[format] = target.read()
+        else:
+            target.write(drawn[format])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", saved)
+        yield
 
 
 @pytest.fixture(params=WRITERS)

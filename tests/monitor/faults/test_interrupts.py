@@ -1,7 +1,8 @@
 """An interrupt between any two byte codes of the monitor leaves nothing behind.
 
 The tests find every byte code that the monitor executes in a training, from attaching to closing. A
-KeyboardInterrupt is raised before one of them, in one training after another.
+KeyboardInterrupt is raised before one of them, in one training after another. The byte codes that
+are tried are evenly spaced.
 """
 
 from contextlib import suppress
@@ -28,9 +29,9 @@ ARMING = (
     *("capture/capture.py", "capture/accumulation.py"),
     *("rerun/thread.py", "rerun/eager.py", "rerun/surroundings.py"),
 )
-# Without `--whole`, one byte code in this many is tried; of those one in `EVERY_ATTACHED` also
-# without a `with` block.
-EVERY_ARMING, EVERY_OTHER, EVERY_ATTACHED = 61, 401, 5
+# One byte code in this many is tried in those files, and one in this many elsewhere; one of the
+# third number of them also without a `with` block. Every byte code of all scenarios takes hours.
+EVERY, EVERY_WHOLE = (61, 401, 5), (5, 41, 2)
 NAMES = tuple(name for name in SCENARIOS if not name.startswith("function"))
 SOME = 4  # without `--whole`, one scenario in this many
 
@@ -166,10 +167,11 @@ def test_an_interrupt_leaves_nothing_behind(name: str, whole: bool) -> None:
     instructions = [at for at in found[name] if at.code not in COLLECTED]
     arming = [at for at in instructions if at.file in ARMING]
     others = [at for at in instructions if at.file not in ARMING]
-    tried = instructions if whole else arming[::EVERY_ARMING] + others[::EVERY_OTHER]
+    of_arming, of_others, attached = EVERY_WHOLE if whole else EVERY
+    tried = arming[::of_arming] + others[::of_others]
     for at in tried:
         interrupt(name, at, within=True)
-    for at in tried[:: 1 if whole else EVERY_ATTACHED]:
+    for at in tried[::attached]:
         interrupt(name, at, within=False)
 
 
