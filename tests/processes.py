@@ -57,6 +57,7 @@ def run_in(processes: int, work: Callable[..., None], *args: Any) -> None:
     """
     distributed = ("fsdp", "tensor.parallel", "device_mesh", "optim")
     imported = ["adiv_monitor", "numpy", *(f"torch.distributed.{name}" for name in distributed)]
+    imported += ["torch._dynamo"]  # which optimizers import
     multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
     multiprocessing.start_processes(_run, (work, *args), processes, start_method="forkserver")
 

@@ -163,11 +163,11 @@ def test_normalised_rows(shape: tuple[int, ...], dtype: torch.dtype, last: bool)
 
 def test_a_first_entry_far_from_the_mean() -> None:
     """A first entry far from the mean loses no precision: the batch's own mean is the pivot."""
-    x = torch.randn(4096, 3)
+    x = torch.randn(512, 3)
     x[0] = 1e4
     variance, mean = torch.var_mean(x.double(), 0, correction=0)
     expected = (x.double() - mean) / (variance + 1e-5).sqrt()
-    found = attempt("normalised_rows", x, mean.float(), chosen=None, rows=4096, eps=1e-5)
+    found = attempt("normalised_rows", x, mean.float(), chosen=None, rows=512, eps=1e-5)
     close(found, expected, 2e-6)
 
 
