@@ -913,6 +913,16 @@ def test_what_is_not_repeatable_or_cut_on_purpose_is_not_told(
     assert probed.untold
 
 
+def test_a_function_without_a_float64_version_is_told_with_its_error() -> None:
+    def no_double(x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float32, got Double\nat some kernel")
+        return x.tanh()
+
+    probed = asked("gradient-differs", with_model(Own(no_double)))
+    assert probed.untold == "it does not run in float64: expected Float32, got Double"
+
+
 # The optimizer's epsilon
 
 Made = Callable[[nn.Module], Optimizer]

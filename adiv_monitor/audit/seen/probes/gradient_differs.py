@@ -66,8 +66,11 @@ def _why_not(fork: Fork, moved: Sequence[Tensor]) -> str:
         elif depends and isinstance(call.result, Tensor) and _is_short(call.result):
             found.append(f"it does not run in float64: {call.place}")
 
-    with torch.enable_grad():
-        see_calls(fork, look)
+    try:
+        with torch.enable_grad():
+            see_calls(fork, look)
+    except RuntimeError as error:  # not all of torch's functions have a float64 version
+        return f"it does not run in float64: {str(error).partition(chr(10))[0]}"
     if any(p.dtype != torch.float64 for p in moved):
         found.append("the parameters are not real numbers")
     return found[0] if found else ""
