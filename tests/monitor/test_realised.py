@@ -634,6 +634,22 @@ def test_everything_else_reads_the_same() -> None:
             assert values == pytest.approx(expected.layers[path].measures(), nan_ok=True), path
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_outputs_that_are_kept_hold_no_hook_after_the_step() -> None:
+    """Neither those of the step nor of its reruns, whose LSTM runs a function without a rule."""
+    model = nn.Sequential(nn.Linear(3, 6), nn.LSTM(6, 4, proj_size=3))
+    kept: list[Tensor] = []
+    model[1].register_forward_hook(lambda _, args, output: kept.append(output[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, realised=True, on_error="raise"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 2, 3))[0].square().sum().backward()
+            optimizer.step()
+    assert len(kept) > 3, "no forward pass ran again"
+    assert not any(output._backward_hooks for output in kept)
+
+
 def test_failures_of_the_repetition_leave_training_alone() -> None:
     """A failing rerun warns once and leaves no trace."""
 

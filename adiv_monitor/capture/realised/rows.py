@@ -73,9 +73,9 @@ class RerunRows:
         context = Context(guard)
         self._layers = _Known(names, self._provenance, chooser, context, Recorders())
         self._layers.found = first.layers
-        without_rule = ParametersWithoutRule(selection, guard)
+        self._without_rule = ParametersWithoutRule(selection, guard)
         self._watching = Watching(
-            *(selection, self._forwards, self._layers, without_rule, self), repeated=True
+            *(selection, self._forwards, self._layers, self._without_rule, self), repeated=True
         )
 
     def attach(self) -> None:
@@ -84,7 +84,7 @@ class RerunRows:
 
     def detach(self) -> None:
         """Remove the hooks."""
-        call_all(self._watching.detach, self._forwards.remove)
+        call_all(self._watching.detach, self._without_rule.release, self._forwards.remove)
 
     def begin(self, number: int) -> None:
         """Begin a forward pass, after the buffers that it uses are restored."""
