@@ -130,7 +130,7 @@ def _seeing(
         for path, module in named_modules(model)
         if not isinstance(module, torch.jit.ScriptModule)
     }
-    forwards = Forwards(paths, Guard(_raised), repeated=True)
+    forwards = Forwards(paths, Guard(), repeated=True)
     seeing = _Seeing(model, paths, forwards, found, entrywise, called)
     try:
         forwards.watch(seeing)
@@ -138,10 +138,6 @@ def _seeing(
         forwards.remove()
     finally:  # once more, in case an interrupt hit the first call
         forwards.remove()
-
-
-def _raised(error: Exception) -> None:
-    raise error
 
 
 class _Seeing:

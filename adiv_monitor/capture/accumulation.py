@@ -19,29 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
+from adiv_monitor.capture.layer_rows import LayerRows
 from adiv_monitor.capture.updates import is_small, sampled_entries
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
 from adiv_monitor.maths import dots
 from adiv_monitor.rerun.thread import surely
 
-
-class Accumulated(Protocol):
-    """Follows a parameter's gradient: the rows of a layer, or the shares of its calls."""
-
-    def settle(self) -> None:
-        """Complete late data, now that a gradient has arrived."""
-
-    def reset(self) -> None:
-        """Drop the accumulated data, because the gradient was reset."""
-
-    def rescale(self, factor: Tensor) -> None:
-        """Scale the accumulated data by a factor."""
-
-    def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale the data that is about to be accumulated by a factor."""
-
-    def fold(self) -> None:
-        """Add the gradient that is being accumulated."""
+# What follows a parameter's gradient: the rows of a layer, or the shares of its calls.
+Accumulated = LayerRows | GradientShare
 
 
 class Owner(Protocol):

@@ -8,13 +8,11 @@ their gradients. `layers` maps each use to its layer.
 from collections import defaultdict
 from collections.abc import Container
 
-from torch import Tensor, nn
+from torch import nn
 
-from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.context import Context, Recorders
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
-from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
@@ -40,7 +38,7 @@ class Capture:
         pieces: the pieces of parameters that are known from earlier steps.
 
     Attributes:
-        layers: the layers found so far, by path.
+        layers: the layers found so far.
         rows: the rows of the watched layers, by path.
     """
 
@@ -51,8 +49,8 @@ class Capture:
         chooser: Chooser,
         context: Context,
         recorders: Recorders,
-        plan: Plan | None = None,
-        pieces: Pieces | None = None,
+        plan: Plan | None,
+        pieces: Pieces | None,
     ) -> None:
         self.attention = recorders.attention
         self._selection = selection
@@ -63,13 +61,11 @@ class Capture:
         self.plan = plan
         self.forwards = Forwards.of(selection, context.guard, context.renew, plan)
         names = Names(model, selection, self.forwards)
-        self._layers = Layers(
-            names, self._provenance, chooser, context, recorders, selection.is_due
-        )
-        self.layers, self.rows = self._layers.found, self._layers.rows
-        self._gathering = Gathering(self._layers, self.forwards, self._without_rule)
+        self.layers = Layers(names, self._provenance, chooser, context, recorders, selection.is_due)
+        self.rows = self.layers.rows
+        self._gathering = Gathering(self.layers, self.forwards, self._without_rule)
         self._watching = Watching(
-            selection, self.forwards, self._layers, self._without_rule, self._gathering
+            selection, self.forwards, self.layers, self._without_rule, self._gathering
         )
 
     def attach(self) -> None:
@@ -89,7 +85,7 @@ class Capture:
         call_all(
             *(() if self.attention is None else (self.attention.detach,)),
             *(self._watching.detach, self.forwards.remove, self._gathering.detach),
-            *(self._layers.detach, self._without_rule.release),
+            *(self.layers.detach, self._without_rule.release),
         )
 
     def saw_calls(self) -> bool:
@@ -99,18 +95,6 @@ class Capture:
     def dropped(self) -> bool:
         """Return whether rows were discarded because their gradient never led to a step."""
         return any(rows.dropped for rows in self.rows.values())
-
-    def accumulation_of(self, layer: Layer) -> Accumulation:
-        """Return the gradient accumulation of the layer's first parameter."""
-        return self._layers.accumulation_of(layer)
-
-    def contributions_of(self, layer: Layer) -> list[GradientShare]:
-        """Return the shares that the layer's calls contributed to its parameters' gradients."""
-        return self._layers.contributions_of(layer)
-
-    def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
-        """Return the layer's own share of a shared gradient; see `Layers.own_gradient`."""
-        return self._layers.own_gradient(layer)
 
     def first_called(self) -> list[nn.Module]:
         """Return the modules with parameters that may be the first to run in the next forward pass.
@@ -122,25 +106,21 @@ class Capture:
         first = next((module for module in ran if module in held), None)
         return [module for module in owners if module is first or module not in ran]
 
-    def in_order(self) -> list[Layer]:
-        """Return the layers that were seen, in the model's order."""
-        return self._layers.in_order()
-
     def shared(self, reached: Container[Layer]) -> set[str]:
         """Return the paths of the layers that share at least one parameter entry with another use.
 
         Args:
             reached: the layers that a gradient reached.
         """
-        return self._layers.shared(reached, self._without_rule.unmeasured)
+        return self.layers.shared(reached, self._without_rule.unmeasured)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Return whether an unmeasured use of the parameter received a gradient."""
-        return self._without_rule.has(id(parameter))
+        return self._without_rule.why(id(parameter)) is not None
 
     def tell(self, trace: Trace) -> None:
         """Pass the recorded uses to the trace for later steps. Call this after `detach`."""
-        held = {id(p) for layer in self.layers.values() for p in layer.parameters}
+        held = {id(p) for layer in self.layers.found.values() for p in layer.parameters}
         without = self._without_gradient or set()
         unseen = set(map(id, self._selection.due_parameters)) - held - without
         trace.learn(self._selection, self.plan, self._watching.record, unseen)
@@ -148,7 +128,7 @@ class Capture:
     def notes(self) -> list[str]:
         """Return notes for the report about uses of parameters that are measured only partly."""
         notes = []
-        replacements = self._layers.replacements
+        replacements = self.layers.replacements
         if replacements:
             by = list(dict.fromkeys(replacements.values()))
             notes.append(
@@ -159,7 +139,7 @@ class Capture:
         unmeasured = self._without_rule.unmeasured
         for parameter in self._selection.due_parameters if unmeasured else ():
             why = self._without_rule.why(id(parameter))
-            if why is not None and self._layers.have(parameter):
+            if why is not None and self.layers.have(parameter):
                 partly[why].append(self._selection.names[id(parameter)])
         for why, names in partly.items():
             notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
@@ -186,7 +166,7 @@ class Capture:
             )
         elif (found := self._without_rule.why(key)) is not None:
             reason = found
-        elif (ended := self._provenance.tape.ended_in(parameter)) and not self._layers.have(
+        elif (ended := self._provenance.tape.ended_in(parameter)) and not self.layers.have(
             parameter
         ):
             reason = f"it is an input of torch's {ended}, whose result no function was seen to use"

@@ -7,14 +7,11 @@ from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.realised.forward_calls import ForwardCalls
+from adiv_monitor.maths.alike import raised
 
 
 def _nothing() -> None:
     pass
-
-
-def _raised(path: str, error: Exception) -> None:
-    raise error
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Context:
     """
 
     guard: Guard
-    fail: Callable[[str, Exception], None] = _raised
+    fail: Callable[[str, Exception], None] = raised
     switched_off: Collection[str] = ()
     checked: Collection[str] = ()
     begins: Callable[[], object] = _nothing

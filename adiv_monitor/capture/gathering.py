@@ -39,7 +39,7 @@ from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused, Use, as_it_is
-from adiv_monitor.features.whole import squares
+from adiv_monitor.features.whole import hooks_keep, squares
 from adiv_monitor.kernels.choice import attempt, counts_launches
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
@@ -344,7 +344,7 @@ class Gathering:
         if call.split is not None:
             taken = call.split.term(taken, features)
         late = use.late() if layer.weight is not None and whole is None else None
-        if late is not None and not late.may_be_kept:
+        if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
             late = None
         call.look(_trained(layer, features), taken, whole, late)
         if call.split is not None and not call.split.own:

@@ -6,6 +6,10 @@ from typing import Any
 from adiv_monitor.rerun.thread import ThreadState
 
 
+def _raised(error: Exception) -> None:
+    raise error
+
+
 class Guard:
     """Runs everything that a training step calls while it is watched.
 
@@ -13,13 +17,13 @@ class Guard:
     nothing more is watched and the step is discarded.
 
     Args:
-        fail: called with the exception; may raise it.
+        fail: called with the exception; by default it is raised.
 
     Attributes:
         broken: whether something has failed.
     """
 
-    def __init__(self, fail: Callable[[Exception], None]) -> None:
+    def __init__(self, fail: Callable[[Exception], None] = _raised) -> None:
         self.broken = False
         self._fail = fail
 

@@ -166,7 +166,6 @@ class NextForward:
         modules: the modules, any of which may be called first.
         function: the function to call.
         guard: runs the body of a hook: (body, *arguments).
-        with_gradients: whether to wait for a pass with gradients enabled, unlike an evaluation.
         ends: whether to wait until the module has run.
     """
 
@@ -176,11 +175,9 @@ class NextForward:
         function: Callable[[], object],
         guard: Callable[..., object],
         *,
-        with_gradients: bool = False,
         ends: bool = False,
     ) -> None:
         self._function = function
-        self._with_gradients = with_gradients
         hook = Hook(guard, self._runs)
         self._hooks = [ModuleHook(module, hook, before=not ends) for module in modules]
 
@@ -197,15 +194,14 @@ class NextForward:
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
         if is_rerun() or not trains(args):
             return
-        if torch.is_grad_enabled() or not self._with_gradients:
-            surely(self.remove)
-            outside = _aside.on
-            try:
-                _aside.on = True
-                self._function()  # it may watch a rerun with a torch function mode
-                _aside.on = outside
-            finally:
-                _aside.on = outside
+        surely(self.remove)
+        outside = _aside.on
+        try:
+            _aside.on = True
+            self._function()  # it may watch a rerun with a torch function mode
+            _aside.on = outside
+        finally:
+            _aside.on = outside
 
 
 class _Aside(threading.local):

@@ -106,7 +106,6 @@ class ParameterSteps:
         products: numbers that add up to dot products.
         norms: norms of parts, whose squares add up to dot products.
         has_copies: whether γ is preserved even if the optimizer changes `.grad`.
-        updated: whether the optimizer has stepped.
     """
 
     def __init__(
@@ -160,7 +159,6 @@ class ParameterSteps:
         self._update: dict[int, Tensor] = {}
         # Products of the rows of large pieces after the optimizer's step; see `_row_products`.
         self._stepped: dict[int, Tensor] = {}
-        self.updated = False
         self._places: dict[object, Tensor] = {}
 
     def before(self, parameter: nn.Parameter) -> Tensor | None:
@@ -190,7 +188,6 @@ class ParameterSteps:
 
     def stepped(self) -> None:
         """Take the updates of the small parameters after the optimizer's step."""
-        self.updated = True
         self._updates = self._taken_from_small()
         self._update = dict(self._updates.views)
 

@@ -69,11 +69,6 @@ class LateScales:
         self._versions = [tensor._version for tensor in self._reads]
         self._bias_square = bias_square
 
-    @property
-    def may_be_kept(self) -> bool:
-        """Whether autograd keeps the tensors in memory anyway."""
-        return not hooks_keep()
-
     def of_gradient(
         self, gradient: Float[Tensor, "*rows channels"], *, bias: bool
     ) -> Float[Tensor, "3 rows"] | None:

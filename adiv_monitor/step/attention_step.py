@@ -132,10 +132,10 @@ class AttentionStep:
         held = attending.held
         now = {name: parameter.detach() for name, parameter in held.items()}
         gamma = {name: p.grad for name, p in held.items() if p.grad is not None}
-        replayed = [self._replay(attending, c, now, gamma) for c in calls if c.looked_at]
+        replayed = [self._replay(attending, c, now, gamma) for c in calls if c.rows.count]
         copies = {name: steps.before(parameter) for name, parameter in held.items()}
         before = {name: now[name].clone() if c is None else c for name, c in copies.items()}
-        others = sum(call.rows.total for call in calls if not call.looked_at)
+        others = sum(call.rows.total for call in calls if not call.rows.count)
         return _Measured(held, before, replayed, others)
 
     def _finish(self, path: str) -> None:

@@ -17,7 +17,7 @@ from adiv_monitor.step.transfer import fetch_numbers
 
 def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
-    seen, rates = pending.capture.layers, pending.rates
+    seen, rates = pending.capture.layers.found, pending.rates
     selection = pending.selection.accountable(seen.values())
     measured = [layer for path, layer in seen.items() if path in part.layers]
     known = dict(part.unsupported)

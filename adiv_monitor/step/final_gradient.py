@@ -34,7 +34,7 @@ from adiv_monitor.maths.sums import (
 )
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.plain_step import WeightVersion, act, changes, gram_is_less, probe
+from adiv_monitor.step.plain_step import WeightVersion, act, gram_is_less, probe
 from adiv_monitor.step.rank_contribution import Pieces
 from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.rows_across_ranks import partition
@@ -107,7 +107,7 @@ class FinalGradient:
         """Return ‖gradient now‖ / ‖gradient after backward‖ of each layer for which it is known."""
         if not self._is_alone:  # one rank holds only a part of the gradient
             return {}
-        left = {x: self._capture.accumulation_of(x).left() for x in layers}
+        left = {x: self._capture.layers.accumulation_of(x).left() for x in layers}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
             return {}
@@ -140,7 +140,7 @@ class FinalGradient:
         features, G = _joined_rows(calls)
         own = None
         if layer.path in self._shared and self._peers is None:
-            own = self._capture.own_gradient(layer)
+            own = self._capture.layers.own_gradient(layer)
         is_shared = layer.path in self._shared and own is None
         sampled = Sampled(
             seen=G.shape[0],
@@ -196,7 +196,7 @@ class FinalGradient:
     def _move_by_gradient(self, measured: MeasuredLayer, gamma: Parts) -> None:
         """Compute e = Φγᵀ, and the scales of rows whose weight is computed from parameters."""
         versions, features = measured.versions, measured.features
-        changed = changes(versions, gamma)
+        changed = [layer.change(gamma) for layer, _ in versions]
         by_weight, by_bias = act(versions, changed, features)
         overwritten = [g for g in gamma.values() if not is_small(g)]  # small ones are copies
         measured.rows.e = _apart(by_weight, overwritten), _apart(by_bias, overwritten)
@@ -232,8 +232,8 @@ class FinalGradient:
         factor: Tensor | None,
     ) -> Evidence[Tensor]:
         """Collect the evidence for γ = c·GᵀΦ that was recorded while the rows were gathered."""
-        accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
-        contributions = self._capture.contributions_of(layer)
+        accumulated, lead = self._capture.layers.accumulation_of(layer), layer.parameters[0]
+        contributions = self._capture.layers.contributions_of(layer)
         if True in [contribution.is_moved for contribution in contributions]:
             self.moved.append(layer.path)
         # Of ranks that compute the same rows, only the first one's entries count.

@@ -27,17 +27,12 @@ from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.plain_step import act, added, changes
+from adiv_monitor.step.plain_step import act, added
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.rows_across_ranks import NOT_ALIKE
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
-
-
-def _is_alone(point: str, *, participates: bool = True) -> bool:
-    return world_size() == 1
-
 
 # Reasons for a missing attainable_cosine.
 _TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
@@ -72,8 +67,8 @@ class MeasuredStep:
         history: RunHistory,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
-        realised: Realised | None = None,
-        agree: Agree = _is_alone,
+        realised: Realised | None,
+        agree: Agree,
     ) -> None:
         self._capture = capture
         self._is_alone = True  # whether there is one rank, when the gradient is final
@@ -161,7 +156,7 @@ class MeasuredStep:
         """Return the layers that a gradient reached, with the calls through which it came."""
         reached: dict[Layer, list[Call]] = {}
         others: list[tuple[Layer, bool]] = []
-        for layer in self._capture.in_order():
+        for layer in self._capture.layers.in_order():
             rows = self._capture.rows.get(layer.path)
             if rows is None:
                 continue
@@ -363,7 +358,7 @@ class MeasuredStep:
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
         whole = {**taken, **parts}
-        changed = changes(measured.versions, whole, whole)
+        changed = [version.change(whole, whole) for version, _ in measured.versions]
         measured.rows.d = act(measured.versions, changed, measured.features)
         if measured.own is not None and measured.sums.own is not None:
             own = replaced(measured.sums.own, w=products(measured.own, taken))

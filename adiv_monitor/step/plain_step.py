@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import NOTHING, Parts
+from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.rows import joined, to_compute_dtype, to_device
 from adiv_monitor.kernels.choice import counts_launches
@@ -19,19 +19,6 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 # The number of products that a GPU does in the time of a launch; the check needs ten launches more.
 _AS_LAUNCHES = 2**30
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
-
-
-def changes(
-    versions: Sequence[WeightVersion], parts: Parts, taken: Parts = NOTHING
-) -> list[Change]:
-    """Return the change of weight and bias for a change of their pieces, by weight version.
-
-    Args:
-        versions: the weight versions of a layer's rows, in order.
-        parts: the change of the layer's pieces.
-        taken: the amount that a step has subtracted from the pieces since.
-    """
-    return [layer.change(parts, taken) for layer, _ in versions]
 
 
 def act(versions: Sequence[WeightVersion], changed: Sequence[Change], features: Features) -> Change:

@@ -303,7 +303,7 @@ def partition(
     if peers is None or all(map(_is_own, calls)):
         return None
     every = [call.rows for call in calls if not _is_own(call)]
-    seen = sum(rows.total if rows.chosen is None else len(rows.chosen) for rows in every)
+    seen = sum(rows.count for rows in every)
     total = sum(rows.total for rows in every)
     place, count = (peers.place, peers.count) if all_participate else (0, 1)
     return Partition(peers.first, place, count, seen, total)

@@ -81,11 +81,6 @@ class AttentionCall(Call):
         self.seen = seen
         self.picked: Tensor | None = None
 
-    @property
-    def looked_at(self) -> int:
-        """The number of samples that are used."""
-        return self.rows.total if self.rows.chosen is None else len(self.rows.chosen)
-
     def pick(self, index: Tensor) -> None:
         """Use only these samples; the recorded inputs stay, since they can't be split again."""
         self.picked = index

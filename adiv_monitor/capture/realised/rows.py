@@ -64,15 +64,14 @@ class RerunRows:
         self._found: dict[CallPlace, Tensor] = {}
         self._counts: dict[str, Counter[tuple[int, bool]]] = defaultdict(Counter)
         self._lost: dict[str, str] = {}
-        self._provenance = Provenance(model, selection.parameters)
-        self._provenance.pieces = first.pieces
-        guard = Guard(_raised)
+        self._provenance = Provenance(model, selection.parameters, first.pieces)
+        guard = Guard()  # no training step runs that an error could disturb
         self._forwards = Forwards.of(selection, guard, repeated=True)
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
         context = Context(guard)
         self._layers = _Known(names, self._provenance, chooser, context, Recorders())
-        self._layers.found = first.layers
+        self._layers.found = first.layers.found
         self._without_rule = ParametersWithoutRule(selection, guard)
         self._watching = Watching(
             *(selection, self._forwards, self._layers, self._without_rule, self), repeated=True
@@ -178,11 +177,6 @@ class RerunRows:
             self._found[place] = rows.take(z.detach())
         else:
             self._lost[layer.path] = "it has other rows when the forward pass ran again"
-
-
-def _raised(error: Exception) -> None:
-    """Raise the error: no training step runs that it could disturb."""
-    raise error
 
 
 def run_again(calls: ForwardCalls, rows: RerunRows, losses: Losses | None) -> None:

@@ -94,10 +94,6 @@ class ParametersWithoutRule:
         """Ids of the parameters with a use that a gradient reached and that is not measured."""
         return (self._unexplained.keys() & self._reached.keys()) | self._refused.keys()
 
-    def has(self, key: int) -> bool:
-        """Return whether a use of this parameter that a gradient reached is not measured."""
-        return self.why(key) is not None
-
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
         if key in self._unexplained and key in self._reached:

@@ -75,8 +75,7 @@ def offset(
 
     def is_there(rows: Rows) -> Tensor:
         if where is None:
-            count = rows.total if rows.chosen is None else len(rows.chosen)
-            return torch.ones(count, 1, dtype=dtype, device=rows.device)
+            return torch.ones(rows.count, 1, dtype=dtype, device=rows.device)
         there = where.expand(shape)
         there = there[..., None] if channel is None else there.movedim(channel, -1)[..., :1]
         return rows.take(there).to(dtype)

@@ -219,14 +219,13 @@ class Form:
         """Return Φ of some rows, (rows, groups, features)."""
         r = _another(self.weight + self.result + _letters(self.data))
         taken = [self._take(rows, operand, r) for operand in self.data]
-        count = rows.total if rows.chosen is None else len(rows.chosen)
         if len(taken) == 1:
             phi = taken[0].permute(r + self._present)
         else:
             terms = ",".join(operand.letters for operand in taken)
             phi = torch.einsum(f"{terms}->{r}{self._present}", [o.tensor for o in taken])
         groups = self._volume(self._groups)
-        return self._repeated(phi).reshape(count, groups, self._volume(self.inner))
+        return self._repeated(phi).reshape(rows.count, groups, self._volume(self.inner))
 
     def _take(self, rows: Rows, operand: Operand, r: str) -> Operand:
         """Gather the operand's part of each row; r is the letter of rows."""

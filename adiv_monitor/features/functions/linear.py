@@ -32,7 +32,6 @@ def affine(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    transposed: bool = False,
     part: str = "",
     outputs: tuple[int, int] | None = None,
 ) -> Use:
@@ -42,14 +41,13 @@ def affine(
         x: the input.
         weight: (outputs, inputs).
         bias: (outputs,).
-        transposed: the weight is (inputs, outputs).
         part: see `Use`.
         outputs: index of its first output in the result, and number of outputs; None: all.
     """
     of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> DenseFeatures:
-        return DenseFeatures(rows.take(x)[:, None], of_bias, transposed=transposed)
+        return DenseFeatures(rows.take(x)[:, None], of_bias)
 
     def whole() -> Whole:
         flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # −1 fails if there are no columns
@@ -59,4 +57,4 @@ def affine(
     def layout(tensor: Tensor) -> Tensor:
         return tensor if outputs is None else tensor.narrow(-1, *outputs)
 
-    return Use("linear", weight, bias, features, layout, whole, part=part, form=transposed)
+    return Use("linear", weight, bias, features, layout, whole, part=part, form="affine")
