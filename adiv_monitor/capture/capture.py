@@ -10,7 +10,7 @@ from collections.abc import Container
 
 from torch import nn
 
-from adiv_monitor.capture.context import Context, Recorders
+from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.guard import call_all
@@ -33,7 +33,6 @@ class Capture:
         selection: the parameters to watch.
         chooser: chooses rows.
         context: the run around the step.
-        recorders: record more than rows.
         plan: the modules with known uses, for which plain hooks suffice; None: there are none.
         pieces: the pieces of parameters that are known from earlier steps.
 
@@ -48,11 +47,10 @@ class Capture:
         selection: Selection,
         chooser: Chooser,
         context: Context,
-        recorders: Recorders,
         plan: Plan | None,
         pieces: Pieces | None,
     ) -> None:
-        self.attention = recorders.attention
+        self.attention = context.attention
         self._selection = selection
         self._without_gradient: set[int] | None = None
         is_watched = plan is None or bool(plan.watched)
@@ -61,7 +59,7 @@ class Capture:
         self.plan = plan
         self.forwards = Forwards.of(selection, context.guard, context.renew, plan)
         names = Names(model, selection, self.forwards)
-        self.layers = Layers(names, self._provenance, chooser, context, recorders, selection.is_due)
+        self.layers = Layers(names, self._provenance, chooser, context, selection.is_due)
         self.rows = self.layers.rows
         self._gathering = Gathering(self.layers, self.forwards, self._without_rule)
         self._watching = Watching(

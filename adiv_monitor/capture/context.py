@@ -28,6 +28,9 @@ class Context:
         begins: called when the first layer's forward pass with gradients begins.
         renew: called before a forward pass is followed; the `Forwards` that it returns replaces
             this step's.
+        calls: records the forward passes, so that they can be rerun; None: not requested.
+        attention: samples attention calls; None: not requested.
+        attainable: whether to gather all rows as well, for the ceiling.
     """
 
     guard: Guard
@@ -36,16 +39,6 @@ class Context:
     checked: Collection[str] = ()
     begins: Callable[[], object] = _nothing
     renew: Callable[[], Forwards | None] = _nothing
-
-
-@dataclass(frozen=True)
-class Recorders:
-    """What is recorded of a step besides rows, where it was requested.
-
-    Attributes:
-        calls: records the forward passes, so that they can be rerun.
-        attention: samples attention calls.
-    """
-
     calls: ForwardCalls | None = None
     attention: AttentionCalls | None = None
+    attainable: bool = False

@@ -124,8 +124,8 @@ class Gathering:
         self._forwards = forwards
         self._without_rule = without_rule
         self._checked = layers.context.checked
-        self._attention = layers.recorders.attention
-        self._attainable = layers.chooser.attainable
+        self._attention = layers.context.attention
+        self._attainable = layers.context.attainable
         self._hooks: list[TensorHook] = []  # on outputs
         self._followed: list[RemovableHandle] = []  # on nodes of the graph
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()

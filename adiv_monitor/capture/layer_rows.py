@@ -193,7 +193,6 @@ class Chooser:
         generator: the monitor's own random number generator.
         shared: the seed of a generator common to the ranks that get the same data: their draws for
             a call must not depend on earlier draws.
-        attainable: whether to gather all rows as well, for the ceiling.
     """
 
     def __init__(
@@ -201,11 +200,8 @@ class Chooser:
         max_rows: int | None,
         generator: np.random.Generator,
         shared: Sequence[int] | None = None,
-        *,
-        attainable: bool = False,
     ) -> None:
         self.max_rows = max_rows
-        self.attainable = attainable
         self._generator = generator
         self._shared = shared
         self._first: dict[tuple[tuple[int, ...], torch.device], tuple[Rows, Draw]] = {}

@@ -12,7 +12,7 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulated, Accumulation
-from adiv_monitor.capture.context import Context, Recorders
+from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, holds_memory, trains
@@ -74,7 +74,6 @@ class Layers:
         provenance: the provenance of tensors.
         chooser: chooses rows.
         context: the run around the step.
-        recorders: record more than rows.
         is_due: whether a layer is due in this step; the others are found, but not watched.
 
     Attributes:
@@ -89,7 +88,6 @@ class Layers:
         provenance: Provenance,
         chooser: Chooser,
         context: Context,
-        recorders: Recorders,
         is_due: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         self.found: dict[str, Layer] = {}
@@ -97,11 +95,10 @@ class Layers:
         self.replacements: dict[str, str] = {}
         self.names = names
         self.provenance = provenance
-        self.chooser = chooser
+        self._chooser = chooser
         self.context = context
-        self.recorders = recorders
         self._guard = context.guard
-        self._calls, self._attention = recorders.calls, recorders.attention
+        self._calls, self._attention = context.calls, context.attention
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
@@ -192,7 +189,7 @@ class Layers:
         self._led[key].append(path)
         if self.is_off(path) or self.waits(layer):
             return layer
-        self.rows[path] = LayerRows(self.chooser, path)
+        self.rows[path] = LayerRows(self._chooser, path)
         if key not in self._accumulated:
             self._accumulated[key] = self._accumulation(parameter)
             self._accumulated[key].attach()

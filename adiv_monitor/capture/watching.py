@@ -72,7 +72,7 @@ class Watching:
         self._without_rule = without_rule
         self._takes = takes
         self._first_begins: Callable[[], object] | None = layers.context.begins
-        self._calls, self._attention = layers.recorders.calls, layers.recorders.attention
+        self._calls, self._attention = layers.context.calls, layers.context.attention
         self._repeated = repeated
         self._repetitions = Repetitions(forwards, layers, self._provenance, takes, self._noting)
         self._active = True

@@ -13,7 +13,7 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.context import Context, Recorders
+from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
@@ -179,13 +179,12 @@ class StepController:
             checked=self._checked,
             begins=partial(self._failures.safely, self._look),
             renew=partial(self._failures.safely, self._renew),
-        )
-        recorders = Recorders(
             calls=None if realised is None else realised.calls,
             attention=self._attention_calls(selection) if self._asked.attention else None,
+            attainable=self._asked.attainable,
         )
         capture = Capture(
-            *(self._followed.model, selection, self._chooser(selection), context, recorders),
+            *(self._followed.model, selection, self._chooser(selection), context),
             plan=self._plan(selection),
             pieces=self._trace.pieces,
         )
@@ -208,9 +207,9 @@ class StepController:
 
     def _chooser(self, selection: Selection) -> Chooser:
         """Return the chooser of the coming step's rows."""
-        asked, peers = self._asked, selection.peers
+        peers = selection.peers
         shared = None if peers is None else (self._number, peers.first)
-        return Chooser(asked.max_rows, self._generator, shared, attainable=asked.attainable)
+        return Chooser(self._asked.max_rows, self._generator, shared)
 
     def _plan(self, selection: Selection) -> Plan | None:
         """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""
@@ -375,11 +374,7 @@ class StepController:
                 "Parameters became trainable after the step's first forward pass: they are not in "
                 "this report."
             )
-        selection = armed.selection.stepped(held)
-        self._pending = Pending(
-            *(armed.step, armed.capture, selection, armed.turn, number, alignment),
-            armed.rates,
-        )
+        self._pending = Pending(armed, armed.selection.stepped(held), number, alignment)
         if not self._compiled:  # a hook would become part of the compiled code
             # An embedding with max_norm renormalizes its rows in its forward.
             owners = armed.selection.owners
@@ -419,10 +414,11 @@ class StepController:
             pending.room.leave()
 
     def _finish(self, pending: Pending) -> None:
-        pending.step.realise()
+        step = pending.armed.step
+        step.realise()
         with unwatched():  # the next forward pass may watch calls; here are thousands of them
-            pending.step.applied()
-            part = pending.step.part()
+            step.applied()
+            part = step.part()
             self._checked |= part.checked
             self._failures.switched_off |= part.misdescribed
             describe(part, pending, self._failures, self._schedule.interval)

@@ -17,7 +17,8 @@ from adiv_monitor.step.transfer import fetch_numbers
 
 def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
-    seen, rates = pending.capture.layers.found, pending.rates
+    armed = pending.armed
+    seen, rates = armed.capture.layers.found, armed.rates
     selection = pending.selection.accountable(seen.values())
     measured = [layer for path, layer in seen.items() if path in part.layers]
     known = dict(part.unsupported)
@@ -26,14 +27,14 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
     told = [layer for path, layer in seen.items() if path in known]
     missing = selection.missing(measured)
     lacking = selection.missing([*measured, *told]) if told else missing
-    is_measured = not (part.refused or pending.step.discarded)
+    is_measured = not (part.refused or armed.step.discarded)
     off = failures.switched_off
     why = partial(_why, pending=pending, off=off) if is_measured else _not_measured
     unexplained = selection.unexplained(lacking, known, why)
     part.unsupported = {**selection.unsupported, **unexplained, **known}
     part.unmeasured = selection.unmeasured(missing)
     part.coverage, part.elements = selection.coverage(missing), selection.elements
-    part.interval, part.turn = interval, pending.turn
+    part.interval, part.turn = interval, armed.turn
     part.rows_lost |= set(off)
     part.alignment = pending.alignment
     part.optimizer, part.learning_rates = rates.optimizer, tuple(fetch_numbers(rates.of_groups))
@@ -52,7 +53,7 @@ def _why(parameter: nn.Parameter, pending: Pending, off: Mapping[str, str]) -> s
         # A failure before the layer is known is recorded under the module's first parameter.
         if places[0].path == module and places[0].full_name in off:
             return off[places[0].full_name]
-    return pending.capture.why_unmeasured(parameter)
+    return pending.armed.capture.why_unmeasured(parameter)
 
 
 def _not_measured(parameter: nn.Parameter) -> str:

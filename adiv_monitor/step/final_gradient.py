@@ -45,6 +45,12 @@ from adiv_monitor.step.weight_versions import with_own_scales
 _WITHOUT_FEATURES = ("common_share", "bias_share")
 # The most numbers of a layer that a rank sends for the ceiling: 8 MiB, half a second to decompose.
 _MOST_SUMS = 2**20
+# Reasons for a missing attainable_cosine.
+_TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
+_IN_PARTS = "it needs all rows, of which each rank holds a part (tensor parallelism)."
+_SUMMED = (
+    "several backward passes went through one forward pass, so only sums of their rows are known."
+)
 
 
 class FinalGradient:
@@ -62,10 +68,7 @@ class FinalGradient:
     Attributes:
         measured: by path, the layers that have begun.
         pieces: by path, the share of the layer's dot products of parameters that counts here.
-        too_large: paths of layers whose sums for the ceiling are too large to be sent.
-        in_parts: paths of layers whose rows are spread over ranks.
-        summed: paths of layers with several backward passes through one graph, whose rows are
-            known as sums only.
+        without_ceiling: paths of the layers without attainable_cosine, by the reason.
         moved: paths of layers whose parameters were written to since the backward pass.
         totals: by paths, the stacked sums over all rows.
     """
@@ -82,9 +85,9 @@ class FinalGradient:
     ) -> None:
         self.measured: dict[str, MeasuredLayer] = {}
         self.pieces: dict[str, Pieces] = {}
-        self.too_large: list[str] = []
-        self.in_parts: list[str] = []
-        self.summed: list[str] = []
+        self.without_ceiling: dict[str, list[str]] = {
+            why: [] for why in (_TOO_LARGE, _IN_PARTS, _SUMMED)
+        }
         self.moved: list[str] = []
         self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
         self._capture = capture
@@ -274,9 +277,9 @@ class FinalGradient:
         rows = self._capture.rows[path]
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
         if not (is_whole or partition is None):
-            self.in_parts.append(path)
+            self.without_ceiling[_IN_PARTS].append(path)
         elif not is_whole and isinstance(calls[0].features, KNOWN):
-            self.summed.append(path)
+            self.without_ceiling[_SUMMED].append(path)
         elif ceiling is not None and self._is_alone:
             return ceiling.cosine(), None
         elif ceiling is not None:
@@ -284,7 +287,7 @@ class FinalGradient:
             sums = [part / alike for part in ceiling.sums()]
             if sum(part.numel() for part in sums) <= _MOST_SUMS:
                 return None, CeilingSums(*sums)
-            self.too_large.append(path)
+            self.without_ceiling[_TOO_LARGE].append(path)
         return None, None
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:

@@ -34,16 +34,10 @@ from adiv_monitor.step.rows_across_ranks import NOT_ALIKE
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 
-# Reasons for a missing attainable_cosine.
-_TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
-_IN_PARTS = "it needs all rows, of which each rank holds a part (tensor parallelism)."
 _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step "
     "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
     "update nor in the applied update."
-)
-_SUMMED = (
-    "several backward passes went through one forward pass, so only sums of their rows are known."
 )
 
 
@@ -292,11 +286,7 @@ class MeasuredStep:
         if self._gradient is not None:
             notes += [
                 f"attainable_cosine of {listed(paths)} is missing: {why}"
-                for paths, why in (
-                    (self._gradient.too_large, _TOO_LARGE),
-                    (self._gradient.in_parts, _IN_PARTS),
-                    (self._gradient.summed, _SUMMED),
-                )
+                for why, paths in self._gradient.without_ceiling.items()
                 if paths
             ]
             if self._gradient.moved:

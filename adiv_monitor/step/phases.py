@@ -16,7 +16,7 @@ from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.realised import Realised
-from adiv_monitor.step.stepping import NO_RATES, Rates
+from adiv_monitor.step.stepping import NO_RATES
 
 
 class Armed:
@@ -77,25 +77,26 @@ class Armed:
 
 
 class Pending:
-    """A measured step that waits for the next forward pass."""
+    """A measured step that waits for the next forward pass.
+
+    Args:
+        armed: the step, with its hooks removed.
+        selection: its parameters, as the optimizer's step left them.
+        number: its number.
+        alignment: the alignments that were read after it.
+    """
 
     def __init__(
         self,
-        step: MeasuredStep,
-        capture: Capture,
+        armed: Armed,
         selection: Selection,
-        turn: Turn | None,
         number: int,
         alignment: Mapping[str, AlignmentReading],
-        rates: Rates,
     ) -> None:
-        self.step = step
-        self.capture = capture
+        self.armed = armed
         self.selection = selection
-        self.turn = turn
         self.number = number
         self.alignment = alignment
-        self.rates = rates
         self._hooks: list[NextForward] = []
         self.room = Room()  # the report is completed deep inside that forward pass
 

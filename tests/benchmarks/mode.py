@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from write_up import heading, parser, table, write
 
-from adiv_monitor.capture.context import Context, Recorders
+from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.layer_rows import Chooser
@@ -94,7 +94,7 @@ class Watched:
         origin = Provenance(model, selection.parameters)
         chooser = Chooser(None, np.random.default_rng(0))
         names = Names(model, selection, self._forwards)
-        layers = Layers(names, origin, chooser, Context(guard), Recorders())
+        layers = Layers(names, origin, chooser, Context(guard))
         leftovers = ParametersWithoutRule(selection, guard)
         watching = Watching(selection, self._forwards, layers, leftovers, self._takes)
         self._forwards.watch(watching)

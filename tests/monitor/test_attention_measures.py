@@ -767,7 +767,7 @@ def test_nothing_is_kept_after_the_step() -> None:
     loss_of(model, batch()).backward()
     stepping.step()
     assert monitor._controller._pending is not None
-    calls = monitor._controller._pending.capture.attention
+    calls = monitor._controller._pending.armed.capture.attention
     assert calls is not None
     assert not any(attending.rows.calls for attending in calls.attending.values())
     assert [ref() for ref in seen] == [None]

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.context import Context, Recorders
+from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
@@ -70,7 +70,7 @@ class RerunRows:
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
         context = Context(guard)
-        self._layers = _Known(names, self._provenance, chooser, context, Recorders())
+        self._layers = _Known(names, self._provenance, chooser, context)
         self._layers.found = first.layers.found
         self._without_rule = ParametersWithoutRule(selection, guard)
         self._watching = Watching(
