@@ -193,6 +193,8 @@ GROUPED = {
     "circular": Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 3, 2, mode="circular"),
     "transposed": Geometry((3, 3), (1, 1), ((2, 2), (1, 2)), (1, 1), 6, 1, spacing=(2, 2)),
     "one dimension": Geometry((3,), (2,), ((1, 1),), (1,), 3, 2),
+    "reflected": Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 3, 2, mode="reflect"),
+    "cropped": Geometry((2, 2), (1, 1), ((-1, 1), (0, -1)), (1, 1), 6, 1),
     "three dimensions": Geometry((3, 2, 1), (1, 1, 1), ((1, 1), (0, 0), (0, 0)), (1, 1, 1), 2, 3),
 }
 
@@ -204,7 +206,13 @@ def test_scales_are_the_squares_of_patches(name: str, dtype: torch.dtype) -> Non
     x = torch.randn(5, 6, *(5, 4, 3)[: geometry.dims], dtype=dtype)
     found = patch_squares(geometry, x)
     every = patches(geometry, Rows(tuple(found.shape[:-1])), x)  # (rows, groups, entries)
-    torch.testing.assert_close(found.flatten(0, -2), every.square().sum(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.flatten(0, -2), every.square().sum(-1), rtol=1e-5, atol=1e-5)
+    strided = (
+        x.to(memory_format=torch.channels_last) if geometry.dims == 2 else x.mT.contiguous().mT
+    )
+    torch.testing.assert_close(patch_squares(geometry, strided), found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(patch_squares(geometry, x[0]), found[:1], rtol=1e-5, atol=1e-5)
+    assert patch_squares(geometry, x[:0]).shape == (0, *found.shape[1:])
 
 
 def test_scales_of_all_rows_keep_their_precision_where_backward_runs_under_autocast() -> None:

@@ -69,8 +69,10 @@ def _why_not(fork: Fork, moved: Sequence[Tensor]) -> str:
     try:
         with torch.enable_grad():
             see_calls(fork, look)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # not all of torch's functions have a float64 version
-        return f"it does not run in float64: {str(error).partition(chr(10))[0]}"
+        found.append(f"it does not run in float64: {str(error).partition(chr(10))[0]}")
     if any(p.dtype != torch.float64 for p in moved):
         found.append("the parameters are not real numbers")
     return found[0] if found else ""
