@@ -579,6 +579,14 @@ def test_interference_under_a_high_ceiling_is_noted() -> None:
     assert diagnose(record(low)) == ()
 
 
+def test_against_interference_of_tokens_no_batch_normalisation_is_advised() -> None:
+    """It would let later tokens reach the predictions of earlier ones."""
+    low = {"a": reading(gradient_cosine=0.05)}
+    assert [advice.fix for advice in found(record(low))["interference"].advice] == ["batch-norm"]
+    tokens = record({**low, "table": reading(kind="embedding")})
+    assert found(tokens)["interference"].advice == ()
+
+
 def test_without_trials_of_rates_activations_that_move_too_far_or_hardly_tell() -> None:
     far = {name: reading(update_ratio=3.0) for name in "abc"}
     assert found(record(far, losses=STILL))["rate-too-high"].strength == "act"

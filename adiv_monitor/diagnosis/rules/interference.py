@@ -8,6 +8,7 @@ from adiv_monitor.diagnosis.record import Record
 
 LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
 ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
+_NORMALISE = Advice("add batch normalisation in front of these layers", "batch-norm")
 
 
 def interference(record: Record) -> Iterator[Finding]:
@@ -32,10 +33,15 @@ def interference(record: Record) -> Iterator[Finding]:
                 Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),
                 Evidence("attainable_cosine", ceilings[worst].value, layer=worst),
             ),
-            (Advice("add batch normalisation in front of these layers", "batch-norm"),),
+            () if _reads_tokens(record) else (_NORMALISE,),
             f"In {named(record, worst)}, the rows of a batch disturb each other: a gradient step "
             f"moves the activations with a cosine of {lost[worst]:.3g} to straight downhill, but "
             f"the best possible step reaches {ceilings[worst].value:.3g}.",
             "Corrected layers remove differences in scale, not interference.",
             against=("affine-like", "norm-like"),
         )
+
+
+def _reads_tokens(record: Record) -> bool:
+    """Return whether rows may be tokens: batch normalisation would mix later into earlier ones."""
+    return any(r.kind == "embedding" for report in record.reports for r in report.layers.values())
