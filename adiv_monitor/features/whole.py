@@ -128,6 +128,8 @@ def squares(x: Tensor, dim: int = -1) -> Tensor:
         if seen is not None:
             of_rows: Tensor = seen[0]
             return of_rows.view(rows.shape[:-1])
+    if x.shape[dim] == 1:  # as of each channel of a depthwise convolution
+        return to_compute_dtype(x).square().squeeze(dim)
     if x.dim() < 3 or x.is_cuda or x.stride(dim) == 1:
         norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
         return norms.square()

@@ -921,6 +921,8 @@ def test_a_function_without_a_float64_version_is_told_with_its_error() -> None:
 
     probed = asked("gradient-differs", with_model(Own(no_double)))
     assert probed.untold == "it does not run in float64: expected Float32, got Double"
+    of = with_model(Own(lambda x: x.float()))  # the next layer raises; the cast is named
+    assert "test_wiring_probes.py" in asked("gradient-differs", of).untold
 
 
 # The optimizer's epsilon

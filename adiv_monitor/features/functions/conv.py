@@ -192,8 +192,8 @@ def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     batched = geometry.batched(input)
     groups = geometry.groups, batched.shape[1] // geometry.groups
     by_group = batched.reshape(len(batched), *groups, *batched.shape[2:])
-    sums = squares(by_group, 2) if groups[1] > 1 else to_compute_dtype(batched).square()
-    if geometry.groups > 1 and sums.is_cpu and sums.dtype is torch.float32 and _convolves_well():
+    sums = squares(by_group, 2)
+    if geometry.groups > 1 and sums.is_cpu and sums.dtype is torch.float32 and _has_onednn():
         return _depthwise_sums(geometry, sums).movedim(1, -1)
     sums = _padded(geometry, sums)
     for d, (size, stride, dilation) in enumerate(
@@ -203,7 +203,7 @@ def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     return sums.movedim(1, -1)
 
 
-def _convolves_well() -> bool:
+def _has_onednn() -> bool:
     """Return whether oneDNN does convolutions on the CPU, and does not round their inputs."""
     onednn: Any = torch.backends.mkldnn
     precision = getattr(getattr(onednn, "conv", None), "fp32_precision", "ieee")  # since torch 2.9
