@@ -345,7 +345,7 @@ class StepController:
 
     def _measure_gradient(self, armed: Armed, number: int) -> None:
         self._number = number
-        armed.step.gradient_is_final(1.0, steps=False)
+        armed.step.gradient_is_final(steps=False)
         self._stepped(armed, number)
         self.finish()
 

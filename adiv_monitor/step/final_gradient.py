@@ -1,6 +1,6 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class FinalGradient:
 
     Args:
         capture: the rows of this step.
-        reached: the layers that a gradient reached.
+        reached: the layers that a gradient reached, with the calls through which it came.
         history: the habits that this run has shown so far.
         unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
@@ -76,7 +76,7 @@ class FinalGradient:
     def __init__(
         self,
         capture: Capture,
-        reached: Container[Layer],
+        reached: Mapping[Layer, Sequence[Call]],
         history: RunHistory,
         unsharded: UnshardedParameters,
         steps: ParameterSteps,
@@ -91,6 +91,7 @@ class FinalGradient:
         self.moved: list[str] = []
         self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
         self._capture = capture
+        self._reached = reached
         self._is_alone = world_size() == 1
         self._peers = unsharded.peers
         self._history = history
@@ -100,13 +101,14 @@ class FinalGradient:
         self._generator = generator
         self._shared = capture.shared(reached)
         self._all_rows: dict[str, AllRows] = {}
+        self._factors = self._factors_of(reached)
 
     def forget(self, path: str) -> None:
         """Drop a layer from this step."""
         self.measured.pop(path, None)
         self._all_rows.pop(path, None)
 
-    def factors(self, layers: Iterable[Layer]) -> dict[str, Tensor]:
+    def _factors_of(self, layers: Iterable[Layer]) -> dict[str, Tensor]:
         """Return ‖gradient now‖ / ‖gradient after backward‖ of each layer for which it is known."""
         if not self._is_alone:  # one rank holds only a part of the gradient
             return {}
@@ -129,17 +131,14 @@ class FinalGradient:
             return self._steps.entries_of(parameter)
         return self._steps.gamma_norm_of(parameter)
 
-    def begin(
-        self, layer: Layer, calls: Sequence[Call], factor: Tensor | None, parts: Parts
-    ) -> None:
-        """Begin a layer: join the rows of its calls, and compute e.
+    def begin(self, layer: Layer, parts: Parts) -> None:
+        """Begin a layer: join the rows of its calls, release them there, and compute e.
 
         Args:
             layer: the layer.
-            calls: the calls through which its gradient came; their rows are released.
-            factor: see `factors`.
             parts: γ of the pieces that were all-gathered.
         """
+        calls, factor = self._reached[layer], self._factors.get(layer.path)
         features, G = _joined_rows(calls)
         own = None
         if layer.path in self._shared and self._peers is None:
@@ -225,6 +224,7 @@ class FinalGradient:
             for path in paths:
                 self.measured[path].knows_sum = found.weight_sum is not None
         self._all_rows.clear()
+        self._reached = {}  # the calls hold rows
 
     def _evidence(
         self,

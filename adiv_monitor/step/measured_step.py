@@ -74,7 +74,6 @@ class MeasuredStep:
         self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
         self._refused: set[str] = set()  # paths of layers that had rows, but were refused
         self.discarded = False  # whether the step can't be measured
-        self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and skipped the step
         self._moved: Tensor | None = None  # whether weights moved before the gradient was computed
         self._selection = selection
         self._unsharded = UnshardedParameters(selection, agree)
@@ -88,21 +87,23 @@ class MeasuredStep:
         self._notes: list[str] = []
 
     @torch.no_grad()
-    def gradient_is_final(self, gradient_scale: Tensor | float, *, steps: bool) -> None:
+    def gradient_is_final(
+        self, *, steps: bool, scale: Tensor | None = None, skipped: Tensor | None = None
+    ) -> None:
         """Compute e, and copy the parameters: the gradients are those that the optimizer will use.
 
         Args:
-            gradient_scale: the number by which a fused optimizer divides them in its step (AMP).
             steps: whether an optimizer step follows.
+            scale: the number by which a fused optimizer divides them in its step (AMP); None: 1.
+                An optimizer that unscales them itself writes them back.
+            skipped: > 0 if a fused optimizer found inf and skips this step.
         """
         self._gradient = None  # left over from an earlier attempt at this step, which raised
         self._is_alone = world_size() == 1
         self._unreached.clear()
         self._cut.clear()
         self._sums.clear()
-        # An optimizer that unscales AMP gradients itself writes them back.
-        scale = gradient_scale if isinstance(gradient_scale, Tensor) else None
-        self._flags = Flags(gradient_scale=scale)
+        self._flags = Flags(gradient_scale=scale, skipped=skipped, moved=self._moved)
         if self._realised is not None and steps:
             self._realised.step_begins()
         reached = self._reached()
@@ -126,12 +127,8 @@ class MeasuredStep:
                 *(self._capture, reached, self._history, self._unsharded),
                 *(self._steps, scale, self._generator),
             )
-            factors = found.factors(reached)
-
-            def begin(layer: Layer, parts: Parts) -> None:
-                found.begin(layer, reached[layer], factors.get(layer.path), parts)
-
-            self._measure(reached, begin, self._unsharded.of_gradients if all_participate else None)
+            made = self._unsharded.of_gradients if all_participate else None
+            self._measure(reached, found.begin, made)
         finally:
             self._unsharded.settle()
         found.add_sums(self._lose)
@@ -237,7 +234,6 @@ class MeasuredStep:
     @torch.no_grad()
     def part(self) -> RankContribution:
         """Transfer all numbers to the host at once, and return this rank's contribution."""
-        self._flags.skipped, self._flags.moved = self.skipped, self._moved
         steps = self._steps
         pieces = {} if self._gradient is None else self._gradient.pieces
         found = fetch(

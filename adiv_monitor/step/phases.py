@@ -72,8 +72,11 @@ class Armed:
         # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
         scale = getattr(stepping, "grad_scale", None)
         found_inf = getattr(stepping, "found_inf", None)
-        self.step.skipped = found_inf if isinstance(found_inf, Tensor) else None
-        self.step.gradient_is_final(scale if isinstance(scale, Tensor) else 1.0, steps=True)
+        self.step.gradient_is_final(
+            steps=True,
+            scale=scale if isinstance(scale, Tensor) else None,
+            skipped=found_inf if isinstance(found_inf, Tensor) else None,
+        )
 
 
 class Pending:
