@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 PerLayer = Float[np.ndarray, " layers"]
-Flags = Bool[np.ndarray, " layers"]
+Mask = Bool[np.ndarray, " layers"]
 PerRow = Float[np.ndarray, "layers rows"]
 
 

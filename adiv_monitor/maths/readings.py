@@ -19,7 +19,7 @@ from adiv_monitor.maths.alike import Fail, of_alike, raised
 from adiv_monitor.maths.estimates import (
     Ends,
     Estimate,
-    Flags,
+    Mask,
     PerLayer,
     PerRow,
     Sample,
@@ -199,7 +199,7 @@ class _StackedLayers:
 
     @property
     @np.errstate(all="ignore")
-    def is_finite(self) -> Flags:
+    def is_finite(self) -> Mask:
         """Whether all sums of squares of a layer are finite; False if their sum overflows.
 
         The products contain the square of the rest of e, of which the scales are a part.
@@ -211,7 +211,7 @@ class _StackedLayers:
             total = total + self.whole(self.totals.G_G)
         if self.scales is not None:
             total = total + self.whole(self.scales.sum)
-        found: Flags = np.isfinite(total)
+        found: Mask = np.isfinite(total)
         return found
 
     def has(self, *vectors: Vector) -> bool:

@@ -35,7 +35,7 @@ from adiv_monitor.maths.sums import (
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
 from adiv_monitor.step.plain_step import WeightVersion, act, gram_is_less, probe
-from adiv_monitor.step.rank_contribution import Pieces
+from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.rows_across_ranks import partition
 from adiv_monitor.step.unsharded import UnshardedParameters
@@ -84,7 +84,7 @@ class FinalGradient:
         generator: np.random.Generator,
     ) -> None:
         self.measured: dict[str, MeasuredLayer] = {}
-        self.pieces: dict[str, Pieces] = {}
+        self.pieces: dict[str, PieceShares] = {}
         self.without_ceiling: dict[str, list[str]] = {
             why: [] for why in (_TOO_LARGE, _IN_PARTS, _SUMMED)
         }
@@ -151,7 +151,7 @@ class FinalGradient:
                 calls, self._peers, all_participate=self._unsharded.all_participate
             ),
         )
-        self.pieces[layer.path] = Pieces(
+        self.pieces[layer.path] = PieceShares(
             {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces},
             partial=bool(parts),
         )

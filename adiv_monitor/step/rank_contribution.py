@@ -24,7 +24,7 @@ _MOVED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PieceShares:
     """The pieces of parameters that make up the dot products of a layer.
 
     Attributes:
@@ -113,7 +113,7 @@ class RankContribution:
 
 def make_contribution(
     found: StepSums[Array],
-    pieces: Mapping[str, Pieces],
+    pieces: Mapping[str, PieceShares],
     places: Mapping[int, tuple[int, slice]],
     *,
     unreached: Mapping[str, str],
@@ -247,7 +247,7 @@ def sums_by_piece(
     )
 
 
-def _dots(products: PieceNumbers[float], pieces: Pieces, gradient_scale: float) -> Dots[float]:
+def _dots(products: PieceNumbers[float], pieces: PieceShares, gradient_scale: float) -> Dots[float]:
     """Return the dot products of all parameters of a layer, with γ in the optimizer's units."""
     totals: list[float | None] = []
     for parts, unit in (

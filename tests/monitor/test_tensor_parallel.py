@@ -29,7 +29,7 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly, merge_rows
 from adiv_monitor.step.merge_ranks import prepared
-from adiv_monitor.step.rank_contribution import Pieces, make_contribution
+from adiv_monitor.step.rank_contribution import PieceShares, make_contribution
 from adiv_monitor.step.rows_across_ranks import NOT_ALIKE, deal, partition
 from adiv_monitor.step.transfer import Flags, StepSums
 from adiv_monitor.step.unsharded import WHY_NOT
@@ -566,7 +566,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
             nothing: PieceNumbers[Array] = PieceNumbers()
             part = make_contribution(
                 StepSums({"x": layer}, {}, Flags(), nothing, nothing, {}),
-                {"x": Pieces({})},
+                {"x": PieceShares({})},
                 {},
                 unreached={},
                 notes=[],

@@ -42,7 +42,7 @@ _BY_HAND = ("bmm", "baddbmm", "matmul", "__matmul__", "softmax")
 
 
 @dataclass(frozen=True)
-class Seen:
+class CallRecord:
     """The record of one call's samples; the sample dimension comes first in all tensors.
 
     One sample of the module may be several of the call: windows or heads.
@@ -76,7 +76,7 @@ class AttentionCall(Call):
         picked: the samples that are used in the end; None: all.
     """
 
-    def __init__(self, rows: Rows, chosen: Draw, seen: Seen) -> None:
+    def __init__(self, rows: Rows, chosen: Draw, seen: CallRecord) -> None:
         super().__init__(None, rows, chosen)
         self.seen = seen
         self.picked: Tensor | None = None
@@ -320,7 +320,7 @@ class AttentionCalls:
         """Record the samples of a call, and hook the tensor whose gradient is needed."""
         with torch.no_grad(), without_autocast(asks):
             args, kwargs = of_samples(forward.module, forward.args, forward.kwargs, choice.index)
-            seen = Seen(
+            seen = CallRecord(
                 args,
                 kwargs,
                 choice.take(query),

@@ -83,7 +83,7 @@ def twin_of(
         )
 
 
-class Use(NamedTuple):
+class ScaledUse(NamedTuple):
     """One use of trained parameters, in a run that records gradients.
 
     Attributes:
@@ -103,7 +103,7 @@ class Reached(NamedTuple):
 
     query: Float[Tensor, "samples heads queries width"]
     key: Float[Tensor, "samples heads keys width"]
-    uses: list[Use]
+    uses: list[ScaledUse]
 
 
 def moves_of_scores(
@@ -188,7 +188,7 @@ class _AttentionCalls(TorchFunctionMode):
     def __init__(self, calls: int, leaves: Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self.arguments: list[dict[str, Any]] = []
-        self.uses: list[Use] = []
+        self.uses: list[ScaledUse] = []
         self.uses_before: list[int] = []  # the number of uses before each call
         self._calls = calls
         self._notes_uses = leaves is not None
@@ -282,13 +282,13 @@ def _is_trained(tensor: Tensor | None) -> bool:
     return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
 
 
-def _with_scale(use: uses.Use, z: Tensor) -> Use | None:
+def _with_scale(use: uses.Use, z: Tensor) -> ScaledUse | None:
     weight, bias = _is_trained(use.weight), _is_trained(use.bias)
     if not weight and not bias:
         return None
     every = Rows(tuple(use.layout(z).shape[:-1]), None, z.device)
     scale = use.features(every).restrict(weight=weight, bias=bias).scale()
-    return None if scale is None else Use(z, scale, use.layout)
+    return None if scale is None else ScaledUse(z, scale, use.layout)
 
 
 ARGUMENTS = tuple(inspect.signature(attention).parameters)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.capture.attention.score_moves import Reached, Use
+from adiv_monitor.capture.attention.score_moves import Reached, ScaledUse
 from adiv_monitor.features.rows import Index, to_device
 from adiv_monitor.rerun.derivatives import Parameters
 
@@ -87,7 +87,7 @@ def _at(
 class _Side:
     """The queries or the keys, with the uses that they depend on."""
 
-    def __init__(self, reached: Tensor, uses: Sequence[Use]) -> None:
+    def __init__(self, reached: Tensor, uses: Sequence[ScaledUse]) -> None:
         self._reached = reached
         # The first of several backward passes determines which uses they depend on.
         probe = torch.zeros_like(reached)
@@ -128,7 +128,7 @@ class _Ordered:
     rows of that token.
     """
 
-    def __init__(self, use: Use, probe: Tensor, samples: int, length: int) -> None:
+    def __init__(self, use: ScaledUse, probe: Tensor, samples: int, length: int) -> None:
         self.use = use
         more, rest = divmod(len(use.scale), samples * length)
         if rest or not more:

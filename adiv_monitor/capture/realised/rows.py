@@ -34,7 +34,7 @@ from adiv_monitor.rerun.twin import Arguments
 Calls = Sequence[tuple[CallPlace | None, Rows]]
 
 
-class _Known(Layers):
+class _KnownLayers(Layers):
     """The layers that were found in the step, without new ones."""
 
     def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
@@ -70,7 +70,7 @@ class RerunRows:
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
         context = Context(guard)
-        self._layers = _Known(names, self._provenance, chooser, context)
+        self._layers = _KnownLayers(names, self._provenance, chooser, context)
         self._layers.found = first.layers.found
         self._without_rule = ParametersWithoutRule(selection, guard)
         self._watching = Watching(

@@ -111,7 +111,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCall:
     """A call that is about to be made."""
 
     function: Function
@@ -172,7 +172,7 @@ class Tape:
         kwargs: Mapping[str, Any],
         *,
         gradients: bool,
-    ) -> Pending:
+    ) -> PendingCall:
         """Prepare to record a call, all of whose tensors come from the model."""
         name = function.__name__
         given: dict[Ref, Tensor] = {}
@@ -189,9 +189,9 @@ class Tape:
         versions = {found: tensor._version for found, tensor in given.items()}
         device = next(tensor.device for tensor in given.values() if tensor.requires_grad)
         randomness = Randomness([device])
-        return Pending(function, name, refs, named, gradients, given, versions, randomness)
+        return PendingCall(function, name, refs, named, gradients, given, versions, randomness)
 
-    def end(self, call: Pending, results: Iterable[Tensor]) -> None:
+    def end(self, call: PendingCall, results: Iterable[Tensor]) -> None:
         """Record a call that wrote to a tensor or whose result depends on parameters.
 
         Args:
@@ -239,7 +239,7 @@ class Tape:
         for parameter in parameters:
             self._ended[parameter] = call.name
 
-    def _let_go(self, call: Pending) -> None:
+    def _let_go(self, call: PendingCall) -> None:
         """Release the constants of a call that is not recorded."""
         for ref, tensor in call.given.items():
             if ref.root.constant is not None and ref.root.key not in self._touching:
