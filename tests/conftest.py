@@ -4,9 +4,9 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,18 +59,26 @@ def whole(request: pytest.FixtureRequest) -> bool:
     return found
 
 
-# Without an accelerator, `torch.manual_seed` keeps the seed for one, with a stack trace.
-_GENERATOR = torch if torch.accelerator.is_available() else torch.default_generator
+# Fixtures import torch, not this module: pytest's first process, which starts others that run the
+# tests, would wait for it.
+@pytest.fixture(scope="session")
+def _generator() -> Any:
+    import torch
+
+    # Without an accelerator, `torch.manual_seed` keeps the seed for one, with a stack trace.
+    return torch if torch.accelerator.is_available() else torch.default_generator
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    _GENERATOR.manual_seed(0)
+def _seed(_generator: Any) -> None:
+    _generator.manual_seed(0)
 
 
 @pytest.fixture
 def without_onednn() -> Iterator[None]:
     """Run without oneDNN, whose LSTM takes bfloat16 on some processors only."""
+    import torch
+
     set_flags = torch.backends.mkldnn.set_flags
     before = set_flags(_enabled=False)  # type: ignore[no-untyped-call]
     yield
@@ -81,4 +89,4 @@ def without_onednn() -> Iterator[None]:
 def _nothing_compiled() -> None:
     """Reset the compiler: in one process it compiles code that modules share only eight times."""
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        sys.modules["torch"].compiler.reset()

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import subprocess
@@ -114,7 +115,10 @@ def test_examples_in_docstrings() -> None:
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if ".kernels" in found.name:  # needs triton; holds no examples
                 continue
-            outcome = doctest.testmod(importlib.import_module(found.name))
+            module = importlib.import_module(found.name)
+            if ">>>" not in inspect.getsource(module):  # searching for examples takes much longer
+                continue
+            outcome = doctest.testmod(module)
             assert outcome.failed == 0, found.name
             tried += outcome.attempted
     assert tried >= 10

@@ -50,13 +50,22 @@ class Randomness:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Replay the saved states; on exit, restore all generators, also Python's and numpy's."""
-        before = Randomness(self._states, ())
-        try:
+        """Replay the saved states; on exit, restore all generators, as `kept` does."""
+        with kept(self._states):
             self.set()
             yield
-            before.set()
-        finally:  # once more, in case an interrupt hit the first call
+
+
+@contextmanager
+def kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore torch's generators of these devices, Python's and numpy's at the end of a block."""
+    before, restored = Randomness(devices, ()), False
+    try:
+        yield
+        before.set()
+        restored = True
+    finally:  # if the block raised, or an interrupt hit the first call
+        if not restored:
             before.set()
 
 

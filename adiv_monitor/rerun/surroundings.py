@@ -128,6 +128,7 @@ def untouched(
     modes, cached, eager = function_modes(), parametrize._cache_enabled, forced_eager()
     deterministic, outside = torch.get_deterministic_debug_mode(), _rerun.under_way
     thread = ThreadState(whole=True)
+    restored = False
 
     def put_back() -> None:
         _rerun.under_way = outside
@@ -152,9 +153,11 @@ def untouched(
         with eager, torch.inference_mode(False), torch.enable_grad():
             found = run()
         put_back()
+        restored = True
         return found
-    finally:  # once more, in case an interrupt hit the first call
-        put_back()
+    finally:  # if the run raised, or an interrupt hit the first call
+        if not restored:
+            put_back()
 
 
 class _Rerun(threading.local):
