@@ -925,6 +925,44 @@ def test_a_function_without_a_float64_version_is_told_with_its_error() -> None:
     assert "test_wiring_probes.py" in asked("gradient-differs", of).untold
 
 
+class HalfSupported(torch.autograd.Function):
+    """Tanh, without a float64 version of its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.tanh())
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if gradient.dtype == torch.float64:
+            raise RuntimeError("expected Float32, got Double")
+        (z,) = ctx.saved_tensors
+        return gradient * (1 - z * z)
+
+
+def test_a_backward_pass_without_a_float64_version_is_told_with_its_error() -> None:
+    probed = asked("gradient-differs", with_model(Own(HalfSupported.apply)))
+    assert probed.untold == "it does not run in float64: expected Float32, got Double"
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_want_of_memory_is_not_taken_for_a_missing_version(in_backward: bool) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def too_large(x: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            return x.tanh()
+        if not in_backward:
+            fails(x)
+        x.register_hook(fails)
+        return x.tanh()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        asked("gradient-differs", with_model(Own(too_large)))
+
+
 # The optimizer's epsilon
 
 Made = Callable[[nn.Module], Optimizer]

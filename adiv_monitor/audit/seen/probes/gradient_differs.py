@@ -72,10 +72,14 @@ def _why_not(fork: Fork, moved: Sequence[Tensor]) -> str:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # not all of torch's functions have a float64 version
-        found.append(f"it does not run in float64: {str(error).partition(chr(10))[0]}")
+        found.append(_unsupported(error))
     if any(p.dtype != torch.float64 for p in moved):
         found.append("the parameters are not real numbers")
     return found[0] if found else ""
+
+
+def _unsupported(error: RuntimeError) -> str:
+    return f"it does not run in float64: {str(error).partition(chr(10))[0]}"
 
 
 def _is_short(x: Tensor) -> bool:
@@ -87,7 +91,12 @@ def _compared(fork: Fork, moved: Sequence[Tensor]) -> Probed:
         repeated = RepeatedLoss(fork)
         loss = fork.loss(fork.model, copied(fork.batches[0]))
         before = float(loss.detach())
-        gradients = torch.autograd.grad(loss, moved, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(loss, moved, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return Probed(untold=_unsupported(error))
     pairs = [(p, p.detach().clone(), g.to_dense())
              for p, g in zip(moved, gradients, strict=True) if g is not None]  # fmt: skip
     square = sum(float(g.square().sum()) for *_, g in pairs)
