@@ -305,7 +305,7 @@ class Gathering:
         elif contributions:
             path, receive = layer.path, Gathering._on_handed
             arrive = partial(Layers.guarded, self._layers, [path], receive, self, path, call)
-            self._followed += follow(outputs, inputs, contributions, arrive)
+            self._followed += follow(outputs, inputs, contributions, path, arrive)
 
     def _on_handed(
         self,

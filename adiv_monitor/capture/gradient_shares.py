@@ -144,6 +144,7 @@ def follow(
     outputs: Iterable[Tensor],
     inputs: Collection[Any],
     contributions: Sequence[GradientShare],
+    path: str,
     arrive: Arrive,
 ) -> list[RemovableHandle]:
     """Observe a call's contributions, at each node once, since several layers may share a node.
@@ -153,8 +154,8 @@ def follow(
         inputs: the nodes that produced the call's inputs other than weights.
         contributions: the shares in its parameters' gradients; they become unknown where the
             call contributes nothing.
-        arrive: receives a node's contributions and gradients; a partial function whose second
-            argument is the path of the layer, in a list.
+        path: the path of the layer.
+        arrive: receives a node's contributions and gradients.
     """
     wanted = {id(found.parameter): found for found in contributions}
     nodes: dict[Any, Handed] = defaultdict(list)
@@ -167,6 +168,7 @@ def follow(
     handles = []
     for node, handed in nodes.items():
         hook = _Following(arrive, handed)  # it must not hold the node, which holds it
+        hook.path = path
         handle = node.register_hook(hook)
         hooks = handle.hooks_dict_ref()
         if len(hooks) > 1:
@@ -180,7 +182,9 @@ def follow(
 
 
 class _Following(partial[None]):
-    """The hook of a call on a node, with the contributions that it observes."""
+    """The hook of a layer's call on a node, with the contributions that it observes."""
+
+    path: str  # of the layer
 
     def leave_to(self, other: "_Following") -> None:
         """Remove contributions that another call's hook on the same node observes already."""
@@ -188,4 +192,4 @@ class _Following(partial[None]):
         theirs = [(contribution, number) for contribution, number, _ in other.args[-1]]
         for entry in [entry for entry in mine if entry[:2] in theirs]:
             mine.remove(entry)
-            entry[0].is_joint |= self.args[1] != other.args[1]
+            entry[0].is_joint |= self.path != other.path

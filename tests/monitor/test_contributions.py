@@ -467,7 +467,7 @@ def test_contributions_that_were_zeroed_are_gone(monkeypatch: pytest.MonkeyPatch
 def test_contributions_that_no_node_hands_on_are_not_known() -> None:
     x, weight, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
     mine, others = GradientShare(weight), GradientShare(other)
-    assert len(follow([x * weight], (), [mine, others], lambda *_: None)) == 1
+    assert len(follow([x * weight], (), [mine, others], "layer", lambda *_: None)) == 1
     assert mine.is_known and not others.is_known
 
 
