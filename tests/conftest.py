@@ -59,8 +59,8 @@ def whole(request: pytest.FixtureRequest) -> bool:
     return found
 
 
-# Fixtures import torch, not this module: pytest's first process, which starts others that run the
-# tests, would wait for it.
+# Torch is imported in fixtures, not at the top: pytest's first process, which only starts others
+# that run the tests, would wait for it.
 @pytest.fixture(scope="session")
 def _generator() -> Any:
     import torch

@@ -23,7 +23,7 @@ _FIRST, _EVERY = 2, 16
 _NUMBERS = (bool, int, float, complex)
 
 
-Argument = int | str  # its position or its name
+ArgumentKey = int | str  # its position or its name
 
 
 class Given(NamedTuple):
@@ -66,10 +66,10 @@ class Known:
     settings: Mapping[str, object]
     calls: int
     function: str
-    constants: Mapping[Argument, object]
+    constants: Mapping[ArgumentKey, object]
     names: Sequence[str]
-    inputs: Mapping[Argument, Argument]
-    own: Mapping[Argument, str]
+    inputs: Mapping[ArgumentKey, ArgumentKey]
+    own: Mapping[ArgumentKey, str]
     layers: Sequence[Layer]
 
     @property
@@ -85,7 +85,7 @@ class Known:
         if not self.holds:
             return None
         parameters, buffers = self.module._parameters, self.module._buffers
-        values: dict[Argument, Any] = {**self.constants}
+        values: dict[ArgumentKey, Any] = {**self.constants}
         inputs: list[Tensor] = []
         trained: list[Tensor] = []
         try:
@@ -145,12 +145,12 @@ class Called:
             return None  # a hook would run too late
         held = (*module._parameters.items(), *module._buffers.items())
         names = {id(tensor): name for name, tensor in held if tensor is not None}
-        given: list[tuple[Argument, object]] = [*enumerate(args), *kwargs.items()]
+        given: list[tuple[ArgumentKey, object]] = [*enumerate(args), *kwargs.items()]
         places = {id(value): place for place, value in given if isinstance(value, Tensor)}
-        constants: dict[Argument, object] = {}
-        inputs: dict[Argument, Argument] = {}
-        own: dict[Argument, str] = {}
-        taken: list[tuple[Argument, object]] = [*enumerate(self.args), *self.kwargs.items()]
+        constants: dict[ArgumentKey, object] = {}
+        inputs: dict[ArgumentKey, ArgumentKey] = {}
+        own: dict[ArgumentKey, str] = {}
+        taken: list[tuple[ArgumentKey, object]] = [*enumerate(self.args), *self.kwargs.items()]
         for place, value in taken:
             if isinstance(value, Tensor) and id(value) in places:
                 inputs[place] = places[id(value)]
@@ -165,9 +165,9 @@ class Called:
 def _known(
     module: nn.Module,
     function: str,
-    constants: Mapping[Argument, object],
-    inputs: Mapping[Argument, Argument],
-    own: Mapping[Argument, str],
+    constants: Mapping[ArgumentKey, object],
+    inputs: Mapping[ArgumentKey, ArgumentKey],
+    own: Mapping[ArgumentKey, str],
     layers: Sequence[Layer],
 ) -> Known:
     """Return the record of the module in its present state."""

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,19 +48,25 @@ class Randomness:
         for put, state in self._others:
             put(state)
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Replay the saved states; on exit, restore all generators, as `kept` does."""
-        with kept(self._states):
-            self.set()
-            yield
+    def again(self) -> AbstractContextManager[None]:
+        """Replay the saved states in a context, and restore all generators after it."""
+        return restored_after(self._states, self)
 
 
 @contextmanager
-def kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore torch's generators of these devices, Python's and numpy's at the end of a block."""
+def restored_after(
+    devices: Iterable[torch.device], replayed: Randomness | None = None
+) -> Iterator[None]:
+    """Restore torch's generators of these devices, Python's and numpy's at the end of a block.
+
+    Args:
+        devices: the devices.
+        replayed: the states with which the block begins; None: the present ones.
+    """
     before, restored = Randomness(devices, ()), False
     try:
+        if replayed is not None:
+            replayed.set()
         yield
         before.set()
         restored = True

@@ -91,7 +91,7 @@ class FinalGradient:
         self.moved: list[str] = []
         self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
         self._capture = capture
-        self._reached = reached
+        self._calls = dict(reached)  # of the layers that have not begun
         self._is_alone = world_size() == 1
         self._peers = unsharded.peers
         self._history = history
@@ -132,13 +132,13 @@ class FinalGradient:
         return self._steps.gamma_norm_of(parameter)
 
     def begin(self, layer: Layer, parts: Parts) -> None:
-        """Begin a layer: join the rows of its calls, release them there, and compute e.
+        """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
 
         Args:
             layer: the layer.
             parts: γ of the pieces that were all-gathered.
         """
-        calls, factor = self._reached[layer], self._factors.get(layer.path)
+        calls, factor = self._calls.pop(layer), self._factors.get(layer.path)
         features, G = _joined_rows(calls)
         own = None
         if layer.path in self._shared and self._peers is None:
@@ -224,7 +224,6 @@ class FinalGradient:
             for path in paths:
                 self.measured[path].knows_sum = found.weight_sum is not None
         self._all_rows.clear()
-        self._reached = {}  # the calls hold rows
 
     def _evidence(
         self,

@@ -95,7 +95,7 @@ class MeasuredStep:
         Args:
             steps: whether an optimizer step follows.
             scale: the number by which a fused optimizer divides them in its step (AMP); None: 1.
-                An optimizer that unscales them itself writes them back.
+                An optimizer that unscales AMP gradients itself writes them back.
             skipped: > 0 if a fused optimizer found inf and skips this step.
         """
         self._gradient = None  # left over from an earlier attempt at this step, which raised

@@ -36,7 +36,7 @@ from adiv_monitor.maths.sums import (
 )
 from adiv_monitor.step.gradient_check import multiples
 
-Sums = LayerSums[Array]
+RankSums = LayerSums[Array]
 
 # Fields whose length differs by rank: with its rows, or the entries that it sends.
 _OF_SOME = {
@@ -47,7 +47,7 @@ _OF_SOME = {
 }
 
 
-def counted(layer: Sums) -> Sums:
+def counted(layer: RankSums) -> RankSums:
     """Record the counts over all present rows in `common`, before some rows are left out."""
     if layer.common is None:
         return layer
@@ -57,7 +57,7 @@ def counted(layer: Sums) -> Sums:
     return replace(layer, common=replace(layer.common, counted=of))
 
 
-def packed(layer: Sums) -> Sums:
+def packed(layer: RankSums) -> RankSums:
     """Return the record as it is sent: with a factor for the gradient's entries; see `Multiple`."""
     evidence = layer.evidence
     if evidence.since is None:
@@ -68,7 +68,7 @@ def packed(layer: Sums) -> Sums:
     return replace(layer, evidence=replace(evidence, since=factor))
 
 
-def pick(layer: Sums, kept: Index) -> Sums:
+def pick(layer: RankSums, kept: Index) -> RankSums:
     """Return the record with some of its rows."""
     rows, blocks, common = layer.rows, layer.blocks, layer.common
     assert rows.keys is not None
@@ -96,7 +96,7 @@ def pick(layer: Sums, kept: Index) -> Sums:
     )
 
 
-def is_alike(part: Sums, other: Sums) -> bool:
+def is_alike(part: RankSums, other: RankSums) -> bool:
     """Whether two records have the same kind, vectors and groups, and arrays of the same shapes."""
     mine, others = ((x.about.kind, x.blocks and x.blocks.groups, x.vectors) for x in (part, other))
     shapes, as_many = _shapes(part), _shapes(other)
@@ -104,16 +104,16 @@ def is_alike(part: Sums, other: Sums) -> bool:
     return mine == others and all(shapes[name] == as_many[name] for name in shared)
 
 
-def _shapes(layer: Sums) -> dict[str, tuple[int, ...]]:
+def _shapes(layer: RankSums) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all arrays, without the dimension that differs by rank."""
     return {
         name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in leaves(layer)
     }
 
 
-def once(parts: Sequence[Sums]) -> list[Sums]:
+def once(parts: Sequence[RankSums]) -> list[RankSums]:
     """Return the records that make up all rows once; none if a part of a partition is missing."""
-    kept, groups = list[Sums](), defaultdict[int, list[Sums]](list)
+    kept, groups = list[RankSums](), defaultdict[int, list[RankSums]](list)
     for part in parts:
         if part.rows.partition is None:
             kept.append(part)
@@ -128,7 +128,9 @@ def once(parts: Sequence[Sums]) -> list[Sums]:
     return kept
 
 
-def merge(parts: Sequence[Sums], max_rows: int | None, generator: np.random.Generator) -> Sums:
+def merge(
+    parts: Sequence[RankSums], max_rows: int | None, generator: np.random.Generator
+) -> RankSums:
     """Merge the records of one layer.
 
     Args:
@@ -190,7 +192,7 @@ def _added(several: Iterable[Array | None]) -> Array | None:
     return None if every is None else np.array([sum(float(one[0]) for one in every)])
 
 
-def _dots(parts: Sequence[Sums]) -> Dots[float]:
+def _dots(parts: Sequence[RankSums]) -> Dots[float]:
     """Merge the parameters' dot products: one rank's, or the sum if each holds a part."""
     dots = parts[0].dots
     if not dots.partial:
@@ -225,7 +227,7 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
     return found
 
 
-def _evidence(parts: Sequence[Sums], some: Sequence[Sums]) -> Evidence[Array]:
+def _evidence(parts: Sequence[RankSums], some: Sequence[RankSums]) -> Evidence[Array]:
     """Merge the evidence on a gradient.
 
     Args:
@@ -387,7 +389,7 @@ def _common(
     return Common(products + (whole - products[is_active].sum()) / max(n, 1), norms)
 
 
-def in_units(layer: Sums, factor: float) -> Sums:
+def in_units(layer: RankSums, factor: float) -> RankSums:
     """Return the record with G in the units of the optimizer's gradient.
 
     Args:

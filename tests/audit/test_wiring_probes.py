@@ -943,7 +943,7 @@ class HalfSupported(torch.autograd.Function):
 
 def test_a_backward_pass_without_a_float64_version_is_told_with_its_error() -> None:
     probed = asked("gradient-differs", with_model(Own(HalfSupported.apply)))
-    assert probed.untold == "it does not run in float64: expected Float32, got Double"
+    assert probed.untold == "its backward pass fails in float64: expected Float32, got Double"
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

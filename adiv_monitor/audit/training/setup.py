@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.hooks import carry_over
 from adiv_monitor.audit.training.schedulers import lifted
-from adiv_monitor.rerun.randomness import kept
+from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[nn.Module], Optimizer]
@@ -177,7 +177,7 @@ def seeded(seed: int) -> Iterator[None]:
     """Seed torch's, Python's and numpy's random numbers for a block, and restore them after it."""
     on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in on_cuda)]
-    with kept(devices):
+    with restored_after(devices):
         # Without an accelerator, `torch.manual_seed` keeps the seed for one, with a stack trace.
         generator = torch if torch.accelerator.is_available() else torch.default_generator
         generator.manual_seed(seed)

@@ -72,14 +72,14 @@ def _why_not(fork: Fork, moved: Sequence[Tensor]) -> str:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # not all of torch's functions have a float64 version
-        found.append(_unsupported(error))
+        found.append(f"it does not run in float64: {_first_line(error)}")
     if any(p.dtype != torch.float64 for p in moved):
         found.append("the parameters are not real numbers")
     return found[0] if found else ""
 
 
-def _unsupported(error: RuntimeError) -> str:
-    return f"it does not run in float64: {str(error).partition(chr(10))[0]}"
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _is_short(x: Tensor) -> bool:
@@ -96,7 +96,7 @@ def _compared(fork: Fork, moved: Sequence[Tensor]) -> Probed:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            return Probed(untold=_unsupported(error))
+            return Probed(untold=f"its backward pass fails in float64: {_first_line(error)}")
     pairs = [(p, p.detach().clone(), g.to_dense())
              for p, g in zip(moved, gradients, strict=True) if g is not None]  # fmt: skip
     square = sum(float(g.square().sum()) for *_, g in pairs)
