@@ -454,6 +454,20 @@ def test_forks_leave_the_users_model_alone(far_inputs: Setup) -> None:
     assert type(far_inputs.model[0]) is nn.Linear
 
 
+def test_forks_have_hook_tables_of_their_own() -> None:
+    own = setup(model=nn.Sequential(*mlp()))
+    own.model[0].register_forward_hook(lambda *_: None)
+    forks = own.fork(), own.fork()
+    forks[0].model[-1].register_forward_hook(lambda *_: None)
+    count = [[len(m._forward_hooks) for m in (of.model[0], of.model[-1])] for of in (own, *forks)]
+    assert count == [[1, 0], [1, 1], [1, 0]]
+    tables = [
+        x for of in (own, *forks) for m in of.model.modules() for x in vars(m).values()
+        if isinstance(x, dict)
+    ]  # fmt: skip
+    assert len(set(map(id, tables))) == len(tables) > 100
+
+
 def test_one_small_batch_is_overfitted() -> None:
     seen: list[int] = []
 
