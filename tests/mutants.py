@@ -67,7 +67,7 @@ _MONITOR_TESTS = {
     "features/features.py": ["test_dense_features", *_RULES],
     "features/functions/linear.py": _RULES,
     "features/functions/conv.py": _RULES,
-    "features/functions/embedding.py": _RULES,
+    "features/functions/embedding.py": ["test_bookkeeping", *_RULES],
     "features/functions/elementwise.py": _RULES,
     "features/corrected.py": _RULES,
     "features/functions/attention.py": _RULES,

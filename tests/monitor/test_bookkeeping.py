@@ -177,22 +177,21 @@ def test_the_ceiling_of_gradients_that_autograd_gave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape", "features", "kind"),
+    ("layer", "x", "features", "kind"),
     [
-        (nn.Linear(6, 4), (9, 6), 6, "linear"),
-        (nn.Conv2d(4, 6, 3, groups=2), (5, 4, 8, 8), 18, "conv"),
-        (nn.Conv2d(4, 4, 3, groups=4), (5, 4, 8, 8), 9, "conv"),
-        (nn.LayerNorm(7), (9, 7), 1, "gain"),
+        (nn.Linear(6, 4), torch.ones(9, 6), 6, "linear"),
+        (nn.Conv2d(4, 6, 3, groups=2), torch.ones(5, 4, 8, 8), 18, "convolution"),
+        (nn.Conv2d(4, 4, 3, groups=4), torch.ones(5, 4, 8, 8), 9, "convolution"),
+        (nn.LayerNorm(7), torch.arange(63.0).view(9, 7), 1, "gain"),
+        (nn.Embedding(8, 5), torch.arange(8), None, "embedding"),
+        (nn.EmbeddingBag(8, 5), torch.arange(8).view(2, 4), None, "embedding"),
     ],
 )
-def test_a_layers_fan_in_and_kind(
-    layer: nn.Module, shape: tuple[int, ...], features: int, kind: str
-) -> None:
-    x = torch.randn(shape, dtype=torch.float64)
+def test_a_layers_fan_in_and_kind(layer: nn.Module, x: Tensor, features: int, kind: str) -> None:
+    x = x.double() if x.is_floating_point() else x
     found = one_step(layer.double(), lambda m: m(x).square().sum().backward())
     reading = found.layers[""]
-    assert reading.features == features
-    assert kind in reading.kind
+    assert (reading.features, reading.kind) == (features, kind)
 
 
 @pytest.mark.parametrize("name", ["scale", "row_cosine"])
