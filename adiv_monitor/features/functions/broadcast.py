@@ -45,11 +45,6 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
     return Use("gain", parameter, None, features, layout, late=late)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """Flatten a tensor to (rows, channels)."""
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
 def offset(
     parameter: Tensor, shape: Sequence[int], factor: float = 1, where: Tensor | None = None
 ) -> Use | None:
