@@ -205,6 +205,24 @@ def large_layers(rank: int | None) -> StepReport | None:
     return monitor.latest
 
 
+def large_gradients_averaged_by_hand(rank: int) -> list[StepReport | None]:
+    """Average the gradients of a large layer without DDP; in the second step, add noise as well."""
+    found = []
+    for noise in (0.0, 1.0):
+        torch.manual_seed(0)
+        model, x = nn.Linear(50, 200).double(), torch.randn(8, 50, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
+            model(x[4 * rank :][:4]).square().mean().backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+                p.grad.add_(torch.randn_like(p) * p.grad.norm(), alpha=noise)
+            optimizer.step()
+        found.append(monitor.latest)
+    return found
+
+
 def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
     """Train with one batch less on rank 1, which joins the averages of rank 0 (`join`)."""
     model, optimizer, x = small(rank)
@@ -530,6 +548,7 @@ TASKS = (
     optimizer_in_parts,
     averaged_by_hand,
     large_layers,
+    large_gradients_averaged_by_hand,
     fewer_batches_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
@@ -620,6 +639,15 @@ def test_large_layers(found: dict[int, list[Found]]) -> None:
             whole = expected.layers[path]
             assert reading.gradient_factor == pytest.approx(whole.gradient_factor, rel=1e-9)
             assert_same(reading.to_dict(), whole.to_dict())
+
+
+def test_large_gradients_that_are_averaged_by_hand(found: dict[int, list[Found]]) -> None:
+    """Sampled entries tell an average from an edit, without the pass in which ranks reduce."""
+    for own in found[2]:
+        averaged, edited = own["large_gradients_averaged_by_hand"]
+        assert averaged.notes == ()
+        assert averaged.layers[""].gradient_factor == pytest.approx(0.5)
+        assert any("holds more than these rows" in note for note in edited.notes)
 
 
 def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
