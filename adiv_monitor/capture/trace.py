@@ -23,7 +23,7 @@ _FIRST, _EVERY = 2, 16
 _NUMBERS = (bool, int, float, complex)
 
 
-ArgumentKey = int | str  # its position or its name
+ArgumentKey = int | str  # position or name of a function's argument
 
 
 class Given(NamedTuple):

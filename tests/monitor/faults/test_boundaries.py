@@ -119,7 +119,7 @@ ERRORS = (Fault, torch.OutOfMemoryError, MemoryError, OSError)
 @pytest.mark.parametrize("file", FILES)
 def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> None:
     """Weights, losses, buffers, optimizer state and random numbers are as without the error."""
-    for number, boundary, name in in_file(file, 1 if whole else 7):
+    for number, boundary, name in in_file(file, 1 if whole else 5):
         error = ERRORS[number % len(ERRORS)](REASON)
         trial = with_fault(error, boundary, name, "warn")
         assert trial.raised is None, f"{boundary}: {trial.raised!r}"
@@ -134,7 +134,7 @@ def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> Non
 def test_an_error_is_raised_where_that_was_asked_for(file: str, whole: bool) -> None:
     """The error is raised, and leaves no hooks, modes and stances; see also `test_interrupts`."""
     every = 2 if file.startswith(("capture", "step", "monitor")) else 8  # rules fail in one place
-    for _, boundary, name in in_file(file, every * (1 if whole else 7)):
+    for _, boundary, name in in_file(file, every * (1 if whole else 5)):
         error = Fault(REASON)
         trial = with_fault(error, boundary, name, "raise")
         # A rerun of the user's module may fail, and a second attempt may succeed.
