@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class Assembly:
         self,
         max_rows: int | None,
         generator: np.random.Generator,
-        complete: Callable[[int, RankContribution], StepReport],
+        complete: Callable[[RankContribution], StepReport],
         emit: Callable[[StepReport, bool], None],
         *,
         at_once: bool = False,
@@ -192,13 +192,13 @@ class Assembly:
     def _is_first(self) -> bool:
         return self._exchange is None or self._exchange.rank == 0
 
-    def add(self, step: int, part: RankContribution) -> None:
+    def add(self, part: RankContribution) -> None:
         """Add this rank's complete contribution to a step."""
         if self._world == 1:
-            self._emit(self._complete(step, part), True)
+            self._emit(self._complete(part), True)
             return
-        own = prepared(part, step, self._max_rows, self._world, self._generator)
-        waiting = _Waiting(step, own, None)
+        own = prepared(part, self._max_rows, self._world, self._generator)
+        waiting = _Waiting(own.report.step, own, None)
         self._waiting.append(waiting)
         with suppress(RuntimeError):  # raised if the store is gone
             self._hand_in(self._exchange or self._meet(), waiting)
@@ -290,13 +290,13 @@ class Assembly:
             return
         notes = [_MALFORMED.format(other) for other in waiting.malformed]
         try:
-            report, ranks = self._made(waiting.step, {rank: waiting.own, **waiting.parts}, notes)
+            report, ranks = self._made({rank: waiting.own, **waiting.parts}, notes)
         except Exception as error:
             if not waiting.parts:
                 raise
             others = ", ".join(map(str, sorted(waiting.parts)))
             notes.append(_UNFIT.format(others, f"{type(error).__name__}: {error}"))
-            report, ranks = self._made(waiting.step, {rank: waiting.own}, notes)
+            report, ranks = self._made({rank: waiting.own}, notes)
         if self._exchange is not None and waiting.meeting is not None and rank == 0:
             with suppress(RuntimeError):
                 heard = encode(_Heard(report, ranks))
@@ -307,12 +307,12 @@ class Assembly:
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 
     def _made(
-        self, step: int, parts: dict[int, RankContribution], notes: list[str]
+        self, parts: dict[int, RankContribution], notes: list[str]
     ) -> tuple[StepReport, list[int]]:
         """Return the report of these ranks, and the ranks that it covers."""
         part, ranks = merge_ranks(parts, self._world, self._max_rows, self._generator)
-        part.notes += notes
-        return self._complete(step, part), ranks
+        part.report = replace(part.report, notes=(*part.report.notes, *notes))
+        return self._complete(part), ranks
 
 
 _PAUSE, _LOOK = 0.002, 0.25  # seconds

@@ -418,12 +418,12 @@ class StepController:
         step.realise()
         with unwatched():  # the next forward pass may watch calls; here are thousands of them
             step.applied()
-            part = step.part()
+            part = step.part(pending.number)
             self._checked |= part.checked
             self._failures.switched_off |= part.misdescribed
-            describe(part, pending, self._failures, self._schedule.interval)
-            part.losses = self._losses.take(pending.number)
-        self._assembly.add(pending.number, part)
+            losses = self._losses.take(pending.number)
+            describe(part, pending, self._failures, self._schedule.interval, losses)
+        self._assembly.add(part)
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
 
@@ -457,6 +457,6 @@ class StepController:
             call_all(self._pending.release, self._pending.room.leave)
             self._pending = None
 
-    def _complete(self, number: int, part: RankContribution) -> StepReport:
+    def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step."""
-        return report_of(number, part, self._history, self._failures)
+        return report_of(part, self._history, self._failures)

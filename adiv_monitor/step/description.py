@@ -15,13 +15,19 @@ from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.transfer import fetch_numbers
 
 
-def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
+def describe(
+    part: RankContribution,
+    pending: Pending,
+    failures: Failures,
+    interval: int,
+    losses: Mapping[int, float],
+) -> None:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
     armed = pending.armed
     seen, rates = armed.capture.layers.found, armed.rates
     selection = pending.selection.accountable(seen.values())
     measured = [layer for path, layer in seen.items() if path in part.layers]
-    known = dict(part.unsupported)
+    known = dict(part.report.unsupported)
     due = {path for path, layer in seen.items() if pending.selection.is_due(layer)}
     known |= {path: why for path, why in failures.switched_off.items() if path in due}
     told = [layer for path, layer in seen.items() if path in known]
@@ -31,17 +37,25 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
     off = failures.switched_off
     why = partial(_why, pending=pending, off=off) if is_measured else _not_measured
     unexplained = selection.unexplained(lacking, known, why)
-    part.unsupported = {**selection.unsupported, **unexplained, **known}
-    part.unmeasured = selection.unmeasured(missing)
-    part.coverage, part.elements = selection.coverage(missing), selection.elements
-    part.interval, part.turn = interval, armed.turn
+    learning_rates = tuple(fetch_numbers(rates.of_groups))
+    groups = {layer.path: rates.groups.get(id(layer.pieces[0].parameter)) for layer in measured}
+    differ = len(set(learning_rates)) > 1
+    part.elements = selection.elements
     part.rows_lost |= set(off)
-    part.alignment = pending.alignment
-    part.optimizer, part.learning_rates = rates.optimizer, tuple(fetch_numbers(rates.of_groups))
-    if len(set(part.learning_rates)) > 1:
-        groups = {layer.path: rates.groups.get(id(layer.pieces[0].parameter)) for layer in measured}
-        part.groups = {path: group for path, group in groups.items() if group is not None}
-    part.notes[:0] = failures.notes
+    part.report = replace(
+        part.report,
+        unsupported={**selection.unsupported, **unexplained, **known},
+        coverage=selection.coverage(missing),
+        notes=(*failures.notes, *part.report.notes),
+        unmeasured=selection.unmeasured(missing),
+        interval=interval,
+        alignment=pending.alignment,
+        turn=armed.turn,
+        losses=losses,
+        learning_rates=learning_rates,
+        groups={path: group for path, group in groups.items() if differ and group is not None},
+        optimizer=rates.optimizer,
+    )
     failures.notes.clear()
 
 
@@ -60,38 +74,27 @@ def _not_measured(parameter: nn.Parameter) -> str:
     return "the step was not measured, as a note says"
 
 
-def report_of(
-    number: int, part: RankContribution, history: RunHistory, failures: Failures
-) -> StepReport:
+def report_of(part: RankContribution, history: RunHistory, failures: Failures) -> StepReport:
     """Return the report of a step.
 
     Args:
-        number: number of the step.
         part: contribution of one rank, or merged contribution of all.
         history: history of the run so far.
         failures: handler of exceptions.
     """
+    failed: dict[str, str] = {}
 
     def fail(path: str, error: Exception) -> None:
         failures.switch_off(path, error)
-        part.unsupported[path] = failures.switched_off[path]
+        failed[path] = failures.switched_off[path]
 
     outcome = understand(part, history, fail)
-    return StepReport(
-        step=number,
+    said, turn = part.report, part.report.turn
+    return replace(
+        said,
         layers=outcome.layers,
-        unsupported=part.unsupported,
-        coverage=part.coverage,
-        interval=part.interval,
+        unsupported={**said.unsupported, **failed},
         notes=tuple(outcome.notes),
-        realised_loss_change=part.loss_change,
-        realised_loss_changes=part.loss_changes,
-        unmeasured=part.unmeasured,
         attention=outcome.attention,
-        alignment=part.alignment,
-        turn=None if part.turn is None else replace(part.turn, elements=part.elements),
-        losses=part.losses,
-        learning_rates=part.learning_rates,
-        groups=part.groups,
-        optimizer=part.optimizer,
+        turn=None if turn is None else replace(turn, elements=part.elements),
     )

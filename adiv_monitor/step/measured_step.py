@@ -232,8 +232,12 @@ class MeasuredStep:
             self._attention.discard()
 
     @torch.no_grad()
-    def part(self) -> RankContribution:
-        """Transfer all numbers to the host at once, and return this rank's contribution."""
+    def part(self, number: int) -> RankContribution:
+        """Transfer all numbers to the host at once, and return this rank's contribution.
+
+        Args:
+            number: number of the step.
+        """
         steps = self._steps
         pieces = {} if self._gradient is None else self._gradient.pieces
         found = fetch(
@@ -250,6 +254,7 @@ class MeasuredStep:
             found,
             pieces,
             {} if steps is None else steps.places,
+            number=number,
             unreached=self._unreached,
             notes=[*self._capture_notes(), *self._notes],
             keeps_gradient=steps is not None and steps.has_copies,

@@ -15,6 +15,7 @@ import numpy as np
 
 from adiv_monitor.capture.sampling import Draw, draw, winners
 from adiv_monitor.maths.sums import Array, LayerSums, Partition
+from adiv_monitor.report import StepReport
 from adiv_monitor.step import merge_rows
 from adiv_monitor.step.attention_merge import merge_attention
 from adiv_monitor.step.gradient_check import (
@@ -30,13 +31,12 @@ Generator = np.random.Generator
 
 
 def prepared(
-    part: RankContribution, step: int, max_rows: int | None, world: int, generator: Generator
+    part: RankContribution, max_rows: int | None, world: int, generator: Generator
 ) -> RankContribution:
     """Prepare a rank's contribution for sending, with only rows that may be in the merged sample.
 
     Args:
         part: the rank's contribution.
-        step: number of the step.
         max_rows: number of sampled rows per layer, of all ranks together; None: all.
         world: number of ranks.
         generator: random generator.
@@ -45,7 +45,9 @@ def prepared(
     for path, layer in part.layers.items():
         partition = layer.rows.partition
         seen, total = (partition or layer.rows).seen, (partition or layer.rows).total
-        alike = generator if partition is None else _chance_of_all(step, partition, path)
+        alike = (
+            generator if partition is None else _chance_of_all(part.report.step, partition, path)
+        )
         chosen = draw(total, None if max_rows is None else seen, np.inf, alike)
         keys, bound = chosen.keys, chosen.bound
         if partition is not None:
@@ -91,10 +93,12 @@ def merge_ranks(
     if any(part.facts.has_applied for part in several):
         several = [_with_applied(part) for part in several]
     refused = list(dict.fromkeys(why for part in several for why in part.refused))
-    notes = list(dict.fromkeys(note for part in several for note in part.notes))
-    losses = _losses_together([part.losses for part in several])
+    reports = [part.report for part in several]
+    notes = list(dict.fromkeys(note for report in reports for note in report.notes))
+    losses = _losses_together([report.losses for report in reports])
     if refused:
-        return replace(first, layers={}, refused=refused, notes=notes, losses=losses), ranks
+        report = replace(first.report, notes=tuple(notes), losses=losses)
+        return replace(first, report=report, layers={}, refused=refused), ranks
     misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
     rows_lost = {path for part in several for path in part.rows_lost}
     layers, incomplete = {}, {}
@@ -116,24 +120,28 @@ def merge_ranks(
         )
     scale = first.facts.gradient_scale
     layers = _in_units(layers, scale, world, rows_lost, missing=missing)
-    changes = [part.loss_change for part in several if part.loss_change is not None]
-    unmeasured = _fewest([part.unmeasured for part in several])
-    recovered = sum(first.unmeasured.values()) - sum(
-        unmeasured.get(name, 0) for name in first.unmeasured
+    changes = [x for report in reports if (x := report.realised_loss_change) is not None]
+    unmeasured = _fewest([report.unmeasured for report in reports])
+    recovered = sum(first.report.unmeasured.values()) - sum(
+        unmeasured.get(name, 0) for name in first.report.unmeasured
+    )
+    report = replace(
+        first.report,
+        unsupported=incomplete | _unsupported(reports, layers, rows_lost),
+        notes=tuple(notes),
+        unmeasured=unmeasured,
+        coverage=first.report.coverage + recovered / max(first.elements, 1),
+        realised_loss_change=sum(changes) / len(changes) if changes else None,
+        realised_loss_changes=tuple(x for report in reports for x in report.realised_loss_changes),
+        losses=losses,
     )
     whole = replace(
         first,
+        report=report,
         layers=layers,
-        unsupported=incomplete | _unsupported(several, layers, rows_lost),
         misdescribed=misdescribed,
         rows_lost=rows_lost,
-        notes=notes,
-        unmeasured=unmeasured,
-        coverage=first.coverage + recovered / max(first.elements, 1),
-        loss_change=sum(changes) / len(changes) if changes else None,
-        loss_changes=tuple(change for part in several for change in part.loss_changes),
         facts=_facts_together(several, layers),
-        losses=losses,
     )
     return merge_attention(whole, several, generator), ranks
 
@@ -207,7 +215,7 @@ def _with_applied(part: RankContribution) -> RankContribution:
 
 def _trains_with(first: RankContribution, other: RankContribution) -> bool:
     """Whether the optimizers of two ranks get the same gradients of the same layers."""
-    if first.turn != other.turn:
+    if first.report.turn != other.report.turn:
         return False
     common = [
         path
@@ -311,11 +319,11 @@ def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _unsupported(
-    several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]], rows_lost: set[str]
+    reports: Sequence[StepReport], layers: Mapping[str, LayerSums[Array]], rows_lost: set[str]
 ) -> dict[str, str]:
     """Return why layers have no reading: a rank's reason, unless another rank has a reading."""
-    found = {path: why for part in several for path, why in part.unsupported.items()}
-    everywhere = set.intersection(*(set(part.unsupported) for part in several))
+    found = {path: why for report in reports for path, why in report.unsupported.items()}
+    everywhere = set.intersection(*(set(report.unsupported) for report in reports))
     return {
         path: why
         for path, why in found.items()

@@ -88,7 +88,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         fail: called with a layer's path and the exception that its measures raised.
     """
     if part.refused:
-        return Outcome({}, [*part.notes, *part.refused])
+        return Outcome({}, [*part.report.notes, *part.refused])
     facts = part.facts
     entries = compared([layer.evidence for layer in part.layers.values()])
     judged = {
@@ -108,7 +108,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
     history.suspected = {path for path, found in measured.items() if found.suspected}
     attention, of_attention = attention_outcome(part.attention, part.no_attention)
     notes = [
-        *part.notes,
+        *part.report.notes,
         *finite.notes(readings),
         *_from_rows(reasons),
         *_unforeseen(facts, list(kept)),

@@ -1,8 +1,8 @@
 """A rank's contribution to the report of a measured step: plain numbers that can be sent."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from adiv_monitor.capture.updates import PieceNumbers, RunHistory
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
-from adiv_monitor.report import AlignmentReading, Turn
+from adiv_monitor.report import StepReport
 from adiv_monitor.step.transfer import StepSums
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
@@ -63,52 +63,30 @@ class RankContribution:
     """A rank's contribution to a report.
 
     Attributes:
+        report: the report without readings. Its `realised_loss_changes` are those of this rank's
+            samples and its `losses` those of this rank's batches; its `alignment` is already that
+            of all ranks.
         layers: by path, the records of layers whose rows are known.
         facts: facts about the step as a whole.
         refused: why the step can't be measured at all; empty if it can.
-        unsupported: path → why there is no reading.
         misdescribed: path → why a layer must not be measured again: its rule does not hold.
         rows_lost: paths of layers that had rows here but are not in `layers`.
         checked: layers whose rule has been verified (an output of zeros verifies nothing).
-        notes: notes for the reader.
-        unmeasured: as in `StepReport`.
-        interval: as in `StepReport`.
         elements: number of elements of the trained parameters whose turn it is.
-        coverage: as in `StepReport`.
-        loss_change: the realised change of the loss, if it was measured.
-        loss_changes: the realised change of every sample's loss.
         attention: records of attentions by path.
         no_attention: path → why there is no record.
-        alignment: as in `StepReport`; already for all ranks.
-        turn: as in `StepReport`, without the elements.
-        losses: as in `StepReport`; of this rank's batches.
-        learning_rates: as in `StepReport`.
-        groups: as in `StepReport`.
-        optimizer: as in `StepReport`.
     """
 
+    report: StepReport
     layers: dict[str, LayerSums[Array]]
     facts: Facts
-    refused: list[str]
-    unsupported: dict[str, str]
-    misdescribed: dict[str, str]
-    rows_lost: set[str]
-    checked: set[str]
-    notes: list[str]
-    unmeasured: dict[str, int] = field(default_factory=dict)
-    interval: int = 0
+    refused: list[str] = field(default_factory=list)
+    misdescribed: dict[str, str] = field(default_factory=dict)
+    rows_lost: set[str] = field(default_factory=set)
+    checked: set[str] = field(default_factory=set)
     elements: int = 0
-    coverage: float = 0.0
-    loss_change: float | None = None
-    loss_changes: tuple[float, ...] = ()
     attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
-    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
-    turn: Turn | None = None
-    losses: Mapping[int, float] = field(default_factory=dict)
-    learning_rates: tuple[float, ...] = ()
-    groups: Mapping[str, int] = field(default_factory=dict)
-    optimizer: str = ""
 
 
 def make_contribution(
@@ -116,8 +94,9 @@ def make_contribution(
     pieces: Mapping[str, PieceShares],
     places: Mapping[int, tuple[int, slice]],
     *,
+    number: int,
     unreached: Mapping[str, str],
-    notes: list[str],
+    notes: Sequence[str],
     keeps_gradient: bool,
 ) -> RankContribution:
     """Return the contribution from the numbers of a step, before any measure is computed.
@@ -126,16 +105,18 @@ def make_contribution(
         found: the numbers.
         pieces: by layer, the pieces of its parameters.
         places: by key of a small piece, the position of its products; see `SideBySide`.
+        number: number of the step.
         unreached: path → why there are no numbers.
         notes: notes for the reader.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
     flags, facts = found.flags, _facts(found, keeps_gradient)
+    report = StepReport(number, {}, {}, 0.0, tuple(notes))
     skipped = flags.skipped is not None and flags.skipped.any()
     moved = flags.moved is not None and flags.moved.any()
     if skipped or moved:
         refused = [why for why, is_so in ((_SKIPPED, skipped), (_MOVED, moved)) if is_so]
-        return RankContribution({}, facts, refused, {}, {}, set(), set(), notes)
+        return RankContribution(report, {}, facts, refused)
     errors = {
         path: float(layer.evidence.rule_error)
         for path, layer in found.layers.items()
@@ -149,17 +130,20 @@ def make_contribution(
             for path, layer in found.layers.items()
             if path not in misdescribed and path not in lost
         }
-    return RankContribution(
-        layers=layers,
-        facts=facts,
-        refused=[],
+    change, changes = flags.loss_change, flags.loss_changes
+    report = replace(
+        report,
         unsupported={**unreached, **lost, **misdescribed},
+        realised_loss_change=None if change is None else float(change),
+        realised_loss_changes=() if changes is None else tuple(changes.tolist()),
+    )
+    return RankContribution(
+        report,
+        layers,
+        facts,
         misdescribed=misdescribed,
         rows_lost={*misdescribed, *lost},
         checked={path for path, error in errors.items() if error <= RULE_TOLERANCE},
-        notes=notes,
-        loss_change=None if flags.loss_change is None else float(flags.loss_change),
-        loss_changes=() if flags.loss_changes is None else tuple(flags.loss_changes.tolist()),
     )
 
 
@@ -167,7 +151,7 @@ def learn(history: RunHistory, part: RankContribution) -> None:
     """Record this step's facts in the run history, for the coming steps."""
     history.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
     if part.facts.updated and part.layers:
-        history.seen |= part.layers.keys() | part.unsupported.keys()
+        history.seen |= part.layers.keys() | part.report.unsupported.keys()
         history.learn(
             gradient_changed=part.facts.gradient_changed,
             weights_changed=part.facts.weights_changed,

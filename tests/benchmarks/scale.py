@@ -360,7 +360,7 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
 
 
 def _thinned(part: RankContribution, world: int) -> RankContribution:
-    return prepared(part, 0, 128, world, np.random.default_rng(0))
+    return prepared(part, 128, world, np.random.default_rng(0))
 
 
 def _ratio(expected: float, found: float) -> tuple[str, str, str]:

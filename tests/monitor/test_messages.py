@@ -57,14 +57,14 @@ def known() -> tuple[RankContribution, StepReport]:
         add = assembly.Assembly.add
         patch.setattr(
             *(assembly.Assembly, "add"),
-            lambda self, step, part: (parts.append(part), add(self, step, part)),
+            lambda self, part: (parts.append(part), add(self, part)),
         )
         with Monitor(model, optimizer, layers_per_step=None, **asked) as monitor:
             loss_of(model(tokens), targets).backward()
             optimizer.step()
     assert monitor.latest is not None
     chance = np.random.default_rng(0)
-    return prepared(parts[0], 0, 16, 2, chance), monitor.latest
+    return prepared(parts[0], 16, 2, chance), monitor.latest
 
 
 def same(a: Any, b: Any) -> bool:
@@ -272,7 +272,7 @@ def layer(**changes: Any) -> RankContribution:
             value = value and replace(getattr(found, name), **value)
         found = replace(found, **{name: value})
     facts = Facts(True, 1.0, False, False, False, False)
-    return RankContribution({"x": found}, facts, [], {}, {}, set(), set(), [])
+    return RankContribution(StepReport(0, {}, {}, 1.0), {"x": found}, facts)
 
 
 def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
@@ -385,8 +385,8 @@ def test_a_sound_part_that_fits_no_other_costs_no_report(
     second.put(meeting, 0, encode(other))
     reports = list[StepReport]()
 
-    def complete(step: int, part: RankContribution) -> StepReport:
-        return report_of(step, part, RunHistory(), Failures("raise"))
+    def complete(part: RankContribution) -> StepReport:
+        return report_of(part, RunHistory(), Failures("raise"))
 
     def assembled() -> StepReport:
         chance = np.random.default_rng(0)

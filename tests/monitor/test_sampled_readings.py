@@ -164,7 +164,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
     monkeypatch.setattr(Assembly, "join", lambda self, name: None)
-    monkeypatch.setattr(Assembly, "add", lambda self, number, part: handed_in.append(part))
+    monkeypatch.setattr(Assembly, "add", lambda self, part: handed_in.append(part))
     yield handed_in
 
 
@@ -208,7 +208,7 @@ class Divided(Step):
 
 def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
     generator = np.random.default_rng(seed)
-    own = {rank: prepared(part, 0, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
+    own = {rank: prepared(part, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
     whole, ranks = merge_ranks(own, WORLD, MAX_ROWS, generator)
     assert ranks == [0, 1]
     outcome = understand(whole, RunHistory())

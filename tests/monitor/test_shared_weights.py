@@ -246,7 +246,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
     monkeypatch.setattr(Assembly, "join", lambda self, name: None)
-    monkeypatch.setattr(Assembly, "add", lambda self, number, part: handed_in.append(part))
+    monkeypatch.setattr(Assembly, "add", lambda self, part: handed_in.append(part))
     yield handed_in
 
 
@@ -273,7 +273,7 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
                 parameter.grad.copy_(gradient)
             optimizer.step()
     generator = np.random.default_rng(0)
-    own = {rank: prepared(part, 0, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
+    own = {rank: prepared(part, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
     merged, _ = merge_ranks(own, WORLD, SEEN, generator)
     outcome = understand(merged, RunHistory())
     assert outcome.notes == []

@@ -568,11 +568,12 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
                 StepSums({"x": layer}, {}, Flags(), nothing, nothing, {}),
                 {"x": PieceShares({})},
                 {},
+                number=step_number,
                 unreached={},
                 notes=[],
                 keeps_gradient=True,
             )
-            kept.append(prepared(part, step_number, most, world, chance).layers["x"])
+            kept.append(prepared(part, most, world, chance).layers["x"])
         keys = np.concatenate([x.rows.keys for x in kept if x.rows.keys is not None])
         assert len(set(keys)) == len(keys)
         whole = merge_rows.merge(kept, most, chance)
