@@ -41,6 +41,9 @@ OF_SCALES = {
 }
 
 
+KINDS = {"linear", "convolution", "embedding", "experts", "gain", "offset"}
+
+
 def loss_of(z: Tensor, *, ignored: int = 0) -> Tensor:
     """Return a loss with a different gradient at every entry, except the first ones, if ignored."""
     z = z[ignored:] if z.dim() and len(z) > ignored else z
@@ -115,6 +118,7 @@ def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
     assert report.layers.keys() == truths.keys()
     for path, expected in truths.items():
         reading = report.layers[path]
+        assert reading.kind in KINDS
         assert reading.rows_total == reading.rows_seen == expected.pop("rows_total")
         assert not reading.standard_error
         for measure, value in reading.measures().items():
@@ -122,6 +126,17 @@ def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
                 assert value == pytest.approx(expected[measure], rel=1e-9, abs=1e-9, nan_ok=True), (
                     f"{measure} of {path}"
                 )
+
+
+@pytest.mark.parametrize("name", ["add-positions", "add-positions-first", "sub-positions"])
+def test_positions_are_alike_as_often_as_they_come_however_few_are_seen(name: str) -> None:
+    """Every position comes once a sample, so `common_share` is one over their number, exactly."""
+    report, truths = measured(CASES[name], "sgd", 4)
+    (reading,) = report.layers.values()
+    (expected,) = truths.values()
+    assert reading.rows_seen == 4 < expected["rows_total"]
+    assert "common_share" not in reading.standard_error
+    assert reading.common_share == pytest.approx(expected["common_share"], abs=1e-12)
 
 
 @pytest.mark.slow(one_in=5, first=1)
