@@ -48,10 +48,13 @@ def may_import(room: str) -> set[str]:
     return {*own, *(other for below in STANDS_ON[stack] for other in STACKS[below])}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    room = house.room(module)
-    assert {house.room(name) for name in house.imports()[module]} - {room} <= may_import(room)
+def test_imports_point_down() -> None:
+    upward = {}
+    for module, names in house.imports().items():
+        room = house.room(module)
+        upward[module] = {house.room(name) for name in names} - {room} - may_import(room)
+    assert upward.keys() == MODULES.keys()
+    assert {module: rooms for module, rooms in upward.items() if rooms} == {}
 
 
 def room_of_the_audit(module: str) -> str:
@@ -59,12 +62,15 @@ def room_of_the_audit(module: str) -> str:
     return inside.strip(".").partition(".")[0] or "__init__"
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if house.room(name) == "audit"])
-def test_the_audits_imports_point_down(module: str) -> None:
-    names = {name for name in house.imports()[module] if house.room(name) == "audit"}
-    room = room_of_the_audit(module)
-    below = IN_THE_AUDIT[: IN_THE_AUDIT.index(room)]
-    assert {room_of_the_audit(name) for name in names} - {room} <= {*below}
+def test_the_audits_imports_point_down() -> None:
+    upward = {}
+    for module in (name for name in MODULES if house.room(name) == "audit"):
+        names = {name for name in house.imports()[module] if house.room(name) == "audit"}
+        room = room_of_the_audit(module)
+        below = IN_THE_AUDIT[: IN_THE_AUDIT.index(room)]
+        upward[module] = {room_of_the_audit(name) for name in names} - {room, *below}
+    assert len(upward) > 50
+    assert {module: rooms for module, rooms in upward.items() if rooms} == {}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -28,8 +28,11 @@ from uses import Uses
 @pytest.mark.parametrize(
     "script",
     [
-        *(host, mode, monitor, rows),
-        *(pytest.param(script, marks=pytest.mark.slow) for script in (launches, peers, pictures)),
+        *(host, rows),
+        *(
+            pytest.param(script, marks=pytest.mark.slow)
+            for script in (launches, mode, monitor, peers, pictures)
+        ),
     ],
     ids=lambda script: script.__name__,
 )

@@ -112,6 +112,7 @@ def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
     assert end["end"].startswith("failed: exit status -9") and other["end"].startswith("finished")
 
 
+@pytest.mark.slow
 def test_a_part_of_which_something_failed_has_not_gone_well(tmp_path: Path) -> None:
     script = (
         "import sys\n"

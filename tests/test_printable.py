@@ -129,6 +129,7 @@ def test_nothing_that_steers_is_in_what_the_audit_prints(
     assert not steers(capsys.readouterr().err)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", STEERING, ids=ascii)
 def test_nothing_that_steers_is_in_a_page(name: str, tmp_path: Path) -> None:
     from adiv_monitor.pages import compare, page

@@ -1,7 +1,6 @@
-"""The monitor's Triton kernels, run by Triton's interpreter in a separate process.
+"""The monitor's Triton kernels compile for a GPU that need not be there.
 
-The process is separate for the reason given in tests/layers/test_kernels.py. The kernels are also
-compiled for a GPU that need not be there, as in tests/layers/test_targets.py.
+Triton's interpreter runs them in tests/layers/test_kernels.py.
 """
 
 import inspect
@@ -15,28 +14,6 @@ import pytest
 
 compiler = pytest.importorskip("triton.compiler", reason="without Triton there are no kernels")
 HERE = Path(__file__).parent
-LAYERS = HERE.parent / "layers"
-
-
-def run(*command: str, **environment: str) -> str:
-    paths = [str(LAYERS), *sys.path]
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    finished = subprocess.run(
-        [sys.executable, *command],
-        cwd=HERE.parents[1],
-        env={**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stdout[-10_000:] + finished.stderr[-5_000:]
-    return finished.stdout
-
-
-def test_in_the_interpreter(whole: bool) -> None:
-    options = ["-q", "-p", "no:cacheprovider", *(["--whole"] if whole else [])]
-    script = str(HERE / "interpreted_monitor.py")
-    output = run("-m", "pytest", *options, script, TRITON_INTERPRET="1")
-    assert " passed" in output and " skipped" not in output, output
 
 
 @pytest.mark.slow
@@ -50,8 +27,17 @@ def test_kernels_compile_well(tmp_path: Path) -> None:
     No offset is multiplied in 32 bits. Programs on all 132 multiprocessors compute moments, and
     prefetch the next tile meanwhile.
     """
-    output = run(str(HERE / "compile_monitor.py"), TRITON_CACHE_DIR=str(tmp_path))
-    found = json.loads(output)
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    paths = os.pathsep.join([str(HERE.parent / "layers"), *sys.path])
+    finished = subprocess.run(
+        [sys.executable, str(HERE / "compile_monitor.py")],
+        cwd=HERE.parents[1],
+        env={**kept, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr[-5_000:]
+    found = json.loads(finished.stdout)
     assert len(found) == 21
     for case, usage in found.items():
         assert usage["spilled"] == 0, (case, usage)

@@ -590,7 +590,7 @@ def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
 
 
 def train_for_long() -> None:
-    """Train for 240 steps; run in a separate interpreter, so that no other test's tensors count."""
+    """Train for 90 steps; run in a separate interpreter, so that no other test's tensors count."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     activations: list[weakref.ref[Tensor]] = []
@@ -598,22 +598,22 @@ def train_for_long() -> None:
     steps = batches(1)
     counts = []
     with Monitor(model, optimizer, every_n_steps=1, keep=2, on_error="raise") as monitor:
-        for step in range(240):
+        for step in range(90):
             optimizer.zero_grad()
             loss_of(model, steps[0]).backward()
             optimizer.step()
-            if step in (80, 160, 239):
+            if step in (30, 60, 89):
                 gc.collect()
                 counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
     gc.collect()
     assert counts[0] == counts[1] == counts[2], counts
-    assert len(activations) == 240
+    assert len(activations) == 90
     assert not any(ref() is not None for ref in activations)
     assert len(monitor.reports) == 2
 
 
 def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
-    """The number of live tensors is constant over 240 measured steps."""
+    """The number of live tensors is constant over 90 measured steps."""
     here = Path(__file__)
     program = (
         f"import sys; sys.path[:0] = {[str(here.parent), str(here.parent.parent)]!r}; "
@@ -634,23 +634,6 @@ def test_hooks_in_a_graph_that_outlives_the_monitor_are_silent() -> None:
     optimizer.step()
     assert monitor.latest is None
     assert no_hooks(model, optimizer)
-
-
-def test_a_program_that_ends_while_a_monitor_is_armed_ends_in_silence() -> None:
-    program = """
-import torch
-from adiv_monitor import Monitor
-
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-monitor = Monitor(model, optimizer, every_n_steps=1)
-monitor.attach()
-for _ in range(2):
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
 def forgets_the_first(model: nn.Module, x: Tensor) -> None:
@@ -945,17 +928,24 @@ def test_a_monitor_without_training_has_nothing_to_say() -> None:
     gc.collect()
 
 
-def test_a_program_that_ends_says_that_its_monitor_was_never_attached() -> None:
+def test_a_program_that_ends_says_only_that_a_monitor_was_never_attached() -> None:
+    """Of a monitor that is armed it says nothing."""
     program = """
 import torch
 from adiv_monitor import Monitor
 
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-monitor = Monitor(model, optimizer)
-model(torch.ones(1, 2)).sum().backward()
-optimizer.step()
+kept = []
+for is_attached in (True, False):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept += [(Monitor(model, optimizer, every_n_steps=1), model)]
+    if is_attached:
+        kept[-1][0].attach()
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "")
-    assert ran.stderr.count(NEVER) == 1
+    warning, _ = ran.stderr.splitlines()  # and the line of code that gives it
+    assert NEVER in warning

@@ -314,6 +314,7 @@ def test_the_server_answers_nan_with_a_word_its_charts_know(board: str) -> None:
     assert [value for _, _, value in _json(url)] == [0.5, "NaN", 0.5]
 
 
+@pytest.mark.slow
 def test_a_browser_draws_the_run(board: str, tmp_path: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
