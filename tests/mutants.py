@@ -50,7 +50,7 @@ _MONITOR_TESTS = {
     "maths/dots.py": ["test_measures", *_MEASURED],
     "maths/totals.py": ["test_all_rows", "test_uneven_rows", *_MEASURED],
     "capture/sampling.py": ["test_sampling"],
-    "capture/updates.py": ["test_distributed", *_COURSE],
+    "capture/updates.py": ["test_distributed", "test_sharded", *_COURSE],
     "capture/accumulation.py": ["test_distributed", *_COURSE],
     "capture/gradient_shares.py": ["test_contributions", *_COURSE],
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules", "test_trace"],
