@@ -30,12 +30,13 @@ def test_what_has_moved_is_found_with_a_warning(old: str, name: str, new: str) -
 def test_in_a_new_process_both_old_paths_of_diagnose_give_the_function() -> None:
     """The package itself imports from the new places: nothing warns before the old ones are."""
     program = (
+        "import warnings\n"
+        "warnings.filterwarnings('error', category=DeprecationWarning, module='adiv_monitor')\n"
         "import adiv_monitor, adiv_monitor.audit.command.cli, adiv_monitor.sinks\n"
-        "import adiv_monitor.pages, warnings\n"
+        "import adiv_monitor.pages\n"
         "warnings.simplefilter('ignore')\n"
         "from adiv_monitor.audit.diagnosis.diagnose import diagnose as one\n"
         "from adiv_monitor.audit.diagnosis import diagnose as other\n"
         "assert one is other and callable(one)"
     )
-    strict = "error::DeprecationWarning:adiv_monitor"
-    subprocess.run([sys.executable, "-W", strict, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,7 +1,7 @@
 """Control of a measured step: hooks, gradient, optimizer step and finished report."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -421,8 +421,9 @@ class StepController:
             part = step.part(pending.number)
             self._checked |= part.checked
             self._failures.switched_off |= part.misdescribed
-            losses = self._losses.take(pending.number)
-            describe(part, pending, self._failures, self._schedule.interval, losses)
+            describe(part, pending, self._failures, self._schedule.interval)
+            # Last: losses that are taken are in no later report, even if this one fails.
+            part.report = replace(part.report, losses=self._losses.take(pending.number))
         self._assembly.add(part)
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")

@@ -15,13 +15,7 @@ from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.transfer import fetch_numbers
 
 
-def describe(
-    part: RankContribution,
-    pending: Pending,
-    failures: Failures,
-    interval: int,
-    losses: Mapping[int, float],
-) -> None:
+def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
     armed = pending.armed
     seen, rates = armed.capture.layers.found, armed.rates
@@ -51,7 +45,6 @@ def describe(
         interval=interval,
         alignment=pending.alignment,
         turn=armed.turn,
-        losses=losses,
         learning_rates=learning_rates,
         groups={path: group for path, group in groups.items() if differ and group is not None},
         optimizer=rates.optimizer,

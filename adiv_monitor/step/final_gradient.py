@@ -1,6 +1,6 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -58,7 +58,8 @@ class FinalGradient:
 
     Args:
         capture: the rows of this step.
-        reached: the layers that a gradient reached, with the calls through which it came.
+        reached: the layers that a gradient reached, with the calls through which it came; a layer
+            is removed as it begins, so that its calls are released.
         history: the habits that this run has shown so far.
         unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
@@ -76,7 +77,7 @@ class FinalGradient:
     def __init__(
         self,
         capture: Capture,
-        reached: Mapping[Layer, Sequence[Call]],
+        reached: dict[Layer, list[Call]],
         history: RunHistory,
         unsharded: UnshardedParameters,
         steps: ParameterSteps,
@@ -91,7 +92,7 @@ class FinalGradient:
         self.moved: list[str] = []
         self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
         self._capture = capture
-        self._calls = dict(reached)  # of the layers that have not begun
+        self._calls = reached
         self._is_alone = world_size() == 1
         self._peers = unsharded.peers
         self._history = history

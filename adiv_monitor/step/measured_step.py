@@ -128,7 +128,7 @@ class MeasuredStep:
                 *(self._steps, scale, self._generator),
             )
             made = self._unsharded.of_gradients if all_participate else None
-            self._measure(reached, found.begin, made)
+            self._measure(tuple(reached), found.begin, made)
         finally:
             self._unsharded.settle()
         found.add_sums(self._lose)
@@ -170,7 +170,6 @@ class MeasuredStep:
         for layer in self._unsharded.rows(reached):
             why = NOT_ALIKE if self._unsharded.all_participate or not spread(layer) else WHY_NOT
             self._lose(layer.path, Refused(why))
-            self._capture.rows[layer.path].release()
             del reached[layer]
 
     @torch.no_grad()
@@ -334,8 +333,9 @@ class MeasuredStep:
             self._lose(layer.path, error)
 
     def _lose(self, path: str, error: Exception) -> None:
-        """Drop a layer from this step, and report why."""
+        """Drop a layer and its rows from this step, and report why."""
         self._sums.pop(path, None)
+        self._capture.rows[path].release()
         if self._gradient is not None:
             self._gradient.forget(path)
         if isinstance(error, Refused):

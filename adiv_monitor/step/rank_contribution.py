@@ -63,9 +63,9 @@ class RankContribution:
     """A rank's contribution to a report.
 
     Attributes:
-        report: the report without readings. Its `realised_loss_changes` are those of this rank's
-            samples and its `losses` those of this rank's batches; its `alignment` is already that
-            of all ranks.
+        report: the report, without readings of layers and attentions, and with a `turn` without
+            its elements (see `elements`). Realised changes are those of this rank's samples,
+            `losses` those of its batches; `alignment` is already that of all ranks.
         layers: by path, the records of layers whose rows are known.
         facts: facts about the step as a whole.
         refused: why the step can't be measured at all; empty if it can.

@@ -21,7 +21,7 @@ FILES += [HERE.parent / "monitor" / "interpreted_monitor.py"]
 def test_in_the_interpreter(whole):
     options = ["--whole"] if whole else []
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options, *FILES],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *FILES],
         cwd=HERE.parents[1],
         env={
             **os.environ,

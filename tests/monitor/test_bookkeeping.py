@@ -3,6 +3,9 @@
 import copy
 import gc
 import math
+import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,11 @@ from setups import EXACT, mlp, one_step, same
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.maths.ceiling import attainable_cosine, attainable_cosine_of_rows
 from adiv_monitor.report import QUANTILE_LEVELS
+from adiv_monitor.step.final_gradient import FinalGradient
 
 
 def test_calls_without_rows_are_no_calls() -> None:
@@ -283,3 +289,31 @@ def test_a_measured_step_leaves_nothing_to_the_garbage_collector(name: str) -> N
                 gc.garbage.clear()
             ours = {kind for kind in left if kind.__module__.startswith("adiv_monitor")}
             assert not ours, f"step {step}"
+
+
+@pytest.mark.parametrize("failing", ["no layer", "0"])
+def test_a_layers_calls_are_released_before_the_next_begins(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FinalGradient._evidence
+    begun: list[weakref.ref[Call]] = []
+    alive: list[bool] = []
+
+    def evidence(self: FinalGradient, layer: Layer, calls: list[Call], *rest: Any) -> Any:
+        alive.extend(ref() is not None for ref in begun)
+        begun.append(weakref.ref(calls[0]))
+        if layer.path == failing:
+            raise RuntimeError("no evidence")
+        return real(self, layer, calls, *rest)
+
+    monkeypatch.setattr(FinalGradient, "_evidence", evidence)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as warned, Monitor(model, optimizer) as monitor:
+        warnings.simplefilter("always")
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+    assert alive == [False] * 3
+    assert any("no evidence" in str(each.message) for each in warned) == (failing == "0")
+    assert monitor.latest is not None
+    assert monitor.latest.layers.keys() == {"0", "1", "2"} - {failing}

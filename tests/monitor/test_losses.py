@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import loss_log
+from adiv_monitor.step import controller, loss_log
 from adiv_monitor.step.loss_log import LossLog
 
 STEPS, EVERY = 10, 4
@@ -528,3 +528,20 @@ def test_sinks_get_the_losses_after_the_last_report() -> None:
         {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0},
     ]
     assert sink.later == {6: 6.0, 7: 7.0}
+
+
+def test_losses_of_a_report_that_fails_are_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, begun = controller.describe, []
+
+    def describe(*given: Any) -> None:
+        begun.append(given)
+        if len(begun) == 2:
+            raise RuntimeError("no description")
+        real(*given)
+
+    monkeypatch.setattr(controller, "describe", describe)
+    with pytest.warns(UserWarning, match="no description"):
+        losses, reports, _ = train("said as a number", on_error="warn")
+    assert [report.step for report in reports] == [0, 8]
+    assert list(reports[-1].losses) == list(range(1, 9))
+    assert list(reports[-1].losses.values()) == pytest.approx(losses[1:9])

@@ -35,7 +35,7 @@ _AS_GOOD = 0.1  # losses that differ by a smaller share count as equal
 NOT_AMONG_THE_FIRST = f"only the first {FIRST} fixes of each finding are tried"
 
 Outcome = Trial | str  # or the reason why there is no trial
-Place = tuple[int, int]  # indices of finding and advice
+AdviceAt = tuple[int, int]  # indices of finding and advice
 
 
 def tried(
@@ -113,7 +113,7 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
     return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
 
 
-def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
+def _known(findings: Sequence[Finding], record: Record) -> dict[AdviceAt, Outcome]:
     """Return the outcomes that are known before any fix is tried: the trials of learning rates."""
     rates = {trial.fix: trial for trial in record.rates.values()}
     return {
@@ -124,7 +124,7 @@ def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
     }
 
 
-def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iterator[Place]:
+def _places(findings: Sequence[Finding], known: Mapping[AdviceAt, Outcome]) -> Iterator[AdviceAt]:
     """Yield the fixes to try, in order."""
     for strength in ("act", "watch"):
         several = [i for i, finding in enumerate(findings) if finding.strength == strength]
@@ -135,8 +135,8 @@ def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iter
 
 def _try(
     findings: Sequence[Finding],
-    places: Sequence[Place],
-    outcomes: dict[Place, Outcome],
+    places: Sequence[AdviceAt],
+    outcomes: dict[AdviceAt, Outcome],
     bench: Bench,
     progress: Progress | None,
 ) -> None:
@@ -171,7 +171,7 @@ def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
 def _judged(
     finding: Finding,
     number: int,
-    outcomes: dict[Place, Outcome],
+    outcomes: dict[AdviceAt, Outcome],
     record: Record,
     *,
     certain: bool,
