@@ -32,8 +32,8 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
     why = partial(_why, pending=pending, off=off) if is_measured else _not_measured
     unexplained = selection.unexplained(lacking, known, why)
     learning_rates = tuple(fetch_numbers(rates.of_groups))
-    groups = {layer.path: rates.groups.get(id(layer.pieces[0].parameter)) for layer in measured}
-    differ = len(set(learning_rates)) > 1
+    grouped = measured if len(set(learning_rates)) > 1 else ()
+    groups = {layer.path: rates.groups.get(id(layer.pieces[0].parameter)) for layer in grouped}
     part.elements = selection.elements
     part.rows_lost |= set(off)
     part.report = replace(
@@ -46,7 +46,7 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
         alignment=pending.alignment,
         turn=armed.turn,
         learning_rates=learning_rates,
-        groups={path: group for path, group in groups.items() if differ and group is not None},
+        groups={path: group for path, group in groups.items() if group is not None},
         optimizer=rates.optimizer,
     )
     failures.notes.clear()
