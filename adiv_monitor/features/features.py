@@ -132,7 +132,7 @@ class DenseFeatures:
             weight = weight.to(self.phi.dtype)
         if groups == 1:
             matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
-            return self.phi[:, 0] @ matrix
+            return self.phi.squeeze(1) @ matrix
         if n_feat == 1 and weight.numel() == groups:
             return self.phi[..., 0] * weight.reshape(-1)
         blocks = weight.reshape(groups, -1, n_feat)

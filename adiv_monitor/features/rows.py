@@ -49,10 +49,10 @@ class Rows:
                 copied: Tensor = seen[2]
                 return copied
         if self.chosen is None:
-            # A copy, which training does not change in place.
-            taken = tensor.new_empty((self.total, *rest), dtype=compute_dtype(tensor))
-            taken.view(tensor.shape).copy_(tensor)
-            return taken
+            taken = to_compute_dtype(tensor)
+            if taken is tensor:  # a copy, which training does not change in place
+                taken = tensor.clone(memory_format=torch.contiguous_format)
+            return taken.reshape(self.total, *rest)
         if tensor.is_contiguous():
             return to_compute_dtype(tensor.view(self.total, *rest).index_select(0, self.flat))
         return to_compute_dtype(tensor[tuple(self._on_device)])
