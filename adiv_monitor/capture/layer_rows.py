@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.realised.forward_calls import CallPlace
-from adiv_monitor.capture.sampling import Draw, Threshold, draw, winners
+from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.features.features import Features
@@ -60,10 +60,9 @@ class Call:
     features: Features
     z: Tensor
 
-    def __init__(self, layer: Layer | None, rows: Rows, chosen: Draw) -> None:
+    def __init__(self, layer: Layer | None, rows: Rows) -> None:
         self._layer = layer
         self.rows = rows
-        self.draw = chosen
         self.known = False
         self.whole: Whole | None = None
         self.late: LateScales | None = None
@@ -204,9 +203,9 @@ class Chooser:
         self.max_rows = max_rows
         self._generator = generator
         self._shared = shared
-        self._first: dict[tuple[tuple[int, ...], torch.device], tuple[Rows, Draw]] = {}
+        self._first: dict[tuple[tuple[int, ...], torch.device], Rows] = {}
 
-    def first(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
+    def first(self, shape: tuple[int, ...], device: torch.device) -> Rows:
         """Return the rows of a layer's first call."""
         alike = shape, device
         if alike not in self._first:
@@ -215,13 +214,12 @@ class Chooser:
 
     def further(
         self, shape: tuple[int, ...], device: torch.device, bound: float, call: object
-    ) -> tuple[Rows, Draw]:
+    ) -> Rows:
         """Return the rows of a later call with keys below a bound; `call` identifies the call."""
         generator = self._generator
         if self._shared is not None:
             generator = np.random.default_rng([*self._shared, zlib.crc32(repr(call).encode())])
-        chosen = draw(prod(shape), self.max_rows, bound, generator)
-        return Rows(shape, chosen.chosen, device), chosen
+        return draw(shape, self.max_rows, bound, generator, device)
 
 
 class LayerRows:
@@ -255,7 +253,7 @@ class LayerRows:
         self._arriving: dict[int, dict[Call, None]] = {}
         self._factors: tuple[Tensor, ...] = ()  # that scaled the parameters' gradient
 
-    def choose(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
+    def choose(self, shape: tuple[int, ...], device: torch.device) -> Rows:
         """Choose rows of the next call."""
         if torch._C._current_graph_task_id() == -1:  # no running pass can deliver more
             self._arriving.clear()
@@ -283,14 +281,14 @@ class LayerRows:
         return self._bound.bound
 
     def _threshold(self, calls: Iterable[Call]) -> Threshold:
-        return Threshold(self._max_rows, (call.draw for call in calls))
+        return Threshold(self._max_rows, (call.rows for call in calls))
 
     def add(self, call: Call) -> None:
         """Add a call whose rows were chosen."""
         self.calls[call] = self._waiting[call] = None
-        self._rows_waiting += len(call.draw.keys)
+        self._rows_waiting += call.rows.count
         if self._bound is not None:
-            self._bound.add(call.draw)
+            self._bound.add(call.rows)
 
     def withdraw(self, calls: Iterable[Call]) -> None:
         """Remove calls that turned out not to be uses."""
@@ -308,7 +306,7 @@ class LayerRows:
 
     def _wait_no_more(self, call: Call) -> None:
         del self._waiting[call]
-        self._rows_waiting -= len(call.draw.keys)
+        self._rows_waiting -= call.rows.count
 
     def release(self) -> None:
         """Release all calls."""
@@ -345,7 +343,7 @@ class LayerRows:
         for call in self._reached:
             call.gradient = call.size = None
             self._waiting[call] = None
-            self._rows_waiting += len(call.draw.keys)
+            self._rows_waiting += call.rows.count
         self._reached.clear()
         self._reached_bound = self._bound = None
         self.ceiling = None
@@ -379,7 +377,7 @@ class LayerRows:
             self._wait_no_more(call)
             self._reached[call] = None
             if self._reached_bound is not None:
-                self._reached_bound.add(call.draw)
+                self._reached_bound.add(call.rows)
 
     def _add_to_ceiling(self, call: Call) -> None:
         folded = call.gradient is not None and not call.arrived
@@ -403,7 +401,7 @@ class LayerRows:
                 self._add_to_ceiling(call)
         reached = [call for call in self.calls if call.gradient is not None]
         if len(self.calls) > 1:  # the rows of a single call are all kept
-            kept = winners([call.draw for call in reached], self._max_rows)
+            kept = winners([call.rows for call in reached], self._max_rows)
             for call, rows in zip(reached, kept, strict=True):
                 call.keep(rows)
         return reached

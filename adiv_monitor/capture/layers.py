@@ -214,7 +214,7 @@ class Layers:
             device: the device of z.
             forward: the number of the module's forward call in which it is made.
         """
-        call = Call(layer, *self.rows[layer.path].choose(shape, device))
+        call = Call(layer, self.rows[layer.path].choose(shape, device))
         call.place = None if self._calls is None else self._calls.place(layer.path)
         call.forward = forward
         self._was_made(call)

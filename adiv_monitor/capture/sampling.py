@@ -6,43 +6,49 @@ Only the keys that may win are ever drawn: the smallest of T uniform numbers fol
 spacings (A. Rényi 1953), whatever T is.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Protocol
 
 import numpy as np
+import torch
 
-from adiv_monitor.features.rows import Index
-
-Keys = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The rows of one call that were gathered.
-
-    Attributes:
-        chosen: their sorted positions; None: all rows.
-        keys: the key of each row.
-        bound: every row of the call with a smaller key was gathered.
-    """
-
-    chosen: Index | None
-    keys: Keys
-    bound: float
+from adiv_monitor.features.rows import HOST, Index, Keys, Rows
 
 
-def draw(total: int, most: int | None, bound: float, generator: np.random.Generator) -> Draw:
-    """Choose the rows with the smallest keys among `total` rows.
+class Drawn(Protocol):
+    """Rows that were drawn: see `Rows`."""
+
+    @property
+    def keys(self) -> Keys | None:
+        """The key of each row."""
+        ...
+
+    @property
+    def bound(self) -> float:
+        """Every row with a smaller key was drawn."""
+        ...
+
+
+def draw(
+    shape: tuple[int, ...],
+    most: int | None,
+    bound: float,
+    generator: np.random.Generator,
+    device: torch.device = HOST,
+) -> Rows:
+    """Choose the rows with the smallest keys.
 
     Args:
-        total: the number of rows.
+        shape: the shape of all rows.
         most: the number of rows to take at most; None: all.
         bound: take only rows with keys below it.
         generator: the random number generator.
+        device: the device of the tensors from which rows are gathered.
     """
+    total = prod(shape)
     if most is None:
-        return Draw(None, np.zeros(total), np.inf)
+        return Rows(shape, None, device, np.zeros(total), np.inf)
     count = min(total, most)
     # One more key than rows taken: it bounds the keys that are left out.
     steps = generator.exponential(size=min(count + 1, total))
@@ -51,9 +57,10 @@ def draw(total: int, most: int | None, bound: float, generator: np.random.Genera
         bound = min(bound, float(keys[count]))
     keys = keys[:count]
     keys = generator.permutation(keys[keys < bound])
-    if len(keys) == total:
-        return Draw(None, keys, bound)
-    return Draw(np.sort(generator.choice(total, len(keys), replace=False)), keys, bound)
+    chosen = None
+    if len(keys) < total:
+        chosen = np.sort(generator.choice(total, len(keys), replace=False))
+    return Rows(shape, chosen, device, keys, bound)
 
 
 class Threshold:
@@ -61,32 +68,37 @@ class Threshold:
 
     Args:
         most: the number of rows in the sample at most; None: all.
-        draws: the rows of the first calls.
+        several: the rows of the first calls.
 
     Attributes:
         bound: the keys of sampled rows are smaller.
     """
 
-    def __init__(self, most: int | None, draws: Iterable[Draw]) -> None:
+    def __init__(self, most: int | None, several: Iterable[Drawn]) -> None:
         self.bound = np.inf
         self._most = most
         self._keys: Keys = np.empty(0)  # the keys below the bound
-        for drawn in draws:
+        for drawn in several:
             self.add(drawn)
 
-    def add(self, drawn: Draw) -> None:
+    def add(self, drawn: Drawn) -> None:
         """Add a call."""
         self.bound = min(self.bound, drawn.bound)
         if self._most is None:
             return
-        keys = np.concatenate([self._keys, drawn.keys])
+        keys = np.concatenate([self._keys, _keys(drawn)])
         if len(keys) > self._most:
             self.bound = min(self.bound, float(np.partition(keys, self._most)[self._most]))
         self._keys = keys[keys < self.bound]
 
 
-def winners(draws: list[Draw], most: int | None) -> list[Index | None]:
-    """Return which gathered rows of each call belong to the sample; None: all of them."""
-    bound = Threshold(most, draws).bound
-    kept = [np.flatnonzero(d.keys < bound) for d in draws]
-    return [None if len(k) == len(d.keys) else k for k, d in zip(kept, draws, strict=True)]
+def winners(several: Sequence[Drawn], most: int | None) -> list[Index | None]:
+    """Return which drawn rows of each call belong to the sample; None: all of them."""
+    bound = Threshold(most, several).bound
+    below = [_keys(drawn) < bound for drawn in several]
+    return [None if are.all() else np.flatnonzero(are) for are in below]
+
+
+def _keys(drawn: Drawn) -> Keys:
+    assert drawn.keys is not None
+    return drawn.keys

@@ -1,8 +1,8 @@
 """The sampled rows of a layer, and how to gather them from a tensor."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from torch import Tensor
 from adiv_monitor.kernels.choice import attempt, counts_launches
 
 Index = np.ndarray[Any, np.dtype[np.int64]]
+Keys = np.ndarray[Any, np.dtype[np.float64]]
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,16 +27,20 @@ class Rows:
             (B, H, W) for a convolution.
         chosen: sorted positions (rows,) in the flattened `shape`; None: all rows.
         device: device of the tensors from which rows are gathered.
+        keys: random key (rows,) of each row, if the rows were drawn (`capture/sampling.py`).
+        bound: every row of the call with a smaller key was chosen.
     """
 
     shape: tuple[int, ...]
     chosen: Index | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = HOST
+    keys: Keys | None = None
+    bound: float = math.inf
 
     @cached_property
     def total(self) -> int:
         """Number of all rows of the call."""
-        return prod(self.shape)
+        return math.prod(self.shape)
 
     def take(self, tensor: Tensor) -> Tensor:
         """Gather the rows of a tensor shaped (*shape, channels...) into (rows, channels...).

@@ -36,7 +36,7 @@ def _sampled(
     several: Sequence[AttentionSums[Array]], generator: np.random.Generator
 ) -> list[AttentionSums[Array]]:
     """Return the records with as many samples as form a uniform sample of all samples."""
-    draws = [draw(sums.samples, len(sums.G_G), np.inf, generator) for sums in several]
+    draws = [draw((sums.samples,), len(sums.G_G), np.inf, generator) for sums in several]
     return [
         sums if kept is None else map_samples(sums, partial(np.take, indices=kept, axis=0))
         for sums, kept in zip(several, winners(draws, None), strict=True)

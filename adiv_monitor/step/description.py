@@ -81,13 +81,10 @@ def report_of(part: RankContribution, history: RunHistory, failures: Failures) -
         failures.switch_off(path, error)
         failed[path] = failures.switched_off[path]
 
-    outcome = understand(part, history, fail)
-    said, turn = part.report, part.report.turn
+    report = understand(part, history, fail)
+    turn = report.turn
     return replace(
-        said,
-        layers=outcome.layers,
-        unsupported={**said.unsupported, **failed},
-        notes=tuple(outcome.notes),
-        attention=outcome.attention,
+        report,
+        unsupported={**report.unsupported, **failed},
         turn=None if turn is None else replace(turn, elements=part.elements),
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from adiv_monitor.capture.sampling import Draw, draw, winners
+from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.maths.sums import Array, LayerSums, Partition
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import merge_rows
@@ -48,9 +48,10 @@ def prepared(
         alike = (
             generator if partition is None else _chance_of_all(part.report.step, partition, path)
         )
-        chosen = draw(total, None if max_rows is None else seen, np.inf, alike)
-        keys, bound = chosen.keys, chosen.bound
-        if partition is not None:
+        most = None if max_rows is None else seen
+        drawn = draw((total,), most, np.inf, alike)
+        keys, bound = drawn.keys, drawn.bound
+        if partition is not None and keys is not None:
             keys = keys[partition.place :: partition.count]
         layer = merge_rows.counted(layer)
         if max_rows is not None and total:
@@ -58,7 +59,7 @@ def prepared(
             share = max_rows / world * (1 if partition is None else partition.count)
             bound = min(bound, (share + 4 * math.sqrt(share)) / total)
         layer = replace(layer, rows=replace(layer.rows, keys=keys, bound=bound))
-        kept = None if max_rows is None else winners([Draw(None, keys, bound)], None)[0]
+        kept = None if max_rows is None else winners([layer.rows], None)[0]
         layer = layer if kept is None else merge_rows.pick(layer, kept)
         layers[path] = merge_rows.packed(layer)
     return replace(part, layers=layers)

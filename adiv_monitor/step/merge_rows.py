@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
-from adiv_monitor.capture.sampling import Draw, winners
+from adiv_monitor.capture.sampling import winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.records import R, joined, leaves
@@ -139,8 +139,7 @@ def merge(
         generator: random generator.
     """
     filled = [part for part in parts if part.rows.total] or list(parts[:1])
-    draws = [Draw(None, x.rows.keys, x.rows.bound) for x in filled if x.rows.keys is not None]
-    kept = winners(draws, max_rows)
+    kept = winners([part.rows for part in filled], max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
     first, products = some[0], np.concatenate([part.products for part in some])
     realised, made = (

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from adiv_monitor.maths.sums import (
     factor_of,
     of_rows,
 )
-from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
+from adiv_monitor.report import MEASURES, LayerReading, StepReport
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.gradient_check import (
@@ -63,24 +63,9 @@ _FROM_ROWS = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a measured step.
-
-    Attributes:
-        layers: readings of layers, by path.
-        notes: notes for the reader.
-        attention: readings of attentions, by path.
-    """
-
-    layers: dict[str, LayerReading]
-    notes: list[str]
-    attention: dict[str, AttentionReading] = field(default_factory=dict)
-
-
 @np.errstate(all="ignore")  # the readings report numbers that are not finite
-def understand(part: RankContribution, history: RunHistory, fail: Fail = raised) -> Outcome:
-    """Return the readings of a step, with notes.
+def understand(part: RankContribution, history: RunHistory, fail: Fail = raised) -> StepReport:
+    """Return the report of a step, with its readings and notes on them.
 
     Args:
         part: contribution of one rank, or merged contribution of all.
@@ -88,7 +73,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         fail: called with a layer's path and the exception that its measures raised.
     """
     if part.refused:
-        return Outcome({}, [*part.report.notes, *part.refused])
+        return replace(part.report, notes=(*part.report.notes, *part.refused))
     facts = part.facts
     entries = compared([layer.evidence for layer in part.layers.values()])
     judged = {
@@ -107,7 +92,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
     history.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
     history.suspected = {path for path, found in measured.items() if found.suspected}
     attention, of_attention = attention_outcome(part.attention, part.no_attention)
-    notes = [
+    notes = (
         *part.report.notes,
         *finite.notes(readings),
         *_from_rows(reasons),
@@ -117,8 +102,8 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         *_rounded(kept),
         *_without_ceiling(part.layers),
         *of_attention,
-    ]
-    return Outcome(readings, notes, attention)
+    )
+    return replace(part.report, layers=readings, notes=notes, attention=attention)
 
 
 def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspected: bool) -> Judged:

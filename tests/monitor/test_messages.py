@@ -19,8 +19,8 @@ import torch.distributed as dist
 from processes import loss_of, make
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.updates import RunHistory
+from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.sums import (
     About,
     Array,
@@ -98,6 +98,13 @@ def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport])
 
 
 @dataclass
+class Inner:
+    chosen: Index | None
+    keys: Array
+    bound: float
+
+
+@dataclass
 class Everything:
     """A message with every supported type."""
 
@@ -107,7 +114,7 @@ class Everything:
     names: set[str] = field(default_factory=set)
     shares: dict[int, float] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)
-    inner: Draw | None = None
+    inner: Inner | None = None
     last: tuple[float, ...] = ()
 
 
@@ -117,8 +124,8 @@ def everything() -> Everything:
         "one": np.array(math.nan),
         "turned": np.arange(6.0).reshape(2, 3).T,
     }
-    drawn = Draw(np.array([1, 5]), np.array([0.5, -0.0]), math.inf)
-    return Everything(True, math.nan, None, {"a", "ü"}, {-3: 1e-300}, values, drawn, (0.1, 2.0))
+    inner = Inner(np.array([1, 5]), np.array([0.5, -0.0]), math.inf)
+    return Everything(True, math.nan, None, {"a", "ü"}, {-3: 1e-300}, values, inner, (0.1, 2.0))
 
 
 def test_all_that_a_message_can_hold() -> None:

@@ -211,9 +211,9 @@ def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
     own = {rank: prepared(part, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
     whole, ranks = merge_ranks(own, WORLD, MAX_ROWS, generator)
     assert ranks == [0, 1]
-    outcome = understand(whole, RunHistory())
-    assert outcome.notes == []
-    return outcome.layers
+    report = understand(whole, RunHistory())
+    assert report.notes == ()
+    return report.layers
 
 
 @pytest.mark.slow(one_in=3, first=1)

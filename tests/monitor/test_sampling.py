@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.sampling import Draw, Threshold, draw, winners
+from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.features.rows import Rows
 from adiv_monitor.step.measured_layer import MeasuredLayer
 
 
@@ -24,6 +25,12 @@ def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
         found.append(offset + (rows if kept is None else rows[kept]))
         offset += total
     return np.concatenate(found)
+
+
+def keys_of(rows: Rows) -> list[float]:
+    assert rows.keys is not None
+    found: list[float] = rows.keys.tolist()
+    return found
 
 
 @pytest.mark.slow(one_in=2, first=1)
@@ -38,7 +45,7 @@ def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
     for _ in range(repeats):
         draws: list = []
         for total in totals:
-            draws.append(draw(total, most, Threshold(most, draws).bound, generator))
+            draws.append(draw((total,), most, Threshold(most, draws).bound, generator))
         chosen = chosen_of(draws, most, totals)
         assert len(chosen) == min(most, sum(totals)) == len(set(chosen.tolist()))
         assert all((d.chosen is None) or (np.diff(d.chosen) > 0).all() for d in draws)
@@ -49,7 +56,7 @@ def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
 
 
 def test_few_of_very_many_cost_no_more_than_few_of_many() -> None:
-    chosen = draw(10**12, 100, np.inf, np.random.default_rng(0)).chosen
+    chosen = draw((10**12,), 100, np.inf, np.random.default_rng(0)).chosen
     assert chosen is not None
     assert len(set(chosen.tolist())) == 100
     assert 0.3e12 < chosen.mean() < 0.7e12
@@ -57,9 +64,9 @@ def test_few_of_very_many_cost_no_more_than_few_of_many() -> None:
 
 def test_no_rows_and_no_limit() -> None:
     generator = np.random.default_rng(0)
-    assert draw(0, 5, np.inf, generator).chosen is None
-    assert draw(7, None, np.inf, generator).chosen is None
-    assert len(draw(9, 9, np.inf, generator).keys) == 9
+    assert draw((0,), 5, np.inf, generator).chosen is None
+    assert draw((7,), None, np.inf, generator).chosen is None
+    assert draw((9,), 9, np.inf, generator).count == 9
 
 
 def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
@@ -67,7 +74,7 @@ def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
     for seed in range(20):
         rows = LayerRows(Chooser(16, np.random.default_rng(seed)), "x")
         rows.choose((10_000,), torch.device("cpu"))
-        _, small = rows.choose((12,), torch.device("cpu"))
+        small = rows.choose((12,), torch.device("cpu"))
         assert small.chosen is None
 
 
@@ -76,8 +83,8 @@ def test_rows_that_wait_stay_few() -> None:
     rows = LayerRows(Chooser(16, np.random.default_rng(0)), "x")
     layer = Layer("", nn.Identity(), "linear", None, None)
     for _ in range(500):
-        rows.add(Call(layer, *rows.choose((100,), torch.device("cpu"))))
-    assert sum(len(call.draw.keys) for call in rows.calls) < 20 * 16
+        rows.add(Call(layer, rows.choose((100,), torch.device("cpu"))))
+    assert sum(call.rows.count for call in rows.calls) < 20 * 16
 
 
 class Loops(nn.Module):
@@ -154,25 +161,25 @@ def test_processes_with_the_same_data_look_at_the_same_rows() -> None:
         + [chooser.further((90,), device, np.inf, ("a", 1))]
         for chooser in (first, second)
     )
-    for (rows, drawn), (others, other) in zip(ours, theirs, strict=True):
+    for rows, others in zip(ours, theirs, strict=True):
         assert rows.shape == others.shape
         assert rows.device == others.device == device
-        assert drawn.keys.tolist() == other.keys.tolist()
-        assert drawn.chosen is not None
-        assert other.chosen is not None
-        assert drawn.chosen.tolist() == other.chosen.tolist()
-    different = Chooser(5, np.random.default_rng(1), shared=(3, 5)).first((7, 90), device)[1]
-    alone = Chooser(5, np.random.default_rng(1)).first((7, 90), device)[1]
-    assert len({tuple(d.keys) for d in (ours[0][1], ours[2][1], different, alone)}) == 4
+        assert keys_of(rows) == keys_of(others)
+        assert rows.chosen is not None
+        assert others.chosen is not None
+        assert rows.chosen.tolist() == others.chosen.tolist()
+    different = Chooser(5, np.random.default_rng(1), shared=(3, 5)).first((7, 90), device)
+    alone = Chooser(5, np.random.default_rng(1)).first((7, 90), device)
+    assert len({tuple(keys_of(x)) for x in (ours[0], ours[2], different, alone)}) == 4
 
 
 def test_rows_of_a_layers_later_calls_are_where_its_first_are() -> None:
     device = torch.device("meta")
     layer_rows = LayerRows(Chooser(5, np.random.default_rng(0)), "a")
     for _ in range(3):
-        rows, drawn = layer_rows.choose((90,), device)
+        rows = layer_rows.choose((90,), device)
         assert rows.device == device
-        layer_rows.add(Call(None, rows, drawn))
+        layer_rows.add(Call(None, rows))
 
 
 def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None:
@@ -224,8 +231,8 @@ def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
 def test_keys_are_the_smallest_of_even_numbers(total: int) -> None:
     """The k-th smallest of T uniform numbers has mean k/(T + 1), as has the bound after them."""
     generator = np.random.default_rng(0)
-    draws = [draw(total, 5, np.inf, generator) for _ in range(4000)]
-    keys = np.sort([d.keys for d in draws], axis=1).mean(0)
+    draws = [draw((total,), 5, np.inf, generator) for _ in range(4000)]
+    keys = np.sort([keys_of(d) for d in draws], axis=1).mean(0)
     expected = np.arange(1, 7) / (total + 1)
     np.testing.assert_allclose(keys, expected[:5], rtol=0.06)
     assert np.mean([d.bound for d in draws]) == pytest.approx(expected[5], rel=0.05)
@@ -235,6 +242,6 @@ def test_rows_below_the_bound_stay_with_a_single_call_too() -> None:
     """Rows below the bound are kept, as before a rank sends its rows to another."""
     keys = np.arange(10) / 10
     for most in (None, 8):
-        (kept,) = winners([Draw(None, keys, 0.35)], most)
+        (kept,) = winners([Rows((10,), keys=keys, bound=0.35)], most)
         assert kept is not None and kept.tolist() == [0, 1, 2, 3]
-    assert winners([Draw(None, keys, 1.0)], None) == [None]
+    assert winners([Rows((10,), keys=keys, bound=1.0)], None) == [None]

@@ -275,9 +275,9 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
     generator = np.random.default_rng(0)
     own = {rank: prepared(part, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
     merged, _ = merge_ranks(own, WORLD, SEEN, generator)
-    outcome = understand(merged, RunHistory())
-    assert outcome.notes == []
-    for path, reading in outcome.layers.items():
+    report = understand(merged, RunHistory())
+    assert report.notes == ()
+    for path, reading in report.layers.items():
         assert reading.descent == pytest.approx(expected[path], rel=1e-6)
         assert reading.effective_lr == pytest.approx(whole.layers[path].effective_lr, rel=1e-6)
 

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
@@ -593,7 +592,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
         calls = []
         for first, size in ((0, 3), (3, 6)):
             rows = Rows((size,), None if most is None else np.arange(min(size, most)))
-            call = Call(None, rows, Draw(None, np.zeros(size), np.inf))
+            call = Call(None, rows)
             every = torch.arange(float(first), first + size)
             kept = every[: len(every) if most is None else most]
             call.look(

@@ -26,7 +26,6 @@ from adiv_monitor.capture.attention.some_samples import batch_size, of_samples
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.rows import Rows, to_compute_dtype
@@ -76,8 +75,8 @@ class AttentionCall(Call):
         picked: the samples that are used in the end; None: all.
     """
 
-    def __init__(self, rows: Rows, chosen: Draw, seen: CallRecord) -> None:
-        super().__init__(None, rows, chosen)
+    def __init__(self, rows: Rows, seen: CallRecord) -> None:
+        super().__init__(None, rows)
         self.seen = seen
         self.picked: Tensor | None = None
 
@@ -124,7 +123,6 @@ class _Choice:
     path: str
     attending: Attending
     rows: Rows
-    draw: Draw
     index: Int[Tensor, " chosen"]
     queries: int  # the number of samples of the queries
     shaped: Callable[[Tensor], Tensor]  # into (samples, heads, ...)
@@ -291,10 +289,10 @@ class AttentionCalls:
             )
         scores = samples // count * heads * query.shape[-2] * key.shape[-2]
         attending = self._attending(path, module, self._progress[forward].attended, scores)
-        rows, drawn = attending.rows.choose((count,), query.device)
+        rows = attending.rows.choose((count,), query.device)
         every = torch.arange(count, device=query.device)
         index = every if rows.chosen is None else rows.flat
-        return _Choice(path, attending, rows, drawn, index, samples, partial(shaped, module))
+        return _Choice(path, attending, rows, index, samples, partial(shaped, module))
 
     def _attending(self, path: str, module: nn.Module, number: int, scores: int) -> Attending:
         """Return the attention of this path; a new one samples as much as its scores allow."""
@@ -330,7 +328,7 @@ class AttentionCalls:
                 None if output is None else choice.take(output),
                 dropped,
             )
-        call, attending = AttentionCall(choice.rows, choice.draw, seen), choice.attending
+        call, attending = AttentionCall(choice.rows, seen), choice.attending
         attending.rows.add(call)
         # The parameter used last before the scores gets its gradient after them.
         if any(parameter is self.last_used for parameter in attending.held.values()):
