@@ -170,14 +170,15 @@ class Capture:
             reason = f"it is an input of torch's {ended}, whose result no function was seen to use"
         elif self.plan is not None and key not in self.plan.unseen:
             reason = (
-                "it has a gradient, but it was not used where earlier steps used it: at the next "
-                "measured step all functions are watched again"
+                "it has a gradient, but it was not used where earlier steps used it (the gradient "
+                "is zero, or of an earlier step?): at the next measured step all functions are "
+                "watched again"
             )
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward pass "
                 "of a module: compiled or scripted code, a copy of the module, a function under "
-                "re-entrant checkpointing (one with `use_reentrant=False` is seen), or code "
-                "outside"
+                "re-entrant checkpointing (one with `use_reentrant=False` is seen), code "
+                "outside, or the gradient is zero or of an earlier step"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"

@@ -162,7 +162,7 @@ class MeasuredStep:
             if called and all(elsewhere):
                 self._cut.append(layer.path)
             else:
-                self._unreached[layer.path] = _why_unreached(layer, called=called)
+                self._unreached[layer.path] = _why_unreached(layer)
         return reached
 
     def _put_together(self, reached: dict[Layer, list[Call]]) -> None:
@@ -373,16 +373,10 @@ class MeasuredStep:
         del every[path]
 
 
-def _why_unreached(layer: Layer, *, called: bool) -> str:
-    if any(parameter.grad is not None for parameter in layer.parameters):
-        if called:
-            return (
-                "its parameters have a gradient, but none came through the output of its forward "
-                "pass: the output was changed in place as a view, or the gradient is of an "
-                "earlier step"
-            )
-        return (
-            "its parameters have a gradient, but its forward pass was not called: another "
-            "module, or compiled code, uses them directly"
-        )
-    return "no gradient reached it in this step"
+def _why_unreached(layer: Layer) -> str:
+    if all(parameter.grad is None for parameter in layer.parameters):
+        return "no gradient reached it in this step"
+    return (
+        "its parameters have a gradient, but none came through the output of its forward pass: the "
+        "gradient is zero or of an earlier step, or the output was changed in place as a view"
+    )

@@ -263,6 +263,31 @@ def test_frozen_unreached_and_foreign_parameters() -> None:
     assert report.coverage == pytest.approx((4 + 15) / sum(p.numel() for p in mine))
 
 
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("called", [True, False])
+def test_branches_with_old_or_zero_gradients(zero: bool, watched: bool, called: bool) -> None:
+    """A branch that is left out has a reason that holds, while its `.grad` is still there."""
+    model = nn.ModuleDict({"always": nn.Linear(4, 3), "branch": nn.Linear(4, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, first_left_out = torch.randn(8, 4), 1 if watched else 2
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for step in range(first_left_out + 1):
+            if zero:
+                optimizer.zero_grad(set_to_none=False)
+            out = model["always"](x)
+            other = model["branch"](x) if called or step < first_left_out else 0.0
+            (out + other if step < first_left_out else out).square().sum().backward()
+            optimizer.step()
+    report = monitor.latest
+    assert report is not None
+    assert report.layers.keys() == {"always"}
+    assert report.unmeasured == {"branch.weight": 12, "branch.bias": 3}
+    (reason,) = report.unsupported.values()
+    assert "zero" in reason
+    assert "of an earlier step" in reason
+
+
 def test_names_of_wrappers_are_dropped_but_not_the_users_own() -> None:
     class Residual(nn.Module):
         def __init__(self, module: nn.Module) -> None:

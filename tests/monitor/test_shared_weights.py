@@ -305,3 +305,43 @@ def test_uses_in_unknown_units_have_no_descent() -> None:
     moved = zip(before, (model[4].weight, model[4].bias), strict=True)
     expected = sum(float((old - p.detach()).mul(p.grad).sum()) for old, p in moved)
     assert alone.descent == pytest.approx(expected)
+
+
+class Twice(nn.Module):
+    """Two layers with one weight, too large to be processed with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(100, 100), nn.Linear(100, 100)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.tanh(self.first(x)))
+        return found
+
+
+def test_a_large_tied_weight_is_measured_alike_in_later_steps() -> None:
+    """A layer's first measured step keeps copies that later ones do without; both tell the same."""
+    batches = torch.randn(4, 16, 100, dtype=torch.float64)
+
+    def last_report(first_measured: int) -> StepReport:
+        torch.manual_seed(0)
+        model = Twice().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+        def train(several: Tensor) -> None:
+            for x in several:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+        train(batches[:first_measured])
+        with Monitor(model, optimizer, every_n_steps=1, max_rows=None, on_error="raise") as monitor:
+            train(batches[first_measured:])
+        assert monitor.latest is not None
+        return monitor.latest
+
+    later, first = last_report(0), last_report(3)
+    assert later.layers.keys() == first.layers.keys() == {"first", "second"}
+    for path, reading in first.layers.items():
+        assert later.layers[path].measures() == pytest.approx(reading.measures(), rel=1e-9)
