@@ -3,6 +3,7 @@
 import atexit
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -504,6 +505,8 @@ class Monitor:
             self._failures.safely(self._controller.arm)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
+        if self._loss_hook is not None and not report.losses:
+            report = replace(report, notes=(*report.notes, self._loss_hook.unseen))
         if (last := self._outlet.take(report, writes, self._ends_training)) is not None:
             self._stop(AlarmError(last))
 

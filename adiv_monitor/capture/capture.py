@@ -17,7 +17,7 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
-from adiv_monitor.capture.selection import Layer, Selection, listed
+from adiv_monitor.capture.selection import FROZEN, Layer, Selection, listed
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Pieces
@@ -53,6 +53,7 @@ class Capture:
         self.attention = context.attention
         self._selection = selection
         self._without_gradient: set[int] | None = None
+        self._frozen = set[int]()
         is_watched = plan is None or bool(plan.watched)
         self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self._without_rule = ParametersWithoutRule(selection, context.guard)
@@ -80,6 +81,7 @@ class Capture:
         if self._without_gradient is None:  # `.grad` may be reset to None later
             parameters = self._selection.parameters
             self._without_gradient = {id(p) for p in parameters if p.grad is None}
+            self._frozen = {id(p) for p in parameters if not p.requires_grad}
         call_all(
             *(() if self.attention is None else (self.attention.detach,)),
             *(self._watching.detach, self.forwards.remove, self._gathering.detach),
@@ -137,37 +139,39 @@ class Capture:
         unmeasured = self._without_rule.unmeasured
         for parameter in self._selection.due_parameters if unmeasured else ():
             why = self._without_rule.why(id(parameter))
-            if why is not None and self.layers.have(parameter):
+            if why is not None and self.layers.of_parts(parameter):
                 partly[why].append(self._selection.names[id(parameter)])
         for why, names in partly.items():
             notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
         return notes
 
     def why_unmeasured(self, parameter: nn.Parameter) -> str:
-        """Return the reason why a parameter belongs to no layer."""
+        """Return the reason why a parameter, or a part of it, belongs to no layer."""
         key = id(parameter)
         place = self._selection.places[key][0]
         kind = type(place.module)
         rule = self._selection.rules.get(place.module)
-        if place.path in self._watching.refused:
-            return self._watching.refused[place.path]
         if key in (self._without_gradient or ()):
             return "no gradient reached it in this step"
+        if key in self._frozen:
+            return FROZEN
+        if key in self._watching.refused:
+            return self._watching.refused[key]
         if rule is not None and place.name not in (rule.weight, rule.bias):
             reason = (
                 f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "
                 f'register_features({kind.__name__}, weight="…", bias="…")'
             )
-        elif self.forwards.strangers:
+        elif (found := self._without_rule.why(key)) is not None:
+            reason = found
+        elif parts := self.layers.of_parts(parameter):
+            return f"only a part of it was seen to be used, as {listed(parts)}"
+        elif ended := self._provenance.tape.ended_in(parameter):
+            reason = f"it goes into torch's {ended}, whose result no function was seen to use"
+        elif kind in self.forwards.strangers:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )
-        elif (found := self._without_rule.why(key)) is not None:
-            reason = found
-        elif (ended := self._provenance.tape.ended_in(parameter)) and not self.layers.have(
-            parameter
-        ):
-            reason = f"it is an input of torch's {ended}, whose result no function was seen to use"
         elif self.plan is not None and key not in self.plan.unseen:
             reason = (
                 "it has a gradient, but it was not used where earlier steps used it (the gradient "
@@ -177,8 +181,9 @@ class Capture:
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward pass "
-                "of a module: compiled or scripted code, a copy of the module, a function under "
-                "re-entrant checkpointing (one with `use_reentrant=False` is seen), code "
-                "outside, or the gradient is zero or of an earlier step"
+                "of a module: it is used by compiled or scripted code, by a copy of the module, "
+                "through torch.func, under re-entrant checkpointing (`use_reentrant=False` is "
+                "seen) or outside of `forward`, or its gradient is zero, set by hand or of an "
+                "earlier step"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"

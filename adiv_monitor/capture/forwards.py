@@ -171,7 +171,7 @@ class Forwards:
         repeated: whether to watch reruns of forward passes, and nothing else.
 
     Attributes:
-        strangers: whether a module with copied hooks ran in the place of one of these modules.
+        strangers: the classes of modules with copied hooks that ran in place of these modules.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Forwards:
         devices: Collection[torch.device] = (),
         repeated: bool = False,
     ) -> None:
-        self.strangers = False
+        self.strangers: set[type[nn.Module]] = set()
         self._renew = renew
         self._guard = guard
         self._repeated = repeated
@@ -359,7 +359,8 @@ class Forwards:
             return
         running = self._running
         if module not in self._modules:
-            self.strangers = True
+            if torch.is_grad_enabled():
+                self.strangers.add(type(module))
             return
         if running.forwards and _is_over(running.forwards, module):
             self._unwind()
@@ -395,7 +396,7 @@ class Forwards:
             return
         known = None if self._plan is None else self._plan.known.get(module)
         if known is None:
-            self.strangers = True
+            self.strangers.add(type(module))
             return
         running = self._running
         running.plain = module

@@ -305,7 +305,8 @@ class Gathering:
         elif contributions:
             path, receive = layer.path, Gathering._on_handed
             arrive = partial(Layers.guarded, self._layers, [path], receive, self, path, call)
-            self._followed += follow(outputs, inputs, contributions, path, arrive)
+            watched = self._layers.rows
+            self._followed += follow(outputs, inputs, contributions, path, arrive, watched)
 
     def _on_handed(
         self,

@@ -6,7 +6,7 @@ elsewhere, if something edits a gradient, or if each parameter is clipped by its
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -107,6 +107,11 @@ class GradientShare:
         )
 
     @property
+    def has_arrived(self) -> bool:
+        """Whether any contribution arrived."""
+        return self._version is not None
+
+    @property
     def is_moved(self) -> bool:
         """Whether something wrote to the parameter since its gradient last arrived."""
         return self._version is not None and self._version != self.parameter._version
@@ -124,6 +129,17 @@ class GradientShare:
             arrived = _times(arrived, self._scaled[1])
         arrived = arrived.to(self.parameter.dtype)  # a cast may follow
         self._held = arrived if self._held is None else self._held + arrived
+
+
+def total_of(shares: Iterable[GradientShare]) -> Tensor | None:
+    """Return the sum of the `entries` of shares in one gradient; None if any is not known."""
+    total: Tensor | None = None
+    for share in shares:
+        entries = share.entries()
+        if entries is None:
+            return None
+        total = entries if total is None else total + entries
+    return total
 
 
 def _all(gradient: Tensor) -> Tensor:
@@ -146,6 +162,7 @@ def follow(
     contributions: Sequence[GradientShare],
     path: str,
     arrive: Arrive,
+    watched: Container[str],
 ) -> list[RemovableHandle]:
     """Observe a call's contributions, at each node once, since several layers may share a node.
 
@@ -156,6 +173,7 @@ def follow(
             call contributes nothing.
         path: the path of the layer.
         arrive: receives a node's contributions and gradients.
+        watched: the paths of the layers whose hooks are not idle by now.
     """
     wanted = {id(found.parameter): found for found in contributions}
     nodes: dict[Any, Handed] = defaultdict(list)
@@ -173,7 +191,8 @@ def follow(
         hooks = handle.hooks_dict_ref()
         if len(hooks) > 1:
             for other in hooks.values():
-                if type(other) is _Following and other is not hook:
+                is_other = type(other) is _Following and other is not hook
+                if is_other and other.path in watched:
                     hook.leave_to(other)
         handles.append(handle)
     for key in wanted.keys() - reached.keys():
@@ -189,7 +208,11 @@ class _Following(partial[None]):
     def leave_to(self, other: "_Following") -> None:
         """Remove contributions that another call's hook on the same node observes already."""
         mine: Handed = self.args[-1]
-        theirs = [(contribution, number) for contribution, number, _ in other.args[-1]]
-        for entry in [entry for entry in mine if entry[:2] in theirs]:
-            mine.remove(entry)
-            entry[0].is_joint |= self.path != other.path
+        theirs = {(id(share.parameter), edge): share for share, edge, _ in other.args[-1]}
+        for entry in list(mine):
+            share, edge, _ = entry
+            observed = theirs.get((id(share.parameter), edge))
+            if observed is not None:
+                mine.remove(entry)
+                if self.path != other.path:
+                    share.is_joint = observed.is_joint = True

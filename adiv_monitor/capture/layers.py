@@ -102,6 +102,7 @@ class Layers:
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
+        self._in_all: dict[int, list[GradientShare]] = defaultdict(list)  # by id of a parameter
         self._shares: dict[Layer, list[GradientShare]] = {}
         # The share that each of several layers contributes to one parameter, by path and by id.
         self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
@@ -304,7 +305,13 @@ class Layers:
         for key, parameter in zip(keys, layer.parameters, strict=True):
             if key not in known:
                 known[key] = GradientShare(parameter)
+                self._in_all[key].append(known[key])
         return [known[key] for key in keys]
+
+    def contributions_to(self, share: GradientShare) -> list[GradientShare]:
+        """Return the shares in one gradient, also those of layers with other first parameters."""
+        every = self._in_all[id(share.parameter)]
+        return [x for x in every if x.has_arrived or not x.is_known] or [share]
 
     def keeps_own_contributions(self, path: str) -> bool:
         """Return whether to keep a layer's own contributions: others use its parameters, too.
@@ -461,9 +468,10 @@ class Layers:
         """Return the layers that were seen, in the model's order."""
         return sorted(self.found.values(), key=lambda layer: layer.place)
 
-    def have(self, parameter: Tensor) -> bool:
-        """Return whether any piece of a parameter belongs to a layer."""
-        return any(piece.parameter is parameter for x in self.found.values() for piece in x.pieces)
+    def of_parts(self, parameter: Tensor) -> list[str]:
+        """Return the paths of the layers that a parameter, or a part of it, belongs to."""
+        layers = self.found.items()
+        return [path for path, x in layers if any(p is parameter for p in x.parameters)]
 
     def shared(self, reached: Container[Layer], elsewhere: Collection[int]) -> set[str]:
         """Return the paths of the layers that share at least one parameter entry with another use.

@@ -7,10 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import ThreadState
+
+UNSEEN = (
+    "The loss is not known: the given {} was not seen to be called with gradients (is it another "
+    "instance than the one that the training calls?)."
+)
 
 
 class LossHook:
@@ -24,6 +30,7 @@ class LossHook:
 
     Attributes:
         stays: whether it may stay on between measured steps, since it is on the loss alone.
+        unseen: a note for a report in which the loss is missing, although it stayed on.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class LossHook:
         self._note = note
         self._fail = fail
         module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
+        self.unseen = UNSEEN.format(class_name(module))
         self._hook = ModuleHook(module, Hook(self._guarded), before=False)
 
     def put_on(self) -> None:

@@ -33,6 +33,11 @@ from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
 from adiv_monitor.printable import quoted
 
+# Why a frozen parameter counts as trained and has no reading.
+FROZEN = (
+    "it is frozen, but it has a gradient (zero, perhaps), so the optimizer may still move it by "
+    "momentum or weight decay: `zero_grad(set_to_none=True)` prevents that"
+)
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 _WRAPPERS = (
@@ -253,6 +258,12 @@ class Selection:
         same = [*map(id, trained)] == [*map(id, self.trained)]
         return self if same else replace(self, trained=trained)
 
+    @property
+    def frozen(self) -> dict[str, str]:
+        """The reasons for parameters that were frozen when they were selected, and still move."""
+        left = [p for p in self._trained_now if not p.requires_grad and id(p) not in self.places]
+        return {self.names[id(p)]: FROZEN for p in left if id(p) in self.names}
+
     def unmeasured(self, missing: Mapping[int, int]) -> dict[str, int]:
         """Return the element counts of requested trained parameters outside of measured layers.
 
@@ -366,7 +377,7 @@ def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
         return None
     modules, found = [model], list[object](known_rules())
     for module in modules:  # the list grows during the loop
-        found += (id(module), type(module), *module._modules)
+        found += (id(module), type(module), *module._modules.keys())  # scripted: no __iter__
         for name, p in module._parameters.items():
             if p is not None:
                 found += (name, id(p), type(p), p.requires_grad, p.dtype, p.device)
@@ -394,9 +405,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     modules = {module: path for path, module in named_modules(model)}
     for module, path in modules.items():
         own = {
-            name: sharded.get(id(p), p)
-            for name, p in module._parameters.items()
-            if p is not None and p.requires_grad
+            name: sharded.get(id(p), p) for name, p in module._parameters.items() if p is not None
         }
         if not own or not is_chosen(path, module, choice):
             continue
@@ -404,10 +413,11 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         for name, parameter in own.items():
             here[name] = place = Place(path, module, name)
             names.setdefault(id(parameter), place.full_name)
-            if held is None or id(parameter) in held:
+            if parameter.requires_grad and (held is None or id(parameter) in held):
                 held_here[name] = parameter
         if not held_here:
-            unsupported[path] = "the optimizer holds none of its parameters"
+            if any(p.requires_grad for p in own.values()):
+                unsupported[path] = "the optimizer holds none of its parameters"
             continue
         rule = find_rule(module)
         if isinstance(rule, str):
@@ -515,7 +525,8 @@ def _unusable(parameter: Tensor, made_whole: Collection[int], parallel: Peers | 
         if (why := why_unusable(parameter, made_whole, parallel)) is not None:
             return why
     elif type(parameter.data) is not Tensor:
-        return f"is a {type(parameter.data).__name__}, of which one rank holds only a part"
+        kind = type(parameter.data).__name__
+        return f"is a {kind}: only plain tensors and DTensors are measured"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}: only real floating-point parameters are measured"
     if parameter.is_meta:

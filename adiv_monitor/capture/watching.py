@@ -48,7 +48,7 @@ class Watching:
 
     Attributes:
         record: the uses that were seen, by module.
-        refused: path of a module → why the functions that it calls can't be measured.
+        refused: id of a parameter → why the function that uses it can't be measured.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Watching:
         repeated: bool = False,
     ) -> None:
         self.record = Record()
-        self.refused: dict[str, str] = {}
+        self.refused: dict[int, str] = {}
         self._selection = selection
         self._owners = set(selection.owners)
         self._ruled = selection.rules.keys()
@@ -158,7 +158,8 @@ class Watching:
         if not trains(output):
             return
         if any(map(is_nested, tensors_in(output, *args, *kwargs.values()))):
-            self.refused[path] = NESTED.format("its rule")
+            of_rule = NESTED.format("its rule")
+            self.refused |= dict.fromkeys(map(id, module.parameters(recurse=False)), of_rule)
             self.record.others.add(module)
             return
         try:
@@ -387,11 +388,12 @@ class Watching:
 
     def _failed(self, trained: list[Tensor], error: Exception) -> None:
         self._is_special()
-        place = self._place(trained[0])
         if isinstance(error, Refused):
-            self.refused[place.path] = str(error)
+            for tensor in trained:
+                of_all = self._provenance.parameters_of(tensor)
+                self.refused |= dict.fromkeys(of_all, str(error))
         else:
-            self._layers.failed(place.full_name, error)
+            self._layers.failed(self._place(trained[0]).full_name, error)
 
     def _is_off(self, trained: list[Tensor]) -> bool:
         if not self._layers.any_off:

@@ -189,6 +189,8 @@ def _scale(
     """
     try:
         calls, leaves = scores_with_graph(attends)
+        if not (calls[-1].query.requires_grad or calls[-1].key.requires_grad):
+            return None, "no trained parameter makes its queries or keys"
         with torch.enable_grad():
             scale, off = scales(calls[-1], leaves, keys)
     except (RuntimeError, ValueError) as error:

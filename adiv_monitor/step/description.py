@@ -38,7 +38,7 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
     part.rows_lost |= set(off)
     part.report = replace(
         part.report,
-        unsupported={**selection.unsupported, **unexplained, **known},
+        unsupported={**selection.unsupported, **selection.frozen, **unexplained, **known},
         coverage=selection.coverage(missing),
         notes=(*failures.notes, *part.report.notes),
         unmeasured=selection.unmeasured(missing),
@@ -56,6 +56,8 @@ def _why(parameter: nn.Parameter, pending: Pending, off: Mapping[str, str]) -> s
     """Return why there is no reading for a parameter; `off` has the layers switched off."""
     selection = pending.selection
     module = selection.places[id(parameter)][0].path
+    if module in off:
+        return off[module]
     for places in selection.places.values() if off else ():
         # A failure before the layer is known is recorded under the module's first parameter.
         if places[0].path == module and places[0].full_name in off:

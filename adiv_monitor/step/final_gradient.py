@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.gradient_shares import total_of
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.selection import Layer
@@ -248,8 +249,9 @@ class FinalGradient:
             now[0] = self._unsharded.entries.get(id(lead))
         followed = self._is_alone and layer.is_direct and contributions != []
         for place, contribution in enumerate(contributions):
-            followed &= contribution.is_known and contribution.has_rows
-            own = contribution.entries() if counts else None
+            shares = self._capture.layers.contributions_to(contribution)
+            followed &= False not in [share.is_known and share.has_rows for share in shares]
+            own = total_of(shares) if counts else None
             contributed.append(own)
             if own is not None:
                 now[place] = self._steps.entries_of(contribution.parameter)

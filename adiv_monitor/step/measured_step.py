@@ -39,6 +39,10 @@ _MOVED = (
     "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
     "update nor in the applied update."
 )
+_REMOVED = (
+    "its gradient was removed after the backward pass (`zero_grad()`, `.grad = None`?), so the "
+    "optimizer does not move it"
+)
 
 
 class MeasuredStep:
@@ -65,7 +69,8 @@ class MeasuredStep:
         agree: Agree,
     ) -> None:
         self._capture = capture
-        self._is_alone = True  # whether there is one rank, when the gradient is final
+        # When the gradient is final: whether there is one rank, and whether a step follows.
+        self._is_alone = self._takes_step = True
         self._attention = (
             None if capture.attention is None else AttentionStep(capture.attention, generator)
         )
@@ -99,7 +104,7 @@ class MeasuredStep:
             skipped: > 0 if a fused optimizer found inf and skips this step.
         """
         self._gradient = None  # left over from an earlier attempt at this step, which raised
-        self._is_alone = world_size() == 1
+        self._is_alone, self._takes_step = world_size() == 1, steps
         self._unreached.clear()
         self._cut.clear()
         self._sums.clear()
@@ -152,7 +157,9 @@ class MeasuredStep:
             if rows is None:
                 continue
             calls = rows.finish()
-            if calls:
+            if calls and self._is_alone and not any(p.grad is not None for p in layer.parameters):
+                self._unreached[layer.path] = _REMOVED
+            elif calls:
                 reached[layer] = calls
             else:
                 others.append((layer, bool(rows.calls)))
@@ -280,8 +287,9 @@ class MeasuredStep:
             )
         if self._capture.dropped():
             notes.append(
-                "Gradients were zeroed before a step was taken (a step that an AMP scaler "
-                "skipped?): their rows are not in this report."
+                "Gradients were zeroed before a step was taken (of another loss, as in a GAN, of "
+                "SAM's first pass, or of a step that an AMP scaler skipped?): their rows are not "
+                "in this report."
             )
         if self._gradient is not None:
             notes += [
@@ -289,7 +297,7 @@ class MeasuredStep:
                 for why, paths in self._gradient.without_ceiling.items()
                 if paths
             ]
-            if self._gradient.moved:
+            if self._gradient.moved and self._takes_step:
                 notes.append(_MOVED.format(listed(self._gradient.moved)))
         return notes
 
@@ -377,6 +385,7 @@ def _why_unreached(layer: Layer) -> str:
     if all(parameter.grad is None for parameter in layer.parameters):
         return "no gradient reached it in this step"
     return (
-        "its parameters have a gradient, but none came through the output of its forward pass: the "
-        "gradient is zero or of an earlier step, or the output was changed in place as a view"
+        "its parameters have a gradient, but none came through the output of its forward pass: it "
+        "is zero, set by hand, or of an earlier step or attempt; or it comes from a use of the "
+        "weight outside the layer; or the output was changed in place as a view"
     )

@@ -33,6 +33,8 @@ from adiv_monitor.step.merge_rows import in_units
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.weight_versions import reaches_all, resolved
 
+# A smaller factor from the gradient after the backward pass to the final one shows no scaling.
+_ZEROED = 1e-20
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
     "ranks": "Rows of {} are missing from other ranks",
@@ -52,7 +54,7 @@ _FROM_ROWS = {
     ),
     "earlier": (
         "The gradient of {} holds more than these rows: it was not zero before their backward pass "
-        "(was `zero_grad()` forgotten?)"
+        "(was `zero_grad()` forgotten, or did another loss, such as a penalty, go backward first?)"
     ),
     "more": (
         "The gradient of {} holds more than these rows, or something else (a penalty in the loss, "
@@ -99,6 +101,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         *_unforeseen(facts, list(kept)),
         *_without_common(readings, kept),
         *_without_active(readings),
+        *_without_gradient(kept),
         *_rounded(kept),
         *_without_ceiling(part.layers),
         *of_attention,
@@ -189,6 +192,17 @@ def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
     ]
 
 
+def _without_gradient(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
+    paths = [
+        path
+        for path, layer in layers.items()
+        if layer.dots.gamma_gamma == 0 and factor_of(layer) < _ZEROED
+    ]
+    if not paths:
+        return []
+    return [f"The gradient of {listed(paths)} was set to zero after the backward pass."]
+
+
 def _without_ceiling(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     paths = [
         path
@@ -199,7 +213,7 @@ def _without_ceiling(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
         return []
     return [
         f"attainable_cosine of {listed(paths)} is missing: its weight is computed from "
-        "parameters, and whether these can produce any weight is not known."
+        "parameters, which may not be able to produce every weight."
     ]
 
 
@@ -212,13 +226,15 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
             )
             length = math.sqrt(of_rows(layer, Vector.Z, Vector.Z).sum())
             # The rounding error of a difference of two such numbers is 0.3 of their last digit.
-            if 0 < moved < layer.evidence.precision * length:
+            stepped = of_rows(layer, Vector.D, Vector.D).any()
+            if stepped and moved < layer.evidence.precision * length:
                 paths.append(path)
     if not paths:
         return []
     return [
-        f"The real change of {listed(paths)} is hardly larger than rounding: realised_cosine and "
-        "single_layer_share are too near to 0 there, and first_order_error is too large."
+        f"The real change of {listed(paths)} is lost in rounding, or hardly larger: "
+        "realised_cosine and single_layer_share are missing or too near to 0 there, and "
+        "first_order_error is missing or too large."
     ]
 
 

@@ -1259,11 +1259,13 @@ ROWS: list[Row] = [
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)}), SEVEN_OFF),
     # The user's own loop
     Row("not-zeroed", "The gradients of layer 'a' are not zeroed between optimizer steps: before "
-        "the first backward pass of a step, `.grad` still holds the gradients of earlier steps. "
-        "Their norm is 0.9 times that of the gradient that the optimizer used",
+        "the first backward pass of a step through these layers, `.grad` holds a gradient, of "
+        "earlier steps or of another loss. Its norm is 0.9 times that of the gradient that the "
+        "optimizer used",
         kept(0.9), kept(0.05)),
     Row("not-zeroed", "call optimizer.zero_grad() once for every optimizer step, before the step's "
-        "first backward pass, even if several backward passes are added up for a step",
+        "first backward pass, even if several backward passes are added up for a step; if you do, "
+        "and another loss, such as a penalty, goes backward before the forward pass, all is well",
         kept(0.9), kept(0.0)),
     Row("not-zeroed", "At a lower learning rate, the optimizer still follows the sum of all "
         "gradients so far", kept(0.9), kept(0.0)),

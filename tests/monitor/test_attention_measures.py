@@ -681,6 +681,31 @@ def test_attention_that_the_loss_does_not_see_is_said() -> None:
     )
 
 
+def test_frozen_queries_and_keys_have_no_scale() -> None:
+    """As with an adapter on the values alone."""
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(
+                self.query(x), self.key(x), self.value(x)
+            )
+
+    model = Attend()
+    for frozen in (model.query, model.key):
+        frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.value.parameters(), lr=0.1)
+    with Monitor(model, optimizer, attention=True, on_error="raise") as monitor:
+        model(torch.randn(4, 5, 8)).square().mean().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    (note,) = monitor.latest.notes
+    assert "no trained parameter makes its queries or keys" in note
+
+
 def test_a_model_without_attention_has_none() -> None:
     report = monitored(Inside(nn.Linear(12, 12)).double())
     assert report.attention == {}

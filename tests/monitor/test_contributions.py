@@ -467,7 +467,7 @@ def test_contributions_that_were_zeroed_are_gone(monkeypatch: pytest.MonkeyPatch
 def test_contributions_that_no_node_hands_on_are_not_known() -> None:
     x, weight, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
     mine, others = GradientShare(weight), GradientShare(other)
-    assert len(follow([x * weight], (), [mine, others], "layer", lambda *_: None)) == 1
+    assert len(follow([x * weight], (), [mine, others], "layer", lambda *_: None, ())) == 1
     assert mine.is_known and not others.is_known
 
 
@@ -570,3 +570,54 @@ def test_autocast_of_the_next_pass_is_no_change_of_weights() -> None:
     for report in monitor.reports:
         assert not report.notes
         assert {reading.projection_cosine for reading in report.layers.values()} == {1.0}
+
+
+class Whole(nn.Module):
+    """A function without a rule uses a weight again, which a rule knows in another use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(11, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.maximum(torch.tanh(self.inner(self.words(x))), self.words.weight[0])
+
+
+def one_bias() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].bias = model[0].bias
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [(one_bias, torch.randn(16, 4).double()), (Whole, torch.randint(11, (4, 5)))],
+    ids=["one bias of two layers", "measured as a whole"],
+)
+def test_shared_parameters_hold_no_more_than_their_uses(
+    make: Callable[[], nn.Module], x: Tensor
+) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, max_rows=None, on_error="raise") as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    for report in monitor.reports:
+        assert not any("holds more" in note for note in report.notes)
+        for reading in report.layers.values():
+            assert reading.gradient_factor == pytest.approx(1, rel=1e-9)
+            assert reading.parameter_cosine == pytest.approx(1, rel=1e-9)
+
+
+def test_a_shared_bias_with_a_penalty_holds_more() -> None:
+    model = one_bias().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
+        loss = model(torch.randn(16, 4).double()).square().mean() + model[0].bias.square().sum()
+        loss.backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert any("holds more" in note for note in monitor.latest.notes)

@@ -620,7 +620,7 @@ def truth(case: Case, taken: Step) -> LayerTruth:
 
 
 NEED_SCALES = {"diagonal_cosine", "interference_ratio", "scale_mean", "scale_cv", "scale_p50"}
-ANY = "whether these can produce any weight is not known"
+ANY = "may not be able to produce every weight"
 
 
 def known(case: Case, taken: Step) -> bool:
@@ -936,7 +936,7 @@ def test_what_never_reaches_a_use_is_named_with_the_function_it_ended_in() -> No
         (module(torch.randn(5, 4, dtype=torch.float64)) * module.kept).sum().backward()
         optimizer.step()
     (found,) = monitor.latest.unsupported.values()
-    assert "it is an input of torch's sigmoid, whose result no function was seen to use" in found
+    assert "it goes into torch's sigmoid, whose result no function was seen to use" in found
 
 
 def test_what_is_written_after_a_reading_is_no_part_of_it() -> None:

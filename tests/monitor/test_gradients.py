@@ -618,7 +618,7 @@ def test_a_forgotten_zero_grad_is_named_as_such(zeroed: bool) -> None:
             loss_of(model, batch).backward()
             optimizer.step()
     notes = [note for report in monitor.reports for note in report.notes]
-    assert any("was `zero_grad()` forgotten?" in note for note in notes) is not zeroed
+    assert any("was `zero_grad()` forgotten" in note for note in notes) is not zeroed
     assert not any("a penalty in the loss" in note for note in notes)
 
 

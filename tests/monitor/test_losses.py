@@ -365,6 +365,20 @@ def test_what_a_loss_function_does_wrong_is_said_once(loss: Any, message: str) -
     assert all(report.layers for report in monitor.reports)
 
 
+@pytest.mark.parametrize("option", ["loss", "realised"])
+def test_a_loss_module_that_the_training_does_not_call_is_told(option: str) -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    given: dict[str, Any] = {option: nn.CrossEntropyLoss()}  # another instance
+    with Monitor(model, optimizer, on_error="raise", **given) as monitor:
+        model(batch(0))["loss"].backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    told = [note for note in monitor.latest.notes if "is it another instance" in note]
+    assert len(told) == (2 if option == "realised" else 1)
+    assert "the given CrossEntropyLoss was not seen" in told[-1]
+
+
 def test_after_the_end_nothing_is_kept() -> None:
     model = WithLoss()
     optimizer = optimizer_of(model)

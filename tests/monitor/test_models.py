@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture.selection import FROZEN
+from adiv_monitor.features import DenseFeatures, register_features
+from adiv_monitor.features.rows import Rows
 
 
 class TwiceUsed(nn.Module):
@@ -261,6 +265,161 @@ def test_frozen_unreached_and_foreign_parameters() -> None:
     assert report.unsupported["idle"] == "no gradient reached it in this step"
     assert "holds none" in report.unsupported["foreign"]
     assert report.coverage == pytest.approx((4 + 15) / sum(p.numel() for p in mine))
+
+
+def reported(model: nn.Module, x: Tensor, **options: Any) -> StepReport:
+    """Return the report of the second measured step of a plain training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, **options) as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert monitor.latest is not None
+    return monitor.latest
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_modules_inside_a_model() -> None:
+    """Their tables of modules can't be iterated; their functions can't be seen."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), torch.jit.script(nn.ReLU()), torch.jit.script(nn.Linear(4, 4))
+    )
+    report = reported(model, torch.randn(8, 4), on_error="raise")
+    assert report.layers.keys() == {"0"}
+    assert "scripted code" in report.unsupported["2"]
+
+
+class Pieces(nn.Module):
+    """Only a slice of a parameter is used, as of embeddings of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.positions = nn.Parameter(torch.randn(1, 32, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x + self.positions[:, : x.shape[1]])
+        return found
+
+
+def test_a_parameter_of_which_a_part_is_used_says_so() -> None:
+    report = reported(Pieces(), torch.randn(3, 10, 4), on_error="raise")
+    assert report.unsupported == {
+        "positions": "only a part of it was seen to be used, as 'positions[0+]'"
+    }
+    assert report.unmeasured == {"positions": 22 * 4}
+
+
+class Refused(nn.Module):
+    """One parameter is refused, one is unused, and one is used outside of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused, self.unused = nn.Parameter(torch.randn(11, 4)), nn.Parameter(torch.ones(4))
+        self.outside = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.refused, sparse=True)
+
+
+def test_each_parameter_of_a_module_has_its_own_reason() -> None:
+    model = Refused()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        (model(torch.randint(11, (8,))) * model.outside).square().mean().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    why = monitor.latest.unsupported
+    assert why["refused"].startswith("sparse=True")
+    assert why["unused"] == "no gradient reached it in this step"
+    assert "outside of `forward`" in why["outside"]
+
+
+def test_a_copy_that_runs_without_gradients_replaces_no_module() -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 4)})
+    model.temperature = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        with torch.no_grad():
+            target = copy.copy(model["encoder"])(x)
+        (model["encoder"](x) * model.temperature.exp() - target).square().mean().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert monitor.latest.unsupported.keys() == {"temperature"}
+    assert "outside of `forward`" in monitor.latest.unsupported["temperature"]
+
+
+def test_frozen_layers_that_the_optimizer_still_moves_are_told() -> None:
+    """With `.grad` zero instead of None, momentum and weight decay go on."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for step in range(5):
+            optimizer.zero_grad(set_to_none=False)
+            if step == 2:
+                model[0].requires_grad_(False)
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    for report in list(monitor.reports)[2:]:
+        assert report.layers.keys() == {"1"}
+        assert set(report.unsupported.values()) == {FROZEN}
+        assert report.unmeasured == {"0.weight": 16, "0.bias": 4}
+
+
+def test_a_gradient_that_was_removed_or_zeroed_is_told() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        model(torch.randn(8, 4)).square().mean().backward()
+        model[1].zero_grad()
+        model[2].zero_grad(set_to_none=False)
+        optimizer.step()
+    report = monitor.latest
+    assert report is not None
+    assert report.layers.keys() == {"0", "2"}
+    assert "removed after the backward pass" in report.unsupported["1"]
+    assert report.notes == ("The gradient of '2' was set to zero after the backward pass.",)
+
+
+def test_a_step_by_hand_is_not_taken_for_an_edit_before_it() -> None:
+    model = nn.Linear(4, 3)
+    with Monitor(model, None, on_error="raise") as monitor:
+        model(torch.randn(8, 4)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        monitor.end_step()
+    assert monitor.latest is not None
+    assert monitor.latest.notes == ()
+
+
+def test_a_failed_rule_is_the_reason_in_every_report() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return nn.functional.linear(x, self.weight), None
+
+    class User(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.last = Pair(), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.last(self.pair(x)[0])
+            return found
+
+    def features(module: nn.Module, rows: Rows, x: Tensor) -> DenseFeatures:
+        return DenseFeatures(rows.take(x)[:, None])
+
+    register_features(Pair)(features)
+    with pytest.warns(UserWarning, match="returned a tuple"):
+        report = reported(User(), torch.randn(8, 4))
+    assert "its forward returned a tuple" in report.unsupported["pair"]
 
 
 @pytest.mark.parametrize("zero", [True, False])

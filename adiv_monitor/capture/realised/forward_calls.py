@@ -258,7 +258,8 @@ class ForwardCalls:
             number = waiting.pop()
             call = self.calls[number]
             if call.outputs is None:
-                raise NotRepeatable(f"{type(call.module).__name__} returned nothing: did it raise?")
+                kind = type(call.module).__name__
+                raise NotRepeatable(f"{kind} returned no tensor, or raised an exception")
             needed.add(number)
             waiting |= call.needs - needed
         return sorted(needed)

@@ -127,7 +127,12 @@ class Losses:
             both = zip(before[call], after[call], strict=True)
             pairs += [(old, new) for old, new in both if old.reached]
         if not pairs:
-            raise NotRepeatable("no backward pass from the loss was seen")
+            raise NotRepeatable(
+                "no backward pass from the given loss was seen"
+                if self._seen
+                else "the given loss was not seen to be computed (is it another instance than the "
+                "one that the training calls?)"
+            )
         whole = torch.stack([new.whole - old.whole for old, new in pairs]).mean()
         samples = [
             new.samples - old.samples

@@ -43,12 +43,14 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
                   kept[largest], KEPT, largest),),
         (
             Advice("call optimizer.zero_grad() once for every optimizer step, before the step's "
-                   "first backward pass, even if several backward passes are added up for a step"),
+                   "first backward pass, even if several backward passes are added up for a step; "
+                   "if you do, and another loss, such as a penalty, goes backward before the "
+                   "forward pass, all is well"),
         ),
         f"The gradients of {these(record, layers)} are not zeroed between optimizer steps: "
-        "before the first backward pass of a step, `.grad` still holds the gradients of earlier "
-        f"steps. Their norm is {kept[largest]:.3g} times that of the gradient that the optimizer "
-        "used.",
+        "before the first backward pass of a step through these layers, `.grad` holds a gradient, "
+        f"of earlier steps or of another loss. Its norm is {kept[largest]:.3g} times that of the "
+        "gradient that the optimizer used.",
         "At a lower learning rate, the optimizer still follows the sum of all gradients so far.",
         record.reports[1].step,
         LOWER_RATES,
