@@ -117,7 +117,10 @@ def test_networks_that_a_loop_averages_into_are_said_to_stay() -> None:
     assert averages(frozen, cross_entropy) == averages(model, cross_entropy) == []
     quick = {"steps": 8, "try_fixes": False, "what_if": False, "optimizer": sgd}
     report = audit(Taught(), batches(), loss=cross_entropy, **quick)  # type: ignore[arg-type]
-    assert "your loop updates the averages in 'teacher', and the copy does not" in report.verdict
+    assert (
+        "if your loop updates 'teacher', as an average or a target, the copy does not"
+        in report.verdict
+    )
 
 
 def test_a_copy_that_trains_otherwise_says_so_first_in_the_verdict() -> None:

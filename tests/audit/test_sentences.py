@@ -978,8 +978,8 @@ ROWS: list[Row] = [
         misplaced(0.1), replace(misplaced(0.1), rates=LOW)),
     Row("loss-reversed", "The loss is 0.1 if the outputs contradict all targets, and 0.9 if they "
         "agree with all: training makes the predictions worse", REVERSED, OF_DISTANCES),
-    Row("loss-reversed", "unless they are distances, training makes them worse", OF_DISTANCES,
-        REVERSED),
+    Row("loss-reversed", "unless they are distances or energies, training makes them worse",
+        OF_DISTANCES, REVERSED),
     Row("loss-reversed", "look for a wrong sign: an overlap or a likelihood that is minimised, "
         "where 1 minus the overlap, or the negative, should be; labels that are read the wrong way "
         "round",

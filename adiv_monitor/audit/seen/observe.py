@@ -97,7 +97,7 @@ def observe(
         reports=tuple(told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
-        wiring=watch.gradients.wiring(mattered),
+        wiring=_without_copies(watch.gradients.wiring(mattered), setup),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
         weights=in_order(begin, list(filter(None, ran))),  # the root's own parts are no layers
@@ -211,6 +211,13 @@ def _trains_any(fork: Fork) -> bool:
     return any(id(p) in own for p in held(fork.optimizer))
 
 
+def _without_copies(wiring: Wiring, setup: Setup) -> Wiring:
+    """Leave out the frozen parameters of copies of a trained part: they are meant to be frozen."""
+    copies = tuple(f"{name}." for name in averages(setup.model, setup.loss))
+    frozen = tuple(name for name in wiring.frozen if not name.startswith(copies))
+    return replace(wiring, frozen=frozen)
+
+
 def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
     """Return differences between the copy and the run for the verdict; notes have more details."""
     found = []
@@ -221,7 +228,9 @@ def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
     if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
         found.append("no scheduler runs")
     if names := averages(setup.model, setup.loss):
-        found.append(f"your loop updates the averages in {listed(names)}, and the copy does not")
+        found.append(
+            f"if your loop updates {listed(names)}, as an average or a target, the copy does not"
+        )
     return tuple(found)
 
 

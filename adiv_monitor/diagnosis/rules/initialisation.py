@@ -246,10 +246,12 @@ def gradient_ratios(record: Record) -> dict[int, float]:
     If a look-up table gets a larger gradient than the first map, it takes the map's place: queries
     and keys, the first maps of many transformers, get little gradient while all tokens attend
     alike. Two steps are used because a last layer that begins at zero passes no gradient at first;
-    later steps show effects of training.
+    later steps show effects of training. If a weight begins at zero, as gates of residual branches
+    do, they are the last two: gradients behind it begin at zero, too, and grow.
     """
     found = {}
-    for report in record.reports[:2]:
+    begins_at_zero = any(weight.gain == 0 for weight in record.weights.values())
+    for report in record.reports[-2:] if begins_at_zero else record.reports[:2]:
         norms = gradients(record, report)
         if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
             heard = (norms[_first(report, norms)], *looked_up(report).values())

@@ -8,6 +8,7 @@ from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence,
 from adiv_monitor.diagnosis.readings import (
     Typical,
     entering,
+    entries,
     maps,
     readings,
     scale_free,
@@ -23,6 +24,8 @@ FAR_TOO_LARGE = 50.0  # at 30 to 100 AdamW's loss, too, is 1.2 to 2 times that a
 SHORT_ROW = 0.5  # ‖x‖²: sparse rows, such as one-hot, have small entries but a length of about 1
 # Largest standard deviation of a feature over the median one.
 UNEVEN_FEATURES = 10.0
+# A layer reads an input as it is if the rms of its rows' entries is that of the input, up to this.
+READ_AS_IT_IS = 3.0
 # Share of the inputs' mean square that is their features' means.
 COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
 # The same share in the first layer's rows, if the inputs were not observed. It includes patches and
@@ -44,10 +47,26 @@ def input_scale(record: Record) -> Iterator[Finding]:
     """Find inputs, or features of them, far larger or smaller than initialisations assume."""
     for name, seen in record.inputs.items():
         evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
-        if evidence:
+        if evidence and _is_read(record, seen):
             yield _input_scale(record, name, seen, evidence)
     if not record.inputs:
         yield from _scale_by_measures(record)
+
+
+def _is_read(record: Record, seen: InputStatistics) -> bool:
+    """Return whether a layer may read an input as it is, beside others perhaps.
+
+    A model may scale its inputs itself, or normalise them: then no layer has rows of their size, or
+    of a size that is as far off. Without readings it is not known.
+    """
+    sizes = [size for path in maps(record) if (size := entries(record, path)) is not None]
+    rms = math.hypot(seen.mean, seen.std)
+    return (
+        not sizes
+        or any(rms / READ_AS_IT_IS < size < READ_AS_IT_IS * rms for size in sizes)
+        or (seen.std > LARGE_STD and max(sizes) > LARGE_STD)
+        or (seen.std < SMALL_STD and min(sizes) < SMALL_STD)
+    )
 
 
 def _scale_by_measures(record: Record) -> Iterator[Finding]:
@@ -152,7 +171,7 @@ def input_mean(record: Record) -> Iterator[Finding]:
         yield from _mean_by_measures(record)
     for name, seen in record.inputs.items():
         share = common_share(seen)
-        if not share > COMMON_SHARE_WATCH:
+        if not share > COMMON_SHARE_WATCH or not _is_read(record, seen):
             continue
         first = _first(record)
         act = share > COMMON_SHARE_ACT and _costs(record, first)

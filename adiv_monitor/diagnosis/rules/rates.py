@@ -144,8 +144,8 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
         return
     factor, trial = better
     share = share_of_fall(record, trial)
-    if share < SHARE_OF_FALL_WATCH:
-        left = trial.loss / trial.loss_without if _far_less_is_left(factor, trial) else None
+    left = trial.loss / trial.loss_without if _far_less_is_left(factor, trial) else None
+    if share < SHARE_OF_FALL_WATCH or left is not None:
         yield _too_high(
             record,
             "act" if share < SHARE_OF_FALL_ACT or left is not None else "watch",

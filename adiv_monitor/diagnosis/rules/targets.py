@@ -130,7 +130,7 @@ def loss_reversed(record: Record) -> Iterator[Finding]:
             f"The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if "
             "they agree with all: "
             + ("training makes the predictions worse." if is_signed
-               else "unless they are distances, training makes them worse."),
+               else "unless they are distances or energies, training makes them worse."),
             "Another learning rate does not turn the loss round.",
             0,
             RATES,

@@ -1,12 +1,16 @@
 """Is the loss lower, the more the outputs contradict the targets?"""
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.replaced_outputs import Answered, Losses, in_batches, trained_outputs
+from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 LOGIT = 8.0
+NEGATIONS = ("neg", "negative", "__neg__", "softmin")
 LOWER = 0.1  # of the first loss: the least by which contradicting outputs have the lower loss
 
 
@@ -14,15 +18,35 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     """Replace the outputs by the targets, of 0 and 1, and by their opposite.
 
     This is done as probabilities, p and 1 − p, and as logits, ±8, because a loss of probabilities
-    may not tell logits apart. Distances, which are never negative, may be meant to contradict.
+    may not tell logits apart. Distances, which are never negative, and energies, which the loss
+    negates, may be meant to contradict.
     """
     losses = in_batches(setup, _preferred)
     if losses is None:
         return Probed()
     outputs = trained_outputs(setup, trained)
     is_signed = outputs is not None and bool((outputs < 0).any())
-    words = {"outputs": "signed" if is_signed else "positive"}
-    return Probed((Fact("", {"right": losses[0], "wrong": losses[1]}, words),))
+    kind = "energies" if _negates_outputs(setup.fork()) else "signed" if is_signed else "positive"
+    numbers = {"right": losses[0], "wrong": losses[1]}
+    return Probed((Fact("", numbers, {"outputs": kind}),))
+
+
+def _negates_outputs(fork: Fork) -> bool:
+    """Return whether the loss takes the negative of the model's outputs."""
+    made: list[Tensor] = []
+    found: list[Call] = []
+
+    def note(module: nn.Module, args: object, output: object) -> None:
+        made.extend(tensors(output))
+
+    def look(call: Call) -> None:
+        if call.name in NEGATIONS and any(call.argument(0, "input") is x for x in made):
+            found.append(call)
+
+    fork.model.register_forward_hook(note)
+    with torch.no_grad():
+        see_calls(fork, look)
+    return bool(found)
 
 
 def _preferred(of: Answered, target: Tensor) -> Losses | None:

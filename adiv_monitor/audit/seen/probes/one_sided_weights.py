@@ -36,6 +36,8 @@ def one_sided(fork: Fork) -> dict[str, Tensor]:
             name = names.get(id(x))
             if name is None or x.ndim < 2 or x.numel() < LEAST or not x.requires_grad:
                 continue
+            if x.is_complex():  # has no sign
+                continue
             if share(x) > max(ONE_SIDED, DEVIATIONS / math.sqrt(x.numel())):
                 found[name] = x
 

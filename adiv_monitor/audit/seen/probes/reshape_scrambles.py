@@ -1,11 +1,14 @@
 """Does a reshape cut across the axes of its input, where a permutation is meant?"""
 
 from itertools import pairwise, permutations
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.training.batches import size_of
+from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
@@ -17,8 +20,23 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
     Also return those across axes, however they fit, whose result has the shape of a permutation.
     Shifts, as of relative positions, are left out: reshapes of a padded tensor, and reshapes whose
-    result loses one entry of an axis.
+    result loses one entry of an axis. So are those that are found with all samples only, and not
+    with one less: their shapes fit by chance.
     """
+    batch = setup.batches[0]
+    found = scrambled(setup.fork(), batch)
+    size = size_of(batch)
+    if found and size > 2:
+        try:
+            others = scrambled(setup.fork(), first(batch, size - 1))
+        except Exception:  # the model works with one batch size only
+            return Probed(tuple(found.values()))
+        found = {place: fact for place, fact in found.items() if place in others}
+    return Probed(tuple(found.values()))
+
+
+def scrambled(fork: Fork, batch: Any) -> dict[str, Fact]:
+    """Return the reshapes of a batch that cut across the axes of their input, by place."""
     crossing: dict[int, tuple[Call, Tensor]] = {}
     shifted: dict[int, Tensor] = {}  # kept alive, so that no other tensor gets the same id
 
@@ -35,7 +53,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             crossing[id(made)] = call, made
 
     with torch.no_grad():
-        see_calls(setup.fork(), look)
+        see_calls(fork, look, batch)
     facts: dict[str, Fact] = {}
     for call, made in crossing.values():
         x = call.args[0]
@@ -44,7 +62,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         words = {"of": str(tuple(x.shape)), "to": str(tuple(made.shape))}
         sure = sorted(x.shape) == sorted(made.shape)
         facts.setdefault(call.place, Fact(call.place, {"permutes": float(sure)}, words))
-    return Probed(tuple(facts.values()))
+    return facts
 
 
 def _loses_one(x: Tensor, part: Tensor) -> bool:

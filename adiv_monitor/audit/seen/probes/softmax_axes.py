@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
-from adiv_monitor.audit.training.batches import size_of
+from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
@@ -24,8 +24,14 @@ def of_one(setup: Setup, trained: Fork) -> Probed:
 
 
 def over_samples(setup: Setup, trained: Fork) -> Probed:
-    """Find softmaxes of (samples, classes) over the first axis, which mix samples."""
+    """Find softmaxes of (samples, classes) over the first axis, which mix samples.
+
+    If the tensors of a batch are of unlike length, as of one bag of instances and its target, their
+    first axis is not that of the samples.
+    """
     samples = size_of(setup.batches[0])
+    if any(x.ndim and len(x) != samples for x in tensors(setup.batches[0])):
+        return Probed()
     return _asked(setup, lambda call: is_over_samples(call, samples))
 
 

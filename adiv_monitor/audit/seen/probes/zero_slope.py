@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.seen.derived import PRODUCTS
+from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 BATCHES = 4
 SAMPLED = 1000  # entries whose values tell whether a function may be a step
 FEWEST = 8  # entries of a clip; the ends of a range fit two entries of any function
+# Products, in which one argument may be weights that another network computes.
+MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
+COMBINED = (*PRODUCTS, *MULTIPLIES, "conv1d", "conv2d", "conv3d")
+LIKE = ("expand_as", "view_as", "reshape_as", "type_as")  # the second argument gives a shape
 SCALES = (0.01, 1.0, 100.0)  # factors on the argument; no smooth function is flat near zero
 
 
@@ -51,7 +57,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         for seen in _with_gradients(fork, batch):
             call, x, g = seen.call, seen.argument, seen.gradient[0]
             try:
-                is_step, is_clip = _is_step(seen), _is_clip(seen)
+                is_step, is_clip = _is_step(seen), _is_clip(seen, batch)
             except Exception:  # it may not run on another argument
                 continue
             if is_step:
@@ -84,8 +90,12 @@ def _with_gradients(fork: Fork, batch: Any) -> list[_Seen]:
         elif len(given) > 1 and any(weights):
             clips.clear()  # a layer, which is no step even if its weights are zero
             return
+        if call.path is not None and call.name in COMBINED:
+            computing = {id(x) for x in given if x.requires_grad}
+            if len(computing) > 1:  # a layer whose weights another network computes
+                clips.clear()
         try:
-            seen = _candidate(call, given)
+            seen = _candidate(call, given[:1] if call.name in LIKE else given)
         except Exception:  # a tensor of another kind, such as a nested one
             return
         if seen is not None:
@@ -123,15 +133,27 @@ def clipped(x: Tensor, made: Tensor) -> tuple[float, float] | None:
     return (low, high) if is_cut and not torch.equal(made, x) else None
 
 
-def _is_clip(seen: _Seen) -> bool:
+def _is_clip(seen: _Seen, batch: Any) -> bool:
     """Return whether entries are cut to a range. If all are the same, other arguments tell.
 
-    A product with zero is zero for all of them.
+    A product with zero is zero for all of them. A product with labels of 0 and 1 cuts those outputs
+    that happen to fit them.
     """
-    if seen.ends is None:
+    if seen.ends is None or _is_product_with_one_of(batch, seen):
         return False
     low, high = seen.ends
-    return low < high or any(bool((_again(seen, by)[0] != low).any()) for by in (-1.0, *SCALES))
+    scaled = (_again(seen, by * seen.argument)[0] for by in (-1.0, *SCALES))
+    return low < high or any(bool((made != low).any()) for made in scaled)
+
+
+def _is_product_with_one_of(batch: Any, seen: _Seen) -> bool:
+    """Return whether an argument of a product has the values of a tensor of the batch."""
+    others = [x for x in seen.call.args if isinstance(x, Tensor) and x is not seen.given]
+    return seen.call.name in MULTIPLIES and any(
+        x.shape == y.shape and torch.equal(x.float(), y.float())
+        for x in others
+        for y in tensors(batch)
+    )
 
 
 def _is_step(seen: _Seen) -> bool:
@@ -140,16 +162,16 @@ def _is_step(seen: _Seen) -> bool:
         return False
     varies = False
     for scale in SCALES:
-        made, slope = _again(seen, scale)
+        made, slope = _again(seen, scale * seen.argument)
         if slope is not None and bool(slope.any()):
             return False
         varies |= bool((made != made.flatten()[0]).any())
     return varies
 
 
-def _again(seen: _Seen, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Return the function's result for its argument times a factor, and its slope there."""
-    x = (scale * seen.argument).requires_grad_()
+def _again(seen: _Seen, argument: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the function's result for another argument, and its slope there."""
+    x = argument.clone().requires_grad_()
     with seeded(0):
         made = seen.call.function(
             *(x if a is seen.given else a for a in seen.call.args),

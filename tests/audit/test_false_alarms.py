@@ -1,0 +1,273 @@
+"""Healthy trainings that look like faults: the audit does not name these faults."""
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import audit
+from adiv_monitor.audit.report import AuditReport
+
+Case = tuple[nn.Module, Sequence[Any], Callable[[nn.Module, Any], Tensor]]
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    pairs = pairwise(widths)
+    return nn.Sequential(*[x for a, b in pairs for x in (nn.Linear(a, b), nn.ReLU())][:-1])
+
+
+class After(nn.Module):
+    """A network behind a fixed function of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], network: nn.Module) -> None:
+        super().__init__()
+        self.function, self.network = function, network
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.network(self.function(x))
+        return found
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def squared(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return functional.mse_loss(model(*batch[:-1]), batch[-1])
+
+
+def blobs(factor: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    centres, labels = torch.randn(6, 16), torch.randint(6, (512,))
+    x = factor * (centres[labels] + torch.randn(512, 16))
+    return list(zip(x.split(32), labels.split(32), strict=True))
+
+
+def standardised_in_forward() -> Case:
+    batches = blobs(1e3)
+    x = torch.cat([batch[0] for batch in batches])
+    mean, std = x.mean(0), x.std(0)
+    return After(lambda x: (x - mean) / std, mlp(16, 64, 6)), batches, cross_entropy
+
+
+def batch_norm_first() -> Case:
+    return nn.Sequential(nn.BatchNorm1d(16), mlp(16, 64, 6)), blobs(1e3), cross_entropy
+
+
+def fourier_features() -> Case:
+    places, waves = torch.randint(256, (512, 2)).float(), 2 * torch.randn(2, 32)
+    targets = torch.sin(places[:, :1] / 40)
+
+    def features(x: Tensor) -> Tensor:
+        angles = 6.283 * (x / 256) @ waves
+        return torch.cat([angles.sin(), angles.cos()], 1)
+
+    batches = list(zip(places.split(64), targets.split(64), strict=True))
+    return After(features, mlp(64, 64, 1)), batches, squared
+
+
+def adversarial() -> Case:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(cross_entropy(model, (x, batch[1])), x)
+        return cross_entropy(model, ((x + 0.1 * gradient.sign()).detach(), batch[1]))
+
+    return mlp(16, 64, 6), blobs(), loss
+
+
+def frozen_reference() -> Case:
+    model = nn.ModuleDict({"policy": mlp(16, 32, 6)})
+    model["reference"] = copy.deepcopy(model["policy"]).requires_grad_(False)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert isinstance(model, nn.ModuleDict)
+        new, old = (model[name](batch[0]).log_softmax(1) for name in ("policy", "reference"))
+        return -functional.logsigmoid((new - old).gather(1, batch[1][:, None])).mean()
+
+    return model, blobs(), loss
+
+
+class ZeroGates(nn.Module):
+    """A residual branch behind a gate that begins at zero, in front of a head that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.condition = nn.Linear(2, 64), nn.Linear(1, 64)
+        self.gates, self.branch, self.head = nn.Linear(64, 192), mlp(64, 128, 64), nn.Linear(64, 2)
+        for layer in (self.gates, self.head):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        scale, shift, gate = self.gates(functional.silu(self.condition(time))).chunk(3, 1)
+        hidden = self.first(x)
+        inner = functional.layer_norm(hidden, (64,)) * (1 + scale) + shift
+        found: Tensor = self.head(functional.layer_norm(hidden + gate * self.branch(inner), (64,)))
+        return found
+
+
+def zero_gates() -> Case:
+    angles = 6.28 * torch.rand(2560)
+    points = 1.4 * torch.stack([angles.cos(), angles.sin()], 1)
+
+    def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        (x,) = batch
+        time, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        return functional.mse_loss(model((1 - time) * x + time * noise, time), noise - x)
+
+    return ZeroGates(), [(x,) for x in points.split(128)], loss
+
+
+class Bags(nn.Module):
+    """Attention over the instances of one bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.scores, self.head = mlp(16, 32, 32), nn.Linear(32, 4), nn.Linear(128, 1)
+
+    def forward(self, bag: Tensor) -> Tensor:
+        features = self.features(bag)
+        weights = self.scores(features).softmax(0)
+        found: Tensor = self.head((weights.T @ features).reshape(1, -1))
+        return found
+
+
+def bags() -> Case:
+    sizes = torch.randint(8, 20, (24,)).tolist()
+    batches = [(torch.randn(size, 16), torch.tensor([[float(i % 2)]])) for i, size in
+               enumerate(sizes)]  # fmt: skip
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+    return Bags(), batches, loss
+
+
+def cross_entropy_by_hand() -> Case:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, labels = batch
+        return functional.nll_loss(model(x), labels) + model(x).logsumexp(1).mean()
+
+    return mlp(16, 64, 6), blobs(), loss
+
+
+class Hyper(nn.Module):
+    """A network whose weights another network computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = mlp(4, 32, 49)
+
+    def forward(self, condition: Tensor, x: Tensor) -> Tensor:
+        w = 0.5 * self.weights(condition)
+        hidden = torch.bmm(w[:, :32].view(-1, 8, 4), x[..., None])[..., 0] + w[:, 32:40]
+        return (hidden.relu() * w[:, 40:48]).sum(1, keepdim=True) + w[:, 48:]
+
+
+def computed_weights() -> Case:
+    conditions, x = torch.randn(2, 2560, 4)
+    parts = (conditions, x, torch.tanh((conditions * x).sum(1, keepdim=True)))
+    return Hyper(), list(zip(*(part.split(32) for part in parts), strict=True)), squared
+
+
+def logistic_by_hand() -> Case:
+    x = torch.randn(512, 8)
+    batches = list(zip(x.split(32), (x[:, :1] > 0).float().split(32), strict=True))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        out = model(batch[0])
+        return (functional.softplus(out) - out * batch[1]).mean()
+
+    return mlp(8, 32, 1), batches, loss
+
+
+class Parts(nn.Module):
+    """Four parts of each sample, joined again: (128, 32) to (32, 128) with 32 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.whole = nn.Linear(4, 32), nn.Linear(128, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.each(x.view(-1, 4)).relu()
+        found: Tensor = self.whole(hidden.view(len(x), -1))
+        return found
+
+
+def parts_of_samples() -> Case:
+    return Parts(), blobs(), cross_entropy
+
+
+CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
+    "standardised in forward": (standardised_in_forward, ("input-scale", "input-mean")),
+    "batch normalisation first": (batch_norm_first, ("input-scale", "input-mean")),
+    "Fourier features": (fourier_features, ("input-scale", "input-mean")),
+    "adversarial training": (adversarial, ("samples-mixed",)),
+    "a frozen reference": (frozen_reference, ("frozen",)),
+    "gates that begin at zero": (zero_gates, ("vanishing",)),
+    "bags of instances": (bags, ("softmax-over-samples",)),
+    "cross-entropy by hand": (cross_entropy_by_hand, ("no-log",)),
+    "computed weights": (computed_weights, ("zero-slope",)),
+    "logistic loss by hand": (logistic_by_hand, ("zero-slope",)),
+    "parts of samples": (parts_of_samples, ("reshape-scrambles",)),
+}
+
+RATES = {"gates that begin at zero": 1e-3, "computed weights": 5e-4, "logistic loss by hand": 3e-2}
+
+
+def audited(case: Case, steps: int = 60, rate: float = 3e-3) -> AuditReport:
+    model, batches, loss = case
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], rate)
+
+    return audit(model, batches, loss=loss, optimizer=adam, steps=steps, try_fixes=False,
+                 what_if=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
+    make, faults = CASES[name]
+    torch.manual_seed(0)
+    report = audited(make(), rate=RATES.get(name, 3e-3))
+    assert not {finding.name for finding in report.findings} & set(faults)
+
+
+def test_inputs_that_a_layer_reads_as_they_are_are_told() -> None:
+    report = audited((mlp(16, 64, 6), blobs(1e3), cross_entropy))
+    assert "input-scale" in {finding.name for finding in report.findings}
+
+
+def test_a_loss_of_energies_may_be_meant() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(-model(batch[0]), batch[1])
+
+    report = audited((mlp(16, 64, 6), blobs(), loss))
+    (finding,) = [f for f in report.findings if f.name == "loss-reversed"]
+    assert finding.strength == "watch"
+    assert "unless they are distances or energies" in finding.summary
+
+
+def test_a_negated_loss_is_still_told() -> None:
+    report = audited((mlp(16, 64, 6), blobs(), lambda m, b: -cross_entropy(m, b)), steps=20)
+    (finding,) = [f for f in report.findings if f.name == "loss-reversed"]
+    assert finding.strength == "act"
+
+
+def test_a_reshape_that_scrambles_is_still_told() -> None:
+    class Scrambled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each, self.last = nn.Conv1d(4, 8, 1), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            channels = self.each(x.view(-1, 4, 4))  # (B, 8, 4)
+            found: Tensor = self.last(channels.reshape(-1, 4, 8).mean(1))  # meant: transpose
+            return found
+
+    report = audited((Scrambled(), blobs(), cross_entropy), steps=20)
+    assert "reshape-scrambles" in {finding.name for finding in report.findings}
