@@ -144,10 +144,10 @@ def entering(record: Record) -> tuple[str, Typical] | None:
 
 
 def entries(record: Record, path: str) -> float | None:
-    """Return the rms of the entries of a map's rows; None: it is not known, or no plain map."""
+    """Return the rms of the entries of a map's rows; None: it is not known."""
     reading = next((r.layers[path] for r in record.reports if path in r.layers), None)
     found = typical(record, path, "scale_mean")
-    if reading is None or found is None or reading.kind not in PLAIN or not reading.features:
+    if reading is None or found is None or not reading.features:
         return None
     square = max(0.0, found.value - (1.0 if reading.bias_share else 0.0))
     return math.sqrt(square / reading.features)

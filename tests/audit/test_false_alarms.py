@@ -237,8 +237,34 @@ def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
     assert not {finding.name for finding in report.findings} & set(faults)
 
 
-def test_inputs_that_a_layer_reads_as_they_are_are_told() -> None:
-    report = audited((mlp(16, 64, 6), blobs(1e3), cross_entropy))
+class Recurrent(nn.Module):
+    """A recurrent network, which reads the four parts of a sample one after the other."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.inner(x.view(-1, 4, 4))[0][:, -1])
+        return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: mlp(16, 64, 6),
+        lambda: Recurrent(nn.LSTM(4, 16, batch_first=True)),
+        lambda: Recurrent(nn.GRU(4, 16, batch_first=True)),
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3), nn.ReLU(),
+                              nn.Flatten(), nn.Linear(112, 6)),
+    ],
+    ids=["linear", "LSTM", "GRU", "convolution"],
+)  # fmt: skip
+@pytest.mark.parametrize("factor", [1e3, 1e-3])
+def test_inputs_that_a_layer_reads_as_they_are_are_told(
+    make: Callable[[], nn.Module], factor: float
+) -> None:
+    report = audited((make(), blobs(factor), cross_entropy))
     assert "input-scale" in {finding.name for finding in report.findings}
 
 
