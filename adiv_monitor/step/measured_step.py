@@ -40,8 +40,8 @@ _MOVED = (
     "update nor in the applied update."
 )
 _REMOVED = (
-    "its gradient was removed after the backward pass (`zero_grad()`, `.grad = None`?), so the "
-    "optimizer does not move it"
+    "its gradient was removed after the backward pass (`zero_grad()`, `.grad = None`, a step that "
+    "was taken within it?), so the optimizer's step does not use it"
 )
 
 
