@@ -186,13 +186,13 @@ def follow(
     handles = []
     for node, handed in nodes.items():
         hook = _Following(arrive, handed)  # it must not hold the node, which holds it
-        hook.path = path
+        hook.path, hook.watched = path, watched
         handle = node.register_hook(hook)
         hooks = handle.hooks_dict_ref()
         if len(hooks) > 1:
             for other in hooks.values():
                 is_other = type(other) is _Following and other is not hook
-                if is_other and other.path in watched:
+                if is_other and other.watched is watched and other.path in watched:
                     hook.leave_to(other)
         handles.append(handle)
     for key in wanted.keys() - reached.keys():
@@ -204,6 +204,7 @@ class _Following(partial[None]):
     """The hook of a layer's call on a node, with the contributions that it observes."""
 
     path: str  # of the layer
+    watched: Container[str]  # of the same step of the same monitor, see `follow`
 
     def leave_to(self, other: "_Following") -> None:
         """Remove contributions that another call's hook on the same node observes already."""

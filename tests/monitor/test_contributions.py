@@ -621,3 +621,17 @@ def test_a_shared_bias_with_a_penalty_holds_more() -> None:
         optimizer.step()
     assert monitor.latest is not None
     assert any("holds more" in note for note in monitor.latest.notes)
+
+
+def test_two_monitors_of_one_model_do_not_take_each_others_contributions() -> None:
+    model = one_bias().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitors = [Monitor(model, optimizer, on_error="raise") for _ in range(2)]
+    for monitor in monitors:
+        monitor.attach()
+    model(torch.randn(16, 4).double()).square().mean().backward()
+    optimizer.step()
+    for monitor in monitors:
+        monitor.close()
+        assert monitor.latest is not None
+        assert monitor.latest.notes == ()
