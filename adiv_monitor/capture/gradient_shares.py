@@ -32,12 +32,14 @@ class GradientShare:
         is_known: whether all calls were followed.
         has_rows: whether the rows of each call arrived in the same pass as its contribution.
         is_joint: whether a node passes on the sum of several layers' contributions.
+        is_only: whether no layer with another first parameter has a share in the same gradient.
     """
 
     def __init__(self, parameter: nn.Parameter, *, whole: bool = False) -> None:
         self.parameter = parameter
         self.is_known = self.has_rows = True
         self.is_joint = False
+        self.is_only = True
         self._kept = _all if whole else sampled_entries
         self._held: Tensor | None = None  # sampled entries from earlier passes
         self._arrived: Tensor | None = None  # from the last pass

@@ -102,7 +102,7 @@ class Layers:
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
-        self._in_all: dict[int, list[GradientShare]] = defaultdict(list)  # by id of a parameter
+        self._in_all: dict[int, list[GradientShare]] = {}  # by id of a parameter
         self._shares: dict[Layer, list[GradientShare]] = {}
         # The share that each of several layers contributes to one parameter, by path and by id.
         self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
@@ -304,12 +304,20 @@ class Layers:
         known = self._contributed[keys[0]]
         for key, parameter in zip(keys, layer.parameters, strict=True):
             if key not in known:
-                known[key] = GradientShare(parameter)
-                self._in_all[key].append(known[key])
+                share = known[key] = GradientShare(parameter)
+                if key not in self._in_all:
+                    self._in_all[key] = [share]
+                else:
+                    self._in_all[key].append(share)
+                    for other in self._in_all[key]:
+                        other.is_only = False
         return [known[key] for key in keys]
 
-    def contributions_to(self, share: GradientShare) -> list[GradientShare]:
-        """Return the shares in one gradient, also those of layers with other first parameters."""
+    def in_gradient_of(self, share: GradientShare) -> list[GradientShare]:
+        """Return the shares that are, or may be, part of the same gradient as this one.
+
+        Layers with other first parameters may have some, too.
+        """
         every = self._in_all[id(share.parameter)]
         return [x for x in every if x.has_arrived or not x.is_known] or [share]
 

@@ -249,8 +249,11 @@ class FinalGradient:
             now[0] = self._unsharded.entries.get(id(lead))
         followed = self._is_alone and layer.is_direct and contributions != []
         for place, contribution in enumerate(contributions):
-            shares = self._capture.layers.contributions_to(contribution)
-            followed &= False not in [share.is_known and share.has_rows for share in shares]
+            shares = [contribution]
+            if not contribution.is_only:
+                shares = self._capture.layers.in_gradient_of(contribution)
+            for share in shares:
+                followed &= share.is_known and share.has_rows
             own = total_of(shares) if counts else None
             contributed.append(own)
             if own is not None:

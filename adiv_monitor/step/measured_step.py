@@ -157,7 +157,8 @@ class MeasuredStep:
             if rows is None:
                 continue
             calls = rows.finish()
-            if calls and self._is_alone and not any(p.grad is not None for p in layer.parameters):
+            lead = layer.parameters[0]
+            if calls and self._is_alone and lead.grad is None and _has_none(layer):
                 self._unreached[layer.path] = _REMOVED
             elif calls:
                 reached[layer] = calls
@@ -381,8 +382,12 @@ class MeasuredStep:
         del every[path]
 
 
+def _has_none(layer: Layer) -> bool:
+    return all(parameter.grad is None for parameter in layer.parameters)
+
+
 def _why_unreached(layer: Layer) -> str:
-    if all(parameter.grad is None for parameter in layer.parameters):
+    if _has_none(layer):
         return "no gradient reached it in this step"
     return (
         "its parameters have a gradient, but none came through the output of its forward pass: it "
