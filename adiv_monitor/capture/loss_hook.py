@@ -15,7 +15,7 @@ from adiv_monitor.rerun.thread import ThreadState
 
 UNSEEN = (
     "The loss is not known: the given {} was not seen to be called with gradients (is it another "
-    "instance than the one that the training calls?)."
+    "instance than the one that the training calls, or compiled?)."
 )
 
 

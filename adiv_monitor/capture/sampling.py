@@ -8,26 +8,14 @@ spacings (A. Rényi 1953), whatever T is.
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from adiv_monitor.features.rows import HOST, Index, Keys, Rows
+from adiv_monitor.maths.sums import Sampled
 
-
-class Drawn(Protocol):
-    """Rows that were drawn: see `Rows`."""
-
-    @property
-    def keys(self) -> Keys | None:
-        """The key of each row."""
-        ...
-
-    @property
-    def bound(self) -> float:
-        """Every row with a smaller key was drawn."""
-        ...
+Drawn = Rows | Sampled  # both have the keys of drawn rows, and the bound below which all are drawn
 
 
 def draw(

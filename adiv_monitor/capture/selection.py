@@ -377,7 +377,8 @@ def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
         return None
     modules, found = [model], list[object](known_rules())
     for module in modules:  # the list grows during the loop
-        found += (id(module), type(module), *module._modules.keys())  # scripted: no __iter__
+        # The tables of scripted modules can't be iterated directly.
+        found += (id(module), type(module), *module._modules.keys())
         for name, p in module._parameters.items():
             if p is not None:
                 found += (name, id(p), type(p), p.requires_grad, p.dtype, p.device)

@@ -139,18 +139,18 @@ def entering(record: Record) -> tuple[str, Typical] | None:
             break
     else:
         return None
-    found, size = typical(record, path, "scale_mean"), entries(record, path)
-    return None if found is None or size is None else (path, Typical(size, 0.0, found.since))
+    found = entries(record, path)
+    return None if found is None else (path, found)
 
 
-def entries(record: Record, path: str) -> float | None:
+def entries(record: Record, path: str) -> Typical | None:
     """Return the rms of the entries of a map's rows; None: it is not known."""
     reading = next((r.layers[path] for r in record.reports if path in r.layers), None)
     found = typical(record, path, "scale_mean")
     if reading is None or found is None or not reading.features:
         return None
     square = max(0.0, found.value - (1.0 if reading.bias_share else 0.0))
-    return math.sqrt(square / reading.features)
+    return Typical(math.sqrt(square / reading.features), 0.0, found.since)
 
 
 def worst_first(values: Mapping[str, float]) -> tuple[str, ...]:

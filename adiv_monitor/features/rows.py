@@ -58,7 +58,9 @@ class Rows:
             taken = to_compute_dtype(tensor)
             if taken is tensor:  # a copy, which training does not change in place
                 taken = tensor.clone(memory_format=torch.contiguous_format)
-            return taken.reshape(self.total, *rest)
+            else:
+                taken = taken.contiguous()
+            return taken.view(self.total, *rest)
         if tensor.is_contiguous():
             return to_compute_dtype(tensor.view(self.total, *rest).index_select(0, self.flat))
         return to_compute_dtype(tensor[tuple(self._on_device)])

@@ -157,9 +157,10 @@ class MeasuredStep:
             if rows is None:
                 continue
             calls = rows.finish()
-            lead = layer.parameters[0]
+            lead = layer.parameters[0]  # looked at first: it has a gradient nearly always
             if calls and self._is_alone and lead.grad is None and _has_none(layer):
                 self._unreached[layer.path] = _REMOVED
+                rows.release()
             elif calls:
                 reached[layer] = calls
             else:

@@ -245,3 +245,16 @@ def test_rows_below_the_bound_stay_with_a_single_call_too() -> None:
         (kept,) = winners([Rows((10,), keys=keys, bound=0.35)], most)
         assert kept is not None and kept.tolist() == [0, 1, 2, 3]
     assert winners([Rows((10,), keys=keys, bound=1.0)], None) == [None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_rows_that_are_all_taken_are_a_copy_side_by_side(dtype: torch.dtype, samples: int) -> None:
+    image = torch.arange(samples * 24.0).view(samples, 4, 3, 2).to(dtype)
+    z = image.movedim(1, -1)
+    taken = Rows((samples, 3, 2)).take(z)
+    assert taken.is_contiguous()
+    assert taken.dtype == (torch.float32 if dtype is torch.bfloat16 else dtype)
+    image.zero_()
+    expected = torch.arange(samples * 24.0).view(samples, 4, 6).mT.reshape(-1, 4)
+    assert torch.equal(taken, expected.to(taken.dtype))

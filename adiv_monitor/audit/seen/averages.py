@@ -35,11 +35,15 @@ def averages(model: nn.Module, loss: Loss) -> list[str]:
 
 
 def _is_copy(some: nn.Module, other: nn.Module) -> bool:
-    """Return whether the other module is trained and has the same weights."""
+    """Return whether the other module is trained and has the same weights.
+
+    Those of normalisations begin as ones and zeros, so that two of them are equal without a copy.
+    """
     pairs = zip(some.parameters(), other.parameters(), strict=False)
     is_trained = any(p.requires_grad for p in other.parameters())
+    is_drawn = any(bool((p != p.flatten()[:1]).any()) for p in some.parameters())
     alike = _shapes(some) == _shapes(other)
-    return is_trained and alike and all(torch.equal(p, q) for p, q in pairs)
+    return is_trained and is_drawn and alike and all(torch.equal(p, q) for p, q in pairs)
 
 
 def _shapes(module: nn.Module) -> Shapes:

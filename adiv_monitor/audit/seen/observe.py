@@ -89,7 +89,7 @@ def observe(
     finally:
         monitor.close(quietly=True)
         watch.remove()
-    ran = watch.gradients.ran
+    ran, copies = watch.gradients.ran, averages(setup.model, setup.loss)
     record = Record(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
@@ -97,13 +97,13 @@ def observe(
         reports=tuple(told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
-        wiring=_without_copies(watch.gradients.wiring(mattered), setup),
+        wiring=_without_copies(watch.gradients.wiring(mattered), copies),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
         weights=in_order(begin, list(filter(None, ran))),  # the root's own parts are no layers
         notes=(*_notes(setup, fork), *watch.notes()),
         interrupted=course.interrupted,
-        lost=_lost(setup, fork),
+        lost=_lost(setup, fork, copies),
     )
     return record if course.interrupted else _looked_at(record, setup, fork)
 
@@ -211,14 +211,14 @@ def _trains_any(fork: Fork) -> bool:
     return any(id(p) in own for p in held(fork.optimizer))
 
 
-def _without_copies(wiring: Wiring, setup: Setup) -> Wiring:
+def _without_copies(wiring: Wiring, copies: Sequence[str]) -> Wiring:
     """Leave out the frozen parameters of copies of a trained part: they are meant to be frozen."""
-    copies = tuple(f"{name}." for name in averages(setup.model, setup.loss))
-    frozen = tuple(name for name in wiring.frozen if not name.startswith(copies))
+    inside = tuple(f"{name}." for name in copies)
+    frozen = tuple(name for name in wiring.frozen if not name.startswith(inside))
     return replace(wiring, frozen=frozen)
 
 
-def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
+def _lost(setup: Setup, fork: Fork, copies: Sequence[str]) -> tuple[str, ...]:
     """Return differences between the copy and the run for the verdict; notes have more details."""
     found = []
     if fork.lost:
@@ -227,9 +227,9 @@ def _lost(setup: Setup, fork: Fork) -> tuple[str, ...]:
         found.append("the model was given in evaluation mode and is trained in training mode")
     if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
         found.append("no scheduler runs")
-    if names := averages(setup.model, setup.loss):
+    if copies:
         found.append(
-            f"if your loop updates {listed(names)}, as an average or a target, the copy does not"
+            f"if your loop updates {listed(copies)}, as an average or a target, the copy does not"
         )
     return tuple(found)
 

@@ -59,7 +59,7 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
     A model may scale its inputs itself, or normalise them: then no layer has rows of their size, or
     of a size that is as far off. Without readings it is not known.
     """
-    sizes = [size for path in maps(record) if (size := entries(record, path)) is not None]
+    sizes = [rows.value for path in maps(record) if (rows := entries(record, path)) is not None]
     rms = math.hypot(seen.mean, seen.std)
     return (
         not sizes

@@ -18,7 +18,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     A loss that adds their `logsumexp` itself is a cross-entropy.
     """
     found: dict[str, Fact] = {}
-    logits: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     added: list[Tensor] = []
 
     def look(call: Call) -> None:
@@ -29,11 +29,11 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         if given:
             words = {"function": call.name, "given": given}
             found.setdefault(call.place, Fact(call.place, {}, words))
-            logits.setdefault(call.place, x.clone())
+            inputs.setdefault(call.place, x.clone())
 
     with torch.no_grad():
         see_calls(setup.fork(), look)
-        for place, x in logits.items():
+        for place, x in inputs.items():
             if any(y.shape == x.shape and torch.allclose(x, y) for y in added):
                 del found[place]
     return Probed(tuple(found.values()))

@@ -36,7 +36,7 @@ def one_sided(fork: Fork) -> dict[str, Tensor]:
             name = names.get(id(x))
             if name is None or x.ndim < 2 or x.numel() < LEAST or not x.requires_grad:
                 continue
-            if x.is_complex():  # has no sign
+            if x.is_complex():  # complex numbers have no sign
                 continue
             if share(x) > max(ONE_SIDED, DEVIATIONS / math.sqrt(x.numel())):
                 found[name] = x

@@ -15,8 +15,8 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 BATCHES = 4
 SAMPLED = 1000  # entries whose values tell whether a function may be a step
 FEWEST = 8  # entries of a clip; the ends of a range fit two entries of any function
-# Products, in which one argument may be weights that another network computes.
 MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
+# Products, in which one argument may be weights that another network computes.
 COMBINED = (*PRODUCTS, *MULTIPLIES, "conv1d", "conv2d", "conv3d")
 LIKE = ("expand_as", "view_as", "reshape_as", "type_as")  # the second argument gives a shape
 SCALES = (0.01, 1.0, 100.0)  # factors on the argument; no smooth function is flat near zero
@@ -142,8 +142,7 @@ def _is_clip(seen: _Seen, batch: Any) -> bool:
     if seen.ends is None or _is_product_with_one_of(batch, seen):
         return False
     low, high = seen.ends
-    scaled = (_again(seen, by * seen.argument)[0] for by in (-1.0, *SCALES))
-    return low < high or any(bool((made != low).any()) for made in scaled)
+    return low < high or any(bool((_again(seen, by)[0] != low).any()) for by in (-1.0, *SCALES))
 
 
 def _is_product_with_one_of(batch: Any, seen: _Seen) -> bool:
@@ -162,16 +161,16 @@ def _is_step(seen: _Seen) -> bool:
         return False
     varies = False
     for scale in SCALES:
-        made, slope = _again(seen, scale * seen.argument)
+        made, slope = _again(seen, scale)
         if slope is not None and bool(slope.any()):
             return False
         varies |= bool((made != made.flatten()[0]).any())
     return varies
 
 
-def _again(seen: _Seen, argument: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the function's result for another argument, and its slope there."""
-    x = argument.clone().requires_grad_()
+def _again(seen: _Seen, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Return the function's result for its argument times a factor, and its slope there."""
+    x = (scale * seen.argument).requires_grad_()
     with seeded(0):
         made = seen.call.function(
             *(x if a is seen.given else a for a in seen.call.args),
