@@ -337,18 +337,21 @@ def test_each_parameter_of_a_module_has_its_own_reason() -> None:
 
 
 def test_a_copy_that_runs_without_gradients_replaces_no_module() -> None:
-    model = nn.ModuleDict({"encoder": nn.Linear(4, 4)})
+    """Not of another class, and not of the same class either."""
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 4), "outside": nn.Linear(4, 4, bias=False)})
     model.temperature = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 4)
     with Monitor(model, optimizer, on_error="raise") as monitor:
         with torch.no_grad():
             target = copy.copy(model["encoder"])(x)
-        (model["encoder"](x) * model.temperature.exp() - target).square().mean().backward()
+        out = (model["encoder"](x) * model.temperature.exp()) @ model["outside"].weight
+        (out - target).square().mean().backward()
         optimizer.step()
     assert monitor.latest is not None
-    assert monitor.latest.unsupported.keys() == {"temperature"}
-    assert "outside of `forward`" in monitor.latest.unsupported["temperature"]
+    reasons = monitor.latest.unsupported
+    assert reasons.keys() == {"temperature", "outside"}
+    assert all("outside of `forward`" in reason for reason in reasons.values())
 
 
 def test_frozen_layers_that_the_optimizer_still_moves_are_told() -> None:
