@@ -25,6 +25,7 @@ from adiv_monitor.audit.training.setup import (
     seeded,
 )
 from adiv_monitor.audit.training.train import Progress
+from adiv_monitor.audit.training.warned import each_warning_once
 from adiv_monitor.audit.what_if import what_if as alternatives
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding
@@ -104,7 +105,7 @@ def audit(
         try_seconds=try_seconds,
     )
     every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
-    with seeded(seed):
+    with each_warning_once(), seeded(seed):
         with as_drawn(batches):
             kept = taken(batches, steps, next(model.parameters()).device)
         setup = Setup(

@@ -198,7 +198,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "softmax-of-one": "Softmax over a single class",
         "softmax-over-samples": "Softmax over the samples",
         "targets-out-of-range": "Targets that the outputs can't reach",
-        "target-is-input": "The targets are not the next tokens",
+        "target-is-input": "Targets that are the wrong tokens",
         "future-leak": "The model sees the tokens that it should predict",
         "hidden-parameters": "Parameters that are not registered",
         "rate-zero": "A learning rate of zero",

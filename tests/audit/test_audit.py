@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+import warnings
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -501,3 +502,21 @@ def test_arguments_by_name_make_a_probe() -> None:
     assert audit(Named(), batches(), loss=loss, **given).record.reports[-1].alignment
     with pytest.raises(ValueError, match="did not call the model"):
         audit(Named(), batches(), loss=around, **given)
+
+
+def test_a_warning_of_the_training_is_shown_once_for_each_of_its_lines() -> None:
+    """However often the audit runs it, with batches of whatever size."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with warnings.catch_warnings():  # Python forgets at this what it showed
+            pass
+        of_one_class = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        warnings.warn(f"{len(batch[0])} samples", stacklevel=1)
+        warnings.warn(f"{len(batch[0])} samples", stacklevel=1)
+        return of_one_class
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        audit(mlp(), batches(), loss=loss, optimizer=sgd(), steps=4, what_if=False)
+    ours = [w.lineno for w in shown if str(w.message).endswith("samples")]
+    assert len(ours) == 2 and ours[0] != ours[1]

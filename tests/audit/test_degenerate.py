@@ -31,7 +31,7 @@ NUMBERS = (
 )
 WORDS = dict.fromkeys(
     (
-        *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked"),
+        *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked", "given"),
         *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest", "outputs"),
     ),
     "x",

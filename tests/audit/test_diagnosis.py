@@ -129,7 +129,8 @@ HITS = {
     "input-partly-ignored": probed("input-partly-ignored", share=0.5, losses=STILL),
     "bounded-logits": probed("bounded-logits", share=1.0, classes=10.0, floor=0.8, losses=STILL),
     "broadcast-loss": probed("broadcast-loss", times=64.0),
-    "no-log": probed("no-log"),
+    "no-log": record(probed={"no-log": Probed(
+        (Fact("nll_loss", {}, {"function": "nll_loss", "given": "probabilities"}),))}),
     "targets-misplaced": probed("targets-misplaced", share=0.1),
     "loss-reversed": record(
         probed={"loss-reversed": Probed((Fact("", {"right": 0.9, "wrong": 0.1},

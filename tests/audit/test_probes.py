@@ -18,7 +18,7 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.seen.probes import PROBES, asked
-from adiv_monitor.audit.seen.probes.no_log import lacks_log, lacks_softmax
+from adiv_monitor.audit.seen.probes.no_log import given_to
 from adiv_monitor.audit.seen.probes.reshape_scrambles import is_cut_across, permuted, takes_parts
 from adiv_monitor.audit.seen.wiring import input_matters
 from adiv_monitor.audit.training.batches import taken
@@ -266,6 +266,22 @@ def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:
     assert not told.facts and "pairs" in told.untold
 
 
+@pytest.mark.parametrize("at_indices", [True, False])
+def test_nodes_of_a_graph_are_meant_to_mix(at_indices: bool) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z, after = self.layer(x), (torch.arange(len(x)) + 1) % len(x)
+            return z + (torch.zeros_like(z).index_add(0, after, z) if at_indices else z.mean(0))
+
+    told = asked_one("samples-mixed", setup(model=Graph()))
+    assert bool(told.facts) is not at_indices
+    assert ("indices" in told.untold) is at_indices
+
+
 class OneByOne(nn.Module):
     """Takes a list of sequences, one for each sample."""
 
@@ -503,6 +519,36 @@ def test_targets_are_the_tokens_after_the_last_that_an_output_sees(
     told = asked_one("target-is-input", setup(model=model(False), loss=of_places, batches=text))
     found = [fact.numbers["places"] for fact in told.facts]
     assert found == ([] if places is None else [places])
+
+
+class Masking(OfTokens):
+    """Masks the places that it is told, as some masked language models do themselves."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(tokens.masked_fill(torch.arange(11) % 4 == 1, 0), labels)
+
+
+CHOSEN = torch.arange(11) % 4 == 1  # the places that a masked language model fills in
+
+
+@pytest.mark.parametrize(
+    ("model", "masked", "counts", "is_named"),
+    [(OfTokens, CHOSEN, CHOSEN, False), (OfTokens, CHOSEN, ~CHOSEN, True),
+     (OfTokens, ~CHOSEN & CHOSEN, CHOSEN, True), (Masking, ~CHOSEN & CHOSEN, CHOSEN, False),
+     (OfTokens, ~CHOSEN & CHOSEN, torch.arange(11) < 7, False)],
+    ids=["right", "the visible ones", "not masked", "masked by the model", "padding"],
+)  # fmt: skip
+def test_a_masked_model_whose_targets_are_visible_learns_to_copy_them(
+    model: type[OfTokens], masked: Tensor, counts: Tensor, is_named: bool
+) -> None:
+    def filled_in(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        z = model(batch[0].masked_fill(masked, 0)).flatten(0, 1)
+        return functional.cross_entropy(z, batch[0].masked_fill(~counts, -100).flatten())
+
+    text = [(torch.randint(1, 9, (8, 11)),) for _ in range(4)]
+    of = setup(model=model(True), loss=filled_in, batches=text)
+    found = [fact.words for fact in asked_one("target-is-input", of).facts]
+    assert found == ([{"of": "chosen places"}] if is_named else [])
 
 
 @pytest.mark.parametrize(
@@ -891,10 +937,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 # Calls
 
 
-def scores_in(x: Tensor) -> str:
-    """What the probe says of a call of `nll_loss`."""
-    call = Call(0, "nll_loss", None, (x, torch.zeros(len(x)).long()), {}, None, functional.nll_loss)
-    return "probabilities" if lacks_log(call) else "logits" if lacks_softmax(call) else ""
+def scores_in(x: Tensor, name: str = "nll_loss") -> str:
+    """What the probe says of a call of a loss of log-probabilities."""
+    call = Call(0, name, None, (x, torch.zeros(len(x)).long()), {}, None, functional.nll_loss)
+    return given_to(call)
 
 
 def test_a_loss_of_log_probabilities_is_told_what_it_is_given() -> None:
@@ -906,6 +952,19 @@ def test_a_loss_of_log_probabilities_is_told_what_it_is_given() -> None:
     assert scores_in(logits[..., None].expand(8, 5, 3).log_softmax(1)) == ""
     masked = logits.masked_fill(torch.arange(5) == 2, -math.inf).log_softmax(1)
     assert scores_in(masked) == ""
+
+
+def test_log_probabilities_over_another_axis_than_the_classes_are_told() -> None:
+    logits = torch.randn(8, 6, 5, generator=torch.Generator().manual_seed(0))
+    for name, classes in (("nll_loss", 1), ("ctc_loss", 2)):
+        told = [scores_in(logits.log_softmax(axis), name) for axis in range(3)]
+        assert told == ["" if axis == classes else "another axis" for axis in range(3)]
+        assert scores_in(logits.half().log_softmax(0), name) == "another axis"
+        assert scores_in(logits, name) == "logits"
+        assert scores_in(logits.sigmoid().log(), name) == ""  # of no axis, and not above 0
+    assert scores_in(logits.softmax(2), "ctc_loss") == "probabilities"
+    assert scores_in(logits[0].log_softmax(0), "ctc_loss") == "another axis"  # one sample
+    assert all(scores_in(logits.log_softmax(axis), "kl_div") == "" for axis in range(3))
 
 
 def test_logits_given_to_nll_loss_are_named_before_the_rate_that_seems_too_low() -> None:

@@ -249,6 +249,7 @@ def at_places(count: float) -> Record:
     return probed("target-is-input", Fact("", {"places": count}))
 
 
+CHOSEN = probed("target-is-input", Fact("", {"places": 0.0}, {"of": "chosen places"}))
 UNTAUGHT = probed("class-untaught", Fact("", {"class": 0.0, "samples": 96.0, "of": 256.0}))
 LOST = Fact("relu in 'a'", {}, {"by": "lost"})
 AFFINE = Fact("", {"layers": 3.0}, {"by": "affine"})
@@ -259,7 +260,13 @@ REPEATED = probed("same-batch", Fact("", {"share": 0.125}, {"of": "samples"}))
 BOUNDED = probed(
     "bounded-logits", Fact("cross_entropy", {"share": 1.0, "classes": 10.0, "floor": 0.8})
 )
-LOGITS = probed("no-log", Fact("nll_loss", {}, {"given": "logits"}))
+
+
+def no_log(given: str, name: str = "nll_loss") -> Record:
+    return probed("no-log", Fact(name, {}, {"function": name, "given": given}))
+
+
+SHARES, LOGITS, ASTRAY = no_log("probabilities"), no_log("logits"), no_log("another axis")
 BROADCAST = probed(
     "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
 )
@@ -951,16 +958,22 @@ ROWS: list[Row] = [
         replace(BROADCAST, rates=LOW)),
     Row("no-log", "nll_loss expects log-probabilities, but receives probabilities: they sum to 1. "
         "The gradient of this loss is weakest where the model is wrong",
-        probed("no-log", Fact("nll_loss")), record(probed={"no-log": Probed()})),
+        SHARES, record(probed={"no-log": Probed()})),
     Row("no-log", "use log_softmax instead of softmax, or pass the inputs of the softmax to "
-        "cross_entropy", probed("no-log", Fact("nll_loss")), record()),
+        "cross_entropy", SHARES, no_log("probabilities", "ctc_loss")),
     Row("no-log", "nll_loss expects log-probabilities, but receives logits: their exponentials do "
         "not sum to 1. This loss has no lower bound: it falls as the outputs grow, whatever the "
-        "model learns", LOGITS, probed("no-log", Fact("nll_loss"))),
+        "model learns", LOGITS, SHARES),
     Row("no-log", "use cross_entropy instead of nll_loss, or log_softmax before nll_loss", LOGITS,
-        probed("no-log", Fact("nll_loss"))),
-    Row("no-log", "With a higher learning rate, the outputs only grow faster", LOGITS,
-        probed("no-log", Fact("nll_loss"))),
+        no_log("logits", "ctc_loss")),
+    Row("no-log", "use log_softmax over the classes before ctc_loss", no_log("logits", "ctc_loss"),
+        LOGITS),
+    Row("no-log", "With a higher learning rate, the outputs only grow faster", LOGITS, SHARES),
+    Row("no-log", "nll_loss expects log-probabilities, whose exponentials sum to 1 over the "
+        "classes. Those of its input sum to 1 over another axis: the probabilities of one class "
+        "compete with each other", ASTRAY, LOGITS),
+    Row("no-log", "take the log_softmax over the classes: they are axis 1 of the input of "
+        "nll_loss, and the last axis of that of ctc_loss", ASTRAY, LOGITS),
     Row("logits-as-probabilities", "The loss is 0 if the outputs equal their targets of 0 and 1, "
         "and -0.33 if they are twice as large: it expects probabilities. But 48% of the outputs "
         "are below 0 or above 1 after training. A lower loss does not show that the predictions "
@@ -1030,6 +1043,11 @@ ROWS: list[Row] = [
         at_places(0), record(probed={"target-is-input": Probed()})),
     Row("target-is-input", "The target at each position is an input token before the last one that "
         "the output depends on", at_places(-1), at_places(0)),
+    Row("target-is-input", "The loss counts chosen places only, as that of a masked language "
+        "model, and the model sees their tokens, which are the targets: it learns to copy them, "
+        "not to fill in masked ones", CHOSEN, at_places(0)),
+    Row("target-is-input", "mask the tokens whose targets count, and set the targets of the other "
+        "places to -100", CHOSEN, at_places(0)),
     Row("target-is-input", "shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]",
         at_places(0), at_places(2)),
     Row("target-is-input", "The target at each position is the input token 2 places after the last "

@@ -39,34 +39,46 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
 
 
 def no_log(record: Record) -> Iterator[Finding]:
-    """Find a loss that expects log-probabilities but gets probabilities or logits."""
+    """Find a loss that expects log-probabilities of the classes but gets something else."""
     for fact in record.found_by("no-log"):
-        if fact.words.get("given") == "logits":
-            yield Finding(
-                "no-log",
-                (),
-                "act",
-                (Evidence("number of losses that need a log_softmax first", 1.0, step=0),),
-                (Advice("use cross_entropy instead of nll_loss, or log_softmax before nll_loss"),),
-                f"{fact.place} expects log-probabilities, but receives logits: their exponentials "
-                "do not sum to 1. This loss has no lower bound: it falls as the outputs grow, "
-                "whatever the model learns.",
-                "With a higher learning rate, the outputs only grow faster.",
-                0,
-                RATES,
+        name, given = fact.words["function"], fact.words["given"]
+        against: tuple[str, ...] = ()
+        why_not = ""
+        if given == "logits":
+            advice = Advice("use cross_entropy instead of nll_loss, or log_softmax before nll_loss"
+                            if name == "nll_loss" else
+                            f"use log_softmax over the classes before {name}")  # fmt: skip
+            text = (
+                "but receives logits: their exponentials do not sum to 1. This loss has no "
+                "lower bound: it falls as the outputs grow, whatever the model learns."
             )
-            continue
+            against, why_not = RATES, "With a higher learning rate, the outputs only grow faster."
+        elif given == "another axis":
+            advice = Advice("take the log_softmax over the classes: they are axis 1 of the input "
+                            "of nll_loss, and the last axis of that of ctc_loss")  # fmt: skip
+            text = (
+                "whose exponentials sum to 1 over the classes. Those of its input sum to 1 "
+                "over another axis: the probabilities of one class compete with each other."
+            )
+        else:
+            advice = Advice("use log_softmax instead of softmax" + (
+                "" if name == "ctc_loss" else
+                ", or pass the inputs of the softmax to cross_entropy"))  # fmt: skip
+            text = (
+                "but receives probabilities: they sum to 1. The gradient of this loss is "
+                "weakest where the model is wrong."
+            )
         yield Finding(
             "no-log",
             (),
             "act",
-            (Evidence("number of losses that need a logarithm first", 1.0, step=0),),
-            (Advice("use log_softmax instead of softmax, or pass the inputs of the softmax to "
-                    "cross_entropy"),),
-            f"{fact.place} expects log-probabilities, but receives probabilities: they sum to 1. "
-            "The gradient of this loss is weakest where the model is wrong.",
-            since=0,
-        )  # fmt: skip
+            (Evidence("number of losses without log-probabilities", 1.0, step=0),),
+            (advice,),
+            f"{fact.place} expects log-probabilities, {text}",
+            why_not,
+            0,
+            against,
+        )
 
 
 def logits_as_probabilities(record: Record) -> Iterator[Finding]:
@@ -247,31 +259,43 @@ def _of_several(record: Record, fact: Fact, share: float) -> Finding:
 
 
 def target_is_input(record: Record) -> Iterator[Finding]:
-    """Find a language model whose targets are its inputs, but not the next tokens.
+    """Find a language model whose targets are its inputs, but not the next or the masked tokens.
 
     Targets that are further ahead may be meant, as in predictions of several tokens.
     """
     for fact in record.found_by("target-is-input"):
         places = int(fact.numbers["places"])
-        seen = "the last input token" if places == 0 else "an input token before the last one"
+        if fact.words.get("of") == "chosen places":
+            advice = Advice("mask the tokens whose targets count, and set the targets of the other "
+                            "places to -100")  # fmt: skip
+            text = (
+                "The loss counts chosen places only, as that of a masked language model, and "
+                "the model sees their tokens, which are the targets: it learns to copy them, "
+                "not to fill in masked ones."
+            )
+        elif places > 1:
+            advice = Advice("shift the labels once: the data set, the model and the loss may each "
+                            "shift them")  # fmt: skip
+            text = (
+                f"The target at each position is the input token {places} places after the "
+                "last one that the output depends on: the labels are shifted twice, and the "
+                "model never learns to predict the next token."
+            )
+        else:
+            advice = Advice("shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]")
+            seen = "the last input token" if places == 0 else "an input token before the last one"
+            text = (
+                f"The target at each position is {seen} that the output depends on: the model "
+                "learns to copy its input, not to predict the next token."
+            )
         yield Finding(
             "target-is-input",
             (),
             "watch" if places > 1 else "act",
             (Evidence("places from the last token that an output depends on to its target", places,
                       1.0, step=0),),
-            (
-                Advice("shift the labels once: the data set, the model and the loss may each shift "
-                       "them")
-                if places > 1 else
-                Advice("shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]"),
-            ),
-            f"The target at each position is the input token {places} places after the last one "
-            "that the output depends on: the labels are shifted twice, and the model never learns "
-            "to predict the next token."
-            if places > 1 else
-            f"The target at each position is {seen} that the output depends on: the model learns "
-            "to copy its input, not to predict the next token.",
+            (advice,),
+            text,
             since=0,
         )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Does a loss of log-probabilities receive probabilities or logits?"""
+"""Does a loss of log-probabilities receive probabilities, logits, or those over another axis?"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -7,13 +9,14 @@ from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
-LOSSES = ("nll_loss", "kl_div")
+CLASSES = {"nll_loss": 1, "kl_div": -1, "ctc_loss": -1}  # the axis of the classes, by loss
 _CLOSE = 1e-3  # rounding of a sum of probabilities
-_FAR = 0.1  # distance of the logarithm of the sum from 0 that no rounding explains
+# Distances of the logarithm of the sum from 0: one that no rounding explains, and one that it may.
+_FAR, _NEAR = 0.1, 0.02
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Report inputs of `nll_loss` and `kl_div` whose exponentials do not sum to 1.
+    """Report inputs of losses of log-probabilities whose exponentials do not sum to 1.
 
     A loss that adds their `logsumexp` itself is a cross-entropy.
     """
@@ -25,52 +28,51 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         x = call.argument(0, "input")
         if call.name == "logsumexp" and isinstance(x, Tensor):
             added.append(x.clone())
-        given = "probabilities" if lacks_log(call) else "logits" if lacks_softmax(call) else ""
-        if given:
+        if given := given_to(call):
             words = {"function": call.name, "given": given}
             found.setdefault(call.place, Fact(call.place, {}, words))
-            inputs.setdefault(call.place, x.clone())
+            inputs.setdefault(call.place, _scores(call).clone())
 
     with torch.no_grad():
         see_calls(setup.fork(), look)
-        for place, x in inputs.items():
-            if any(y.shape == x.shape and torch.allclose(x, y) for y in added):
-                del found[place]
+    for place, x in inputs.items():
+        if any(y.shape == x.shape and torch.allclose(x, y) for y in added):
+            del found[place]
     return Probed(tuple(found.values()))
 
 
 @torch.no_grad()
-def lacks_log(call: Call) -> bool:
-    """Return whether the input is probabilities of several classes."""
-    x = _input(call)
-    return x is not None and any(
-        _is_one(x, axis) and not _is_one(x.exp(), axis) for axis in _class_axes(x)
-    )
+def given_to(call: Call) -> str:
+    """Return what a loss receives in place of log-probabilities; "": nothing else, as far as known.
 
-
-@torch.no_grad()
-def lacks_softmax(call: Call) -> bool:
-    """Return whether the input of `nll_loss` can't be log-probabilities along any axis.
-
-    Log-probabilities are at most 0, and the sum of their exponentials is 1. Scores of which most
-    rows violate this, some with positive entries, are not normalised.
+    Probabilities are not negative and sum to 1, over the classes or the last axis. The exponentials
+    of log-probabilities sum to 1: "another axis" if they do so along another one than that of the
+    classes. Scores of which most rows violate this along all axes, some with positive entries,
+    are "logits". Over which axes `kl_div` sums is not known.
     """
-    x = _input(call)
-    if x is None or call.name != "nll_loss" or lacks_log(call) or not bool(x.isfinite().all()):
-        return False
-    sums = (x.float().logsumexp(axis).abs() for axis in range(x.ndim) if x.shape[axis] > 1)
-    return bool(x.max() > 0) and all(bool(off.median() > _FAR) for off in sums)
+    x = _scores(call)
+    if call.name not in CLASSES or not isinstance(x, Tensor) or not x.is_floating_point():
+        return ""
+    if x.ndim < 2 or not x.numel():
+        return ""
+    classes = CLASSES[call.name] % x.ndim
+    several = [axis for axis in range(x.ndim) if x.shape[axis] > 1]
+    likely = {classes, 1, x.ndim - 1}.intersection(several)
+    if any(_is_one(x, axis) and not _is_one(x.exp(), axis) for axis in likely):
+        return "probabilities"
+    if call.name == "kl_div" or classes not in several or not bool(x.isfinite().all()):
+        return ""
+    sums = {axis: x.float().logsumexp(axis).abs() for axis in several}
+    if all(bool(off.median() > _FAR) for off in sums.values()):
+        return "logits" if bool(x.max() > 0) else ""
+    if call.name == "nll_loss" and x.ndim == 2:
+        return ""  # this is softmax-over-samples
+    is_other = any(bool(off.max() < _NEAR) for off in sums.values())
+    return "another axis" if is_other and bool(sums[classes].median() > _FAR) else ""
 
 
-def _input(call: Call) -> Tensor | None:
-    x = call.argument(0, "input") if call.name in LOSSES else None
-    if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point() or not x.numel():
-        return None
-    return x if _class_axes(x) else None
-
-
-def _class_axes(x: Tensor) -> list[int]:
-    return [axis for axis in {1, x.ndim - 1} if x.shape[axis] > 1]
+def _scores(call: Call) -> Any:
+    return call.argument(0, "log_probs" if call.name == "ctc_loss" else "input")
 
 
 def _is_one(x: Tensor, axis: int) -> bool:

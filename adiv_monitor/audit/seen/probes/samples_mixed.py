@@ -21,6 +21,8 @@ MOVED = 0.5  # of the outputs depend on the place in the batch
 Change = Callable[[Tensor, int], Tensor]
 # Modules with an argument for the axis of the samples.
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)
+# Functions that add up rows at given indices, as graph networks do with the nodes of edges.
+BY_INDEX = ("index_add", "index_reduce", "scatter_add", "scatter_reduce")
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
@@ -164,7 +166,12 @@ def _shares(own: _Pass, others: _Pass, size: int) -> tuple[float, str] | str:
     for (name, where, x), (other, _, y) in zip(own.calls, others.calls, strict=False):
         if name != other or x.shape != y.shape:
             break
-        if len(x) == size and x.numel() and _is_other(x, y).float().mean() > _BEYOND / size:
+        if len(x) != size or not x.numel():
+            continue
+        changes = _is_other(x, y)
+        if name in BY_INDEX and bool(changes[1:].any()):
+            return "the model adds up rows at given indices, as graph networks do"
+        if changes.float().mean() > _BEYOND / size:
             place = where
             break
     return share, place

@@ -15,6 +15,9 @@ _SAME = 1e-5  # share of the outputs' length: rounding
 _LOSSES = ("cross_entropy", "nll_loss")
 _NO_PLACES = "no output has the places of the inputs"
 _SHIFTS = (1, 0, -1, 2)  # where several fit, the first is meant
+# Share of the labels between the first and the last of a sequence that are ignored, beyond which
+# the loss chooses places on purpose. Separators between sentences are fewer.
+_LEFT_OUT = 0.1
 
 
 class _Places(NamedTuple):
@@ -25,11 +28,14 @@ class _Places(NamedTuple):
         reach: Places from an output to the last token that it depends on.
         earlier: Change of the outputs of the first half with tokens of the second half, relative
             to their length.
+        shown: Whether the model looks ahead, the loss chooses some places, whose targets are the
+            tokens of these places, and the model sees them.
     """
 
     shift: int
     reach: int
     earlier: float
+    shown: bool
 
 
 def target_is_input(setup: Setup, trained: Fork) -> Probed:
@@ -41,6 +47,8 @@ def target_is_input(setup: Setup, trained: Fork) -> Probed:
     places = _places(setup)
     if isinstance(places, str):
         return Probed(untold=places)
+    if places is not None and places.shown:
+        return Probed((Fact("", {"places": 0.0}, {"of": "chosen places"}),))
     if places is None or places.reach not in (0, -1) or places.shift - places.reach == 1:
         return Probed()
     return Probed((Fact("", {"places": float(places.shift - places.reach)}),))
@@ -76,16 +84,41 @@ def _places(setup: Setup) -> _Places | str | None:
         is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
         if not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
             continue
-        found = {shift_of(tokens, x) for x in targets}
+        found = {shift_of(tokens, x): x for x in reversed(targets)}
         shift = next((shift for shift in _SHIFTS if shift in found), None)
         if shift is None:
             continue
         change = _change(changed, number, tokens)
         if isinstance(change, str):
             return change
-        if change is not None:
-            return _Places(shift, *change)
+        if change is None:
+            continue
+        reach, earlier = change
+        fills_in = shift == 0 and earlier > _SAME
+        chosen = chosen_places(tokens, found[shift]) if fills_in else None
+        is_shown = chosen is not None and _sees(changed, number, chosen)
+        return _Places(shift, reach, earlier, is_shown)
     return None
+
+
+def chosen_places(tokens: Tensor, targets: Tensor) -> Tensor | None:
+    """Return the places that the loss chooses out of each sequence; None: it takes all, or an end.
+
+    Targets of other places are negative, as for a masked language model.
+    """
+    if targets.numel() != tokens.numel():
+        return None
+    counts = targets.reshape(tokens.shape) >= 0
+    within = (counts.cumsum(1) > 0) & (counts.flip(1).cumsum(1).flip(1) > 0)
+    left_out = (within & ~counts).sum() > _LEFT_OUT * within.sum()
+    return counts if bool(left_out) else None
+
+
+def _sees(changed: ChangedInputs, number: int, places: Tensor) -> bool:
+    """Return whether outputs depend on the tokens of these places: a model may mask them itself."""
+    others = changed.outputs(number, lambda x: torch.where(places, x.roll(1, 0), x))
+    alike = zip(changed.own, others, strict=True)
+    return any(float((x - y).norm()) > _SAME * float(x.norm()) for x, y in alike)
 
 
 def _is_integer(x: Tensor) -> bool:
