@@ -93,6 +93,7 @@ RULES: tuple[Rule, ...] = (
     attention.attention_saturated,
     initialisation.bad_initialisation,
     wiring.outputs_constant,
+    wiring.collapsed,
     wiring.input_lost,
     initialisation.vanishing,
     initialisation.exploding,
@@ -135,7 +136,7 @@ CAUSES = frozenset(
         *("no-activation", "constant-data", "label-smoothing", "class-weights"),
         *("class-untaught", "penalty-dominates", "unsafe-division", "targets-moved"),
         *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
-        *("outputs-constant", "zero-slope", "self-pairs"),
+        *("outputs-constant", "collapsed", "zero-slope", "self-pairs"),
     }
 )
 FOLLOWS = frozenset(

@@ -188,6 +188,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "one-sided-weights": "Initial weights of one sign",
         "input-partly-ignored": "Parts of the inputs are ignored",
         "outputs-constant": "The same outputs for all samples",
+        "collapsed": "All samples get the same outputs",
         "order-ignored": "The order of positions is ignored",
         "bounded-logits": "Logits of too narrow a range",
         "broadcast-loss": "Each output is compared with all targets",

@@ -112,7 +112,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("dropout-on-outputs", "outputs-normalised", "zero-slope", "zero-gradient"),
             *("logits-as-probabilities", "loss-reversed", "targets-misplaced"),
             *("label-smoothing", "class-weights", "class-untaught", "padding-counts"),
-            *("penalty-dominates", "self-pairs"),
+            *("penalty-dominates", "self-pairs", "collapsed"),
         ),
         _of_loss,
     ),

@@ -26,7 +26,7 @@ NUMBERS = (
     *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
     *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
-    *("at", "beyond", "outside", "right", "wrong"),
+    *("at", "beyond", "outside", "right", "wrong", "before", "after"),
     *("root", "epsilon", "sums", "spread", "largest", "mean", "std", "target mean", "target std"),
 )
 WORDS = dict.fromkeys(
@@ -45,7 +45,7 @@ PROBES = (
     *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),
     *("unbounded-loss", "behind-reference", "epsilon-dominates", "module-repeated"),
     *("joined-with-itself", "attention-axis", "attention-saturated", "dropout-on-outputs"),
-    *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant"),
+    *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant", "collapsed"),
     *("zero-slope", "self-pairs"),
 )
 

@@ -161,6 +161,7 @@ HITS = {
     ),
     "outputs-constant": record(probed={"outputs-constant": Probed(
         (Fact("norm", {"share": 0.0}, {"class": "LayerNorm", "by": "norm"}),))}, losses=STILL),
+    "collapsed": probed("collapsed", before=0.5, after=0.05, loss=-1.0),
     "zero-slope": record(probed={"zero-slope": Probed(
         (Fact("clamp", {"share": 0.9}, {"kind": "clip"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL,
@@ -186,6 +187,7 @@ NEAR_MISSES = {
             (Fact("1", {"share": 0.0}, {"class": "ReLU", "by": "zeros"}),))},
         units={"1": UnitStatistics("relu", 64, 64, 1.0, 20)},
     ),
+    "collapsed": record(probed={"collapsed": Probed()}),
     "not-zeroed": kept(0.05),
     "input-scale": record(inputs={"0": SMALL}),
     "input-mean": record(inputs={"0": replace(INPUTS, mean=0.5)}),

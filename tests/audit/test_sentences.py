@@ -251,6 +251,7 @@ def at_places(count: float) -> Record:
 
 CHOSEN = probed("target-is-input", Fact("", {"places": 0.0}, {"of": "chosen places"}))
 UNTAUGHT = probed("class-untaught", Fact("", {"class": 0.0, "samples": 96.0, "of": 256.0}))
+ALIKE = probed("collapsed", Fact("", {"before": 0.5, "after": 0.05, "loss": -1.0}))
 LOST = Fact("relu in 'a'", {}, {"by": "lost"})
 AFFINE = Fact("", {"layers": 3.0}, {"by": "affine"})
 ANEW = Fact("linear (net.py:7)", {"share": 0.1}, {"made": "anew"})
@@ -768,6 +769,15 @@ ROWS: list[Row] = [
         "clamps, whose derivative is 0, and for units that are flat for all rows", NO_SLOPE, FLAT),
     Row("zero-gradient", "No learning rate moves weights without a gradient", FLAT,
         replace(FLAT, rates=LOW)),
+    Row("collapsed", "The outputs of different samples become alike: 0.5 of their mean square "
+        "varies between samples at the start, 0.05 after training. If all samples had the same "
+        "outputs, whichever these are, the loss would be -1, as low as after training: it does "
+        "not keep samples apart", ALIKE, record(probed={"collapsed": Probed()})),
+    Row("collapsed", "add what keeps the outputs of different samples apart: negative pairs, a "
+        "term for their variance, or a stop-gradient on one of two views behind a predictor",
+        ALIKE, record()),
+    Row("collapsed", "Another learning rate leads to the same outputs, sooner or later", ALIKE,
+        replace(ALIKE, rates=LOW)),
     Row("samples-mixed", "The predictions for one sample change if the input of another sample "
         "changes (90% of the outputs do). The first function that mixes samples is gru in 'a'",
         mixed(), record()),

@@ -484,6 +484,84 @@ def test_constant_outputs_are_a_finding() -> None:
     assert "outputs-constant" not in named(with_model(hidden(nn.GroupNorm(4, 16), nn.ReLU())))
 
 
+class Pair(nn.Module):
+    """Two parts that a loss of two views calls by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.predictor = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def views(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    x, net = batch[0], model.net
+    return net(x + 0.3 * torch.randn_like(x)), net(x + 0.3 * torch.randn_like(x))
+
+
+def towards(a: Tensor, b: Tensor) -> Tensor:
+    return -functional.cosine_similarity(a, b).mean()
+
+
+def alike(model: nn.Module, batch: Any) -> Tensor:
+    return towards(*views(model, batch))
+
+
+def without_stop(model: nn.Module, batch: Any) -> Tensor:
+    a, b = views(model, batch)
+    return towards(model.predictor(a), b) + towards(model.predictor(b), a)
+
+
+def with_stop(model: nn.Module, batch: Any) -> Tensor:
+    a, b = views(model, batch)
+    return towards(model.predictor(a), b.detach()) + towards(model.predictor(b), a.detach())
+
+
+def with_negatives(model: nn.Module, batch: Any) -> Tensor:
+    a, b = (functional.normalize(z) for z in views(model, batch))
+    return functional.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+
+
+def of_one_value(model: nn.Module, batch: Any) -> Tensor:
+    return functional.mse_loss(views(model, batch)[0], torch.ones(len(batch[0]), 8))
+
+
+def classified(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(views(model, batch)[0], batch[1])
+
+
+@pytest.mark.parametrize(
+    ("of_views", "is_named"),
+    [(alike, True), (without_stop, True), (with_stop, False), (with_negatives, False),
+     (of_one_value, False), (classified, False)],
+)  # fmt: skip
+def test_outputs_that_collapse_are_told_from_those_that_may_be_alike(
+    of_views: Any, is_named: bool
+) -> None:
+    adam = partial(Adam, lr=3e-3)
+    of = setup(model=Pair(), loss=of_views, optimizer=lambda m: adam(m.parameters()), steps=60)
+    trained = of.fork()
+    train(trained)
+    found = PROBES["collapsed"](of, trained)
+    assert bool(found.facts) is is_named and not found.untold
+    for fact in found.facts:
+        assert fact.numbers["after"] < 0.5 * fact.numbers["before"]
+    assert PROBES["collapsed"](of, of.fork()) == Probed()
+
+
+def test_a_model_that_returns_its_loss_only_can_not_be_told_to_collapse() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return alike(self.pair, (x,))
+
+    found = asked("collapsed", setup(model=Own(), loss=lambda model, batch: model(batch[0])))
+    assert not found.facts and "no module" in found.untold
+
+
 # Outputs
 
 

@@ -464,6 +464,20 @@ def attending(axis: int = -1, scale: float = 1.0) -> Setup:
     return with_adam(Attending(axis, scale))
 
 
+def of_two_views(negatives: bool) -> Setup:
+    """Noise is added to each sample twice, and the outputs of both are to have one direction."""
+
+    def of_views(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, _ = batch
+        noisy = (x + 0.3 * torch.randn_like(x) for _ in range(2))
+        a, b = (functional.normalize(model(view)) for view in noisy)
+        if negatives:
+            return functional.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+        return -(a * b).sum(1).mean()
+
+    return replace(HEALTHY.setup(), loss=of_views, optimizer=adamw)
+
+
 def of_digits(last: nn.Module) -> Setup:
     """A regression of ten times the digit."""
 
@@ -1031,6 +1045,14 @@ PICTURES: dict[str, Picture] = {
         {"share of the outputs that varies": of_fact("outputs-constant", "share")},
         None,
         with_model(lambda model: nn.Sequential(model[0], nn.GroupNorm(4, 128), *model[1:])),
+    ),
+    "collapsed": Picture(
+        "two views of each sample are to have outputs in the same direction; the healthy one is to "
+        "tell them from those of other samples",
+        lambda: of_two_views(negatives=False),
+        {"share of the outputs that varies": of_fact("collapsed", "after")},
+        (wiring, ("COLLAPSED",)),
+        lambda: of_two_views(negatives=True),
     ),
     "attention-axis": Picture(
         "the softmax of an attention over the rows of an image is over the queries",

@@ -18,6 +18,8 @@ INPUT_MATTERS = 1e-4
 ALIKE = 1e-3  # scale_cv below which all rows count as equal
 # The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
 UNTRAINED, ABOUT = 3**-0.5, 0.03
+# Share of the outputs' first variation that is left of it: the outputs are nearly the same.
+COLLAPSED = 0.2
 # What to do about outputs that are the same for all samples, by what makes them so.
 FROM_CONSTANT = {
     "weight": "initialise its weight with other values than 0; that of a normalisation with 1",
@@ -216,6 +218,30 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
         "this module can only learn a constant.",
         since=0,
     )  # fmt: skip
+
+
+def collapsed(record: Record) -> Iterator[Finding]:
+    """Find outputs that become the same for all samples, because the loss is lowest there.
+
+    A stop-gradient may keep them apart in the end: outputs that still vary are only to be watched.
+    """
+    for fact in record.found_by("collapsed"):
+        before, after = fact.numbers["before"], fact.numbers["after"]
+        yield Finding(
+            "collapsed",
+            (),
+            "act" if after < COLLAPSED * before else "watch",
+            (Evidence("share of the outputs that varies", after, COLLAPSED * before),),
+            (Advice("add what keeps the outputs of different samples apart: negative pairs, a "
+                    "term for their variance, or a stop-gradient on one of two views behind a "
+                    "predictor"),),
+            f"The outputs of different samples become alike: {before:.2g} of their mean square "
+            f"varies between samples at the start, {after:.2g} after training. If all samples had "
+            f"the same outputs, whichever these are, the loss would be {fact.numbers['loss']:.3g}, "
+            "as low as after training: it does not keep samples apart.",
+            "Another learning rate leads to the same outputs, sooner or later.",
+            against=RATES,
+        )  # fmt: skip
 
 
 def _several(names: tuple[str, ...]) -> str:

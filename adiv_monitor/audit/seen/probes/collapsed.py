@@ -1,0 +1,100 @@
+"""Do the outputs of all samples become one output, because the loss is lowest there?"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+FEWEST = 3  # samples of the batch
+LEFT = 0.5  # share of the outputs' variation that is left after training
+_AS_LOW = 1e-2  # share of the fall of the loss: what training has still to go
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """See how much less outputs vary after training, where one output for all gives as low a loss.
+
+    Before training, all samples get the outputs of the first one, or of another. No loss that
+    compares outputs with targets is then as low as after training.
+    """
+    batch = setup.batches[0]
+    size = size_of(batch)
+    if size < FEWEST:
+        return Probed(untold=f"the batch has fewer than {FEWEST} samples")
+    start, end, *alike = (
+        _passed(fork, batch, size, as_of)
+        for fork, as_of in (
+            (setup.fork(), None),
+            (setup.fork_like(trained), None),
+            (setup.fork(), 0),
+            (setup.fork(), size // 2),
+        )
+    )
+    if start.variation is None or end.variation is None:
+        return Probed(untold="no module that the loss calls returns outputs of the samples")
+    as_low = end.loss + _AS_LOW * (start.loss - end.loss)
+    is_lowest = end.loss < start.loss and all(x.loss <= as_low for x in alike)
+    if not is_lowest or end.variation >= LEFT * start.variation:
+        return Probed()
+    numbers = {"before": start.variation, "after": end.variation}
+    return Probed((Fact("", {**numbers, "loss": max(x.loss for x in alike)}),))
+
+
+class _Passed(NamedTuple):
+    """One pass of a batch.
+
+    Attributes:
+        loss: The loss.
+        variation: Variance over the samples of the last outputs that the loss receives, over their
+            mean square; None: it receives none.
+    """
+
+    loss: float
+    variation: float | None
+
+
+def _passed(fork: Fork, batch: Any, size: int, as_of: int | None) -> _Passed:
+    """Run a fork's loss, with the samples' own outputs, or with those of one sample for all.
+
+    These are the outputs of the modules that no other module calls. Every call with outputs of the
+    same shape then gives the same ones, so two views of a sample do not differ either.
+    """
+    depth = 0
+    outputs: list[Tensor] = []
+    of_all: dict[torch.Size, Tensor] = {}
+
+    def in_place_of(x: Tensor) -> Tensor:
+        if as_of is None or not _is_of_samples(x, size):
+            return x
+        return of_all.setdefault(x.shape[1:], x[as_of].clone()).expand_as(x).clone()
+
+    def before(module: nn.Module, args: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal depth
+        depth -= 1
+        if depth:
+            return None
+        outputs.extend(x for x in tensors(output) if _is_of_samples(x, size))
+        return mapped(output, in_place_of)
+
+    for module in fork.model.modules():
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+    with seeded(fork.seed), torch.no_grad():
+        loss = float(fork.loss(fork.model, copied(batch)))
+    return _Passed(loss, _variation(outputs[-1]) if outputs else None)
+
+
+def _is_of_samples(x: Tensor, size: int) -> bool:
+    return x.is_floating_point() and x.ndim > 0 and len(x) > 0 and len(x) % size == 0
+
+
+def _variation(x: Tensor) -> float:
+    square = x.double().square().mean()
+    return float(x.double().var(0, correction=0).mean() / square) if bool(square) else 0.0
