@@ -251,6 +251,7 @@ def at_places(count: float) -> Record:
 
 CHOSEN = probed("target-is-input", Fact("", {"places": 0.0}, {"of": "chosen places"}))
 UNTAUGHT = probed("class-untaught", Fact("", {"class": 0.0, "samples": 96.0, "of": 256.0}))
+UNCENTRED = record({"a": reading(common_share=0.9)}, inputs={"0": replace(INPUTS, mean=10.0)})
 ALIKE = probed("collapsed", Fact("", {"before": 0.5, "after": 0.05, "loss": -1.0}))
 LOST = Fact("relu in 'a'", {}, {"by": "lost"})
 AFFINE = Fact("", {"layers": 3.0}, {"by": "affine"})
@@ -1180,12 +1181,12 @@ ROWS: list[Row] = [
         record({"a": reading(scale_mean=1e5, features=64)}, **UNSEEN),
         record({"a": reading(scale_mean=65.0, features=64)}, **UNSEEN)),
     Row("input-mean", "of the mean square of input '0' is due to the mean, which all samples share",
-        inputs(mean=10.0), inputs(mean=0.5)),
+        UNCENTRED, inputs(mean=0.5)),
     Row("input-mean", "of the mean square of the first layer's inputs is due to the mean",
         record({"a": reading(common_share=0.95, features=64)}, **UNSEEN),
         record({"a": reading(common_share=0.8, features=64)}, **UNSEEN)),
     Row("input-mean", "Dividing by a constant or by each row's length does not remove the mean",
-        inputs(mean=10.0), inputs(mean=0.5)),
+        UNCENTRED, inputs(mean=0.5)),
     Row("row-spread", "The standard deviation of the row scale ‖φ‖² is 3 times its mean",
         record({"a": reading(scale_cv=3.0)}), record({"a": reading(scale_cv=0.9)})),
     Row("row-spread", "a few long rows determine each step, and the others hardly count",

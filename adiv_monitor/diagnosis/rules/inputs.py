@@ -7,6 +7,7 @@ from adiv_monitor.diagnosis.course import is_unbounded, start
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.readings import (
     Typical,
+    by_layer,
     entering,
     entries,
     maps,
@@ -67,6 +68,12 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
         or (seen.std > LARGE_STD and max(sizes) > LARGE_STD)
         or (seen.std < SMALL_STD and min(sizes) < SMALL_STD)
     )
+
+
+def _is_centred(record: Record) -> bool:
+    """Return whether the rows of no layer share much of their length: a model may centre inputs."""
+    shares = by_layer(record, "common_share").values()
+    return bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
 
 
 def _scale_by_measures(record: Record) -> Iterator[Finding]:
@@ -171,10 +178,11 @@ def input_mean(record: Record) -> Iterator[Finding]:
         yield from _mean_by_measures(record)
     for name, seen in record.inputs.items():
         share = common_share(seen)
-        if not share > COMMON_SHARE_WATCH or not _is_read(record, seen):
+        if not share > COMMON_SHARE_WATCH or not _is_read(record, seen) or _is_centred(record):
             continue
-        first = _first(record)
-        act = share > COMMON_SHARE_ACT and _costs(record, first)
+        act = share > COMMON_SHARE_ACT and _costs(record, _first(record))
+        # Which layer reads which of several inputs is not known.
+        first = _first(record) if len(record.inputs) == 1 else None
         evidence = Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name)
         yield _mean_finding(
             first,
