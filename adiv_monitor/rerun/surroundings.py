@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import NoneType
 from typing import TypeVar
 
 import torch
@@ -11,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from adiv_monitor.rerun.eager import forced_eager
+from adiv_monitor.rerun.kept import SETTINGS, copied, kept_by
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import ThreadState, function_modes, set_function_modes
 
-# Types of attributes that a forward pass may read or update; others may be large or hold a graph.
-_SETTING = (bool, int, float, str, NoneType)
 T = TypeVar("T")
 
 
@@ -37,11 +35,11 @@ class Surroundings:
     """The present state that a call depends on besides its inputs and parameters.
 
     This is the state of random number generators, autocast, the default device, the deterministic
-    mode, and the buffers and settings of modules.
+    mode, and the buffers, settings and data of modules.
 
     Args:
         random: saved states of the generators.
-        modules: the modules whose buffers and settings are saved; a twin has its own.
+        modules: the modules whose buffers and attributes are saved; a twin has its own.
         buffers: makes the copies of the buffers.
     """
 
@@ -53,9 +51,10 @@ class Surroundings:
     ) -> None:
         self._random = random
         self._settings = {
-            module: {name: x for name, x in vars(module).items() if type(x) in _SETTING}
+            module: {name: x for name, x in vars(module).items() if type(x) in SETTINGS}
             for module in modules
         }
+        self._kept = copied(kept_by(list(modules)))
         buffers = buffers or Buffers()
         self._buffers = {
             module: {
@@ -88,6 +87,8 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """Set the saved state within the context; only `untouched` restores it afterwards."""
         self._random.set()
+        for module, kept in copied(self._kept).items():
+            vars(module).update(kept)
         stand_ins: dict[int, Tensor] = {}
         for module, settings in self._settings.items():
             vars(module).update(settings)
@@ -111,8 +112,8 @@ def untouched(
 ) -> T:
     """Call a function that reruns something, and restore all state afterwards.
 
-    Restored are random numbers, buffers and attributes of the modules, and modes, but not contents
-    of objects that attributes refer to.
+    Restored are random numbers, buffers and attributes of the modules, and modes. The function gets
+    copies of what attributes refer to, see `kept_by`; objects of other kinds it can change.
 
     Args:
         modules: the original modules that run; empty if a twin runs.
@@ -124,7 +125,8 @@ def untouched(
     """
     random = Randomness({torch.device("cpu"), *devices}, modules)
     attributes = {module: dict(vars(module)) for module in modules}
-    buffers = {module: dict(module._buffers) for module in modules}
+    buffers = {module: dict(module._buffers.items()) for module in modules}
+    scripted = {m: m.training for m in modules if isinstance(m, torch.jit.ScriptModule)}
     modes, cached, eager = function_modes(), parametrize._cache_enabled, forced_eager()
     deterministic, outside = torch.get_deterministic_debug_mode(), _rerun.under_way
     thread = ThreadState(whole=True)
@@ -142,14 +144,20 @@ def untouched(
             for name in vars(module).keys() - attributes[module].keys():
                 del vars(module)[name]
             vars(module).update(attributes[module])
-            module._buffers.clear()
-            module._buffers.update(buffers[module])
+            if module not in scripted:
+                module._buffers.clear()
+            for name, buffer in buffers[module].items():
+                module._buffers[name] = buffer
+        for module, was_training in scripted.items():
+            module.training = was_training  # not among its attributes
         random.set()
 
     try:
         set_function_modes(())
         parametrize._cache_enabled = 0
         _rerun.under_way = True
+        for module, kept in copied(kept_by(list(modules))).items():
+            vars(module).update(kept)
         with eager, torch.inference_mode(False), torch.enable_grad():
             found = run()
         put_back()
