@@ -123,7 +123,8 @@ def audit(
         )
         record = _beside(replace(record, facts=replace(record.facts, data=in_words(batches))),
                          own_losses, drawn_anew=is_drawn_anew(batches))  # fmt: skip
-        cap = trials.Cap(try_seconds) if try_fixes and record.repeats else None
+        tries = try_fixes and try_seconds > 0 and record.repeats
+        cap = trials.Cap(try_seconds) if tries else None
         return _Diagnosis(setup, record, progress).report(cap, what_if)
 
 

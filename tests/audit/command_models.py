@@ -1,5 +1,7 @@
 """Models, batches, losses and optimizers that tests of the command name by import path."""
 
+import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,6 +134,20 @@ class TwoInputs(nn.Module):
 def pairs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for _ in range(3):
         yield torch.randn(4, 7), torch.randn(4, 7), torch.randn(4, 1)
+
+
+def no_samples() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(0, 5), torch.zeros(0, dtype=torch.long))]
+
+
+def exits(*_: object) -> None:
+    sys.exit(0)
+
+
+def by_arguments() -> nn.Module:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=5)
+    return nn.Linear(parser.parse_args().width, 3)
 
 
 def nan_pairs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:

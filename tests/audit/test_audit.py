@@ -520,3 +520,20 @@ def test_a_warning_of_the_training_is_shown_once_for_each_of_its_lines() -> None
         audit(mlp(), batches(), loss=loss, optimizer=sgd(), steps=4, what_if=False)
     ours = [w.lineno for w in shown if str(w.message).endswith("samples")]
     assert len(ours) == 2 and ours[0] != ours[1]
+
+
+def test_no_time_for_trials_is_no_question_of_the_clock() -> None:
+    given = {"loss": cross_entropy, "optimizer": sgd(), "steps": 4, "what_if": False}
+    none, off = (audit(mlp(), batches(), **given, **more)
+                 for more in ({"try_seconds": 0}, {"try_fixes": False}))  # fmt: skip
+    assert none.verdict == off.verdict and not none.hurried
+
+
+def test_a_loss_that_goes_backward_itself_is_told_clearly() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = cross_entropy(model, batch)
+        found.backward()
+        return found
+
+    with pytest.raises(ValueError, match=r"take backward\(\) and optimizer.step\(\) out of it"):
+        audit(mlp(), batches(), loss=loss, optimizer=sgd(), steps=4)

@@ -17,6 +17,7 @@ from audit import command_models
 
 from adiv_monitor.audit.command import monitor
 from adiv_monitor.audit.command.cli import main
+from adiv_monitor.audit.command.terminal import CLOSED_PIPE
 from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.record import Record
@@ -88,8 +89,17 @@ def test_help_that_is_not_read_to_its_end_leaves_no_traceback(
     os.close(reads)  # as `| head` does
     with monkeypatch.context() as patch, os.fdopen(writes, "w") as pipe:
         patch.setattr(sys, "stdout", pipe)
-        assert command(["--help"]) == 1
+        assert command(["--help"]) == CLOSED_PIPE
     assert capfd.readouterr().err == ""
+
+
+def test_a_report_that_is_not_read_to_its_end_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with monkeypatch.context() as patch, os.fdopen(writes, "w") as pipe:
+        patch.setattr(sys, "stdout", pipe)
+        assert run(NET, "--fail-if", "scale_cv > -1") == CLOSED_PIPE  # 1: a rule holds
+    assert everything(Path("out")) == FILES
 
 
 def test_the_written_config_makes_the_same_run_again() -> None:
@@ -314,6 +324,8 @@ def test_compare_makes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "before", "out/report.json", "--out", "pages/both.html"]) == 0
     assert "<html" in Path("pages/both.html").read_text()
     assert everything(Path("pages")) == {"both.html"}
+    assert main(["compare", "before", "before", "--out", "same.html"]) == 0
+    assert "none differs by more than that." in Path("same.html").read_text()
 
 
 def test_compare_overwrites_its_own_pages_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,6 +395,24 @@ def test_a_rule_that_can_not_hold_anywhere_is_bad_usage(capsys: pytest.CaptureFi
     assert "'enc*' matches no layer; there are 0, 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("part", ["model", "--data", "--loss"])
+def test_code_that_exits_does_not_end_the_audit_in_silence(
+    part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its exit code might say that a rule holds, or that all is well."""
+    exits = f"{HERE}:exits"
+    assert (run(exits) if part == "model" else run(NET, part, exits, "--fail-if", "act")) == 2
+    told = capsys.readouterr().err
+    assert "command_models.py:" in told and "exit code 0" in told and told.count("\n") == 1
+    assert everything(Path()) == set()
+
+
+def test_code_that_parses_arguments_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["adiv-audit", "model", "--steps", "4"])
+    assert run(f"{HERE}:by_arguments") == 0
+    assert sys.argv == ["adiv-audit", "model", "--steps", "4"]
+
+
 BAD = {
     "no model": ([], "which model?"),
     "unknown option": ([NET, "--nonsense", "3"], "see adiv-audit --help"),
@@ -399,6 +429,10 @@ BAD = {
         "tells no classes apart",
     ),
     "batches that don't fit": ([NET, "--data", f"{HERE}:pairs"], "on the first batch raised"),
+    "no samples": (
+        [NET, "--data", f"{HERE}:no_samples", "--loss", "cross_entropy"],
+        "has no samples",
+    ),
     "NaN": ([f"{HERE}:TwoInputs", "--data", f"{HERE}:nan_pairs"], "are NaN"),
     "optimizer": ([NET, "--optimizer", "sgdd"], "there is none of that name"),
     "its arguments": ([NET, "--optimizer-args", '{"rate": 1}'], "'rate'"),
@@ -414,6 +448,7 @@ BAD = {
     "no config": (["--config", "none.yaml"], "can't be read"),
     "file in the way": ([NET, "--out", "file/out"], "can't be written to"),
     "file as folder": ([NET, "--out", "file"], "can't be written to"),
+    "losses": ([NET, "--losses", "losses.json"], "got 'x', expected a number"),
     "compare nothing": (["compare", "a", "b"], "can't read"),
     "compare no report": (["compare", "file", "file"], "is no report"),
     "compare one": (["compare", "file"], "required"),
@@ -425,11 +460,13 @@ def test_bad_usage_is_one_line_and_leaves_nothing(
     argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").write_text("no folder")
+    Path("losses.json").write_text('[1.5, "x"]')
     assert main(argv) == 2
     printed = capsys.readouterr()
     assert told in printed.err and printed.err.count("\n") == 1 and printed.out == ""
     assert printed.err.startswith("adiv-audit: ")
-    assert everything(Path()) == {"file"} and Path("file").read_text() == "no folder"
+    assert everything(Path()) == {"file", "losses.json"}
+    assert Path("file").read_text() == "no folder"
 
 
 def test_a_malicious_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,16 @@
 """The command `adiv-audit`."""
 
 import argparse
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import terminal
@@ -42,6 +46,12 @@ exit codes:
   1  a --fail-if rule holds
   2  the audit was not possible: the message says what to do
   130  interrupted with Ctrl-C; the results so far are written"""
+
+
+# Folders of code that is not the user's: this package, Python, installed packages.
+_NOT_THE_USERS = tuple(f"{Path(x)}{os.sep}" for x in (
+    Path(__file__).parents[2], Path(os.__file__).parent, Path(torch.__file__).parents[1]
+))  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,20 +158,41 @@ def _audit(config: Config, force: bool) -> int:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
     check(config.out, force=force)
-    prepared = prepare(config)
-    report = _report(prepared)
+    with _users_code():
+        prepared = prepare(config)
+        report = _report(prepared)
     with staged(config.out) as stage:
         write(report, prepared.config, stage)
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=False)
-    terminal.show(report, console)
+    terminal.show(report, terminal.console())
     print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
     failed = _failed(config, report)
     if report.record.interrupted:
         print("adiv-audit: interrupted; the report holds the results so far", file=sys.stderr)
         return 130
     return 1 if failed else 0
+
+
+@contextmanager
+def _users_code() -> Iterator[None]:
+    """Run the user's code: it finds no arguments on the command line, and does not end the program.
+
+    Raises:
+        UsageError: it called `sys.exit`.
+    """
+    arguments = sys.argv[1:]
+    sys.argv[1:] = []
+    try:
+        yield
+    except SystemExit as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+        where = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "the code under audit"
+        raise UsageError(
+            f"{where} ended the program (sys.exit, exit code {error.code!r}), expected code that "
+            "returns: keep what parses arguments or exits out of the functions that are given here"
+        ) from error
+    finally:
+        sys.argv[1:] = arguments
 
 
 def _report(prepared: Prepared) -> AuditReport:

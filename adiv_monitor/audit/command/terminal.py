@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+CLOSED_PIPE = 141  # 128 + SIGPIPE
 _MOST_LAYERS = 16  # in the table, so that the verdict stays on the screen
 _COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
 
@@ -26,9 +27,10 @@ P = ParamSpec("P")
 
 
 def quiet_when_unread(main: Callable[P, int]) -> Callable[P, int]:
-    """Make a command end with exit code 1 and no traceback if its output is no longer read.
+    """Make a command end with no traceback if its output is no longer read.
 
-    In `adiv-audit --help | head -3`, for example, `head` closes the pipe.
+    In `adiv-audit --help | head -3`, for example, `head` closes the pipe. The exit code is that of
+    programs that a closed pipe ends.
     """
 
     @wraps(main)
@@ -40,7 +42,7 @@ def quiet_when_unread(main: Callable[P, int]) -> Callable[P, int]:
                 sys.stdout.flush()
         except BrokenPipeError:  # Python flushes again when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
+            return CLOSED_PIPE
 
     return command
 
@@ -59,6 +61,17 @@ class ProgressBars:
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(escape(printable(what)), total=of)
         self._bars.update(self._tasks[what], completed=done, total=of)
+
+
+def console() -> "Console":
+    """Return a console that leaves it to `quiet_when_unread` to end the program."""
+    from rich.console import Console
+
+    class Own(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # Console would exit with code 1
+
+    return Own(highlight=False, soft_wrap=False)
 
 
 def show(report: AuditReport, console: "Console") -> None:

@@ -223,8 +223,8 @@ class Config:
         _rules,
         "exit with code 1 if this rule holds: '[LAYERS:] MEASURE > NUMBER' (or >=, <, <=) at any "
         "layer and measured step, by more than two standard errors ('encoder.*: update_cosine < "
-        "0'); the name of a finding (rate-too-high); or the strength of a finding (act). May be "
-        "repeated",
+        "0'); the name of a finding (rate-too-high); or the least strength of a finding (act). May "
+        "be repeated",
         "RULE",
     )
     out: str = _option("adiv-audit", _text, "folder of the report", "DIR")

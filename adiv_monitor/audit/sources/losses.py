@@ -34,6 +34,8 @@ def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
     Outputs (samples, classes, …) with targets (samples, …) are accepted, too.
     """
+    if not len(output):
+        raise ValueError("the batch has no samples")
     if output.numel() == len(output):  # its loss would be 0 for any output
         raise ValueError("one number for each sample tells no classes apart")
     if target.ndim > 1 and output.shape[:-1] == target.shape:

@@ -71,4 +71,7 @@ def _of_csv(text: str) -> dict[int, float]:
 def _number(loss: Any) -> float:
     if isinstance(loss, bool) or not isinstance(loss, (str, int, float)):
         raise ValueError(f"got {loss!r}, expected a number")
-    return math.nan if loss == "" else float(loss)
+    try:
+        return math.nan if loss == "" else float(loss)
+    except ValueError:
+        raise ValueError(f"got {loss!r}, expected a number") from None

@@ -129,7 +129,7 @@ class _Step:
             self._watch.has_loss(self._number, self._batch, value)
             if not math.isfinite(value):
                 raise _NotFinite
-        loss.backward()  # type: ignore[no-untyped-call]
+        _backward(loss)
         self._watch.has_gradients(self._number, loss)
         if self._norm is None:
             self._norm = gradient_norm(fork.optimizer)
@@ -161,6 +161,19 @@ def _norm(tensors: list[Tensor]) -> float:
 def _needs_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _backward(loss: Tensor) -> None:
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise ValueError(
+            "audit(loss=…): the graph of the loss was used before, expected a loss that only "
+            "computes, anew in each step: take backward() and optimizer.step() out of it, and "
+            "detach what it keeps from the step before, such as a hidden state"
+        ) from error
 
 
 def _number(loss: object) -> float:
