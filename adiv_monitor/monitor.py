@@ -66,8 +66,9 @@ class Monitor:
     optimizer steps, counted from 0, and the first one is always measured.
 
     A report is complete when the next forward pass begins, because until then code may still change
-    the weights; then it goes to the sinks. If compiled code calls the model, it is complete when
-    the next optimizer step begins; at the latest when the monitor is closed.
+    the weights; then it goes to the sinks. An evaluation for which other weights are swapped in
+    does not count. If compiled code calls the model, it is complete when the next optimizer step
+    begins; at the latest when the monitor is closed.
 
     With several ranks, create a monitor in each. A report then covers the rows of all ranks. It is
     complete when the next optimizer step begins; all ranks have it, and rank 0 writes it to its

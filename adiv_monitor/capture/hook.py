@@ -166,6 +166,8 @@ class NextForward:
         modules: the modules, any of which may be called first.
         function: the function to call.
         guard: runs the body of a hook: (body, *arguments).
+        counts: asked at the first evaluation whether it counts, for which other weights may be
+            swapped in, and back. If not, no later one does.
         ends: whether to wait until the module has run.
     """
 
@@ -174,10 +176,13 @@ class NextForward:
         modules: Iterable[nn.Module],
         function: Callable[[], object],
         guard: Callable[..., object],
+        counts: Callable[[], bool],
         *,
         ends: bool = False,
     ) -> None:
         self._function = function
+        self._counts = counts
+        self._waits = False  # until the next training step
         hook = Hook(guard, self._runs)
         self._hooks = [ModuleHook(module, hook, before=not ends) for module in modules]
 
@@ -194,6 +199,10 @@ class NextForward:
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
         if is_rerun() or not trains(args):
             return
+        if not (module.training or torch.is_grad_enabled()):  # an evaluation
+            self._waits = self._waits or not self._counts()
+            if self._waits:
+                return
         surely(self.remove)
         outside = _aside.on
         try:

@@ -239,6 +239,24 @@ class ParameterSteps:
             self._gamma.clear()
         return changed
 
+    def is_as_stepped(self) -> bool:
+        """Return whether θ is still that after the optimizer's step; waits for the device."""
+        if self._updates is None:
+            return True
+        pairs = self._small_moves(self._taken_from_small())
+        for p in self._large:
+            if p.key in self._stepped:
+                pairs += [(self._row_products(p), self._stepped[p.key])]
+            elif p.key in self._update:
+                moved = to_compute_dtype(self._before[p.key]) - to_compute_dtype(p.value())
+                pairs += [(moved, self._update[p.key])]
+        return not bool(_any_differs(pairs))
+
+    def _small_moves(self, applied: "SideBySide") -> list[tuple[Tensor, Tensor]]:
+        """Return the moves of small pieces, now and after the optimizer's step."""
+        assert self._updates is not None
+        return [(applied.flat[key], of_small) for key, of_small in self._updates.flat.items()]
+
     def applied(self) -> Tensor | None:
         """Take the products of a as the next forward begins, or return whether a differs from u.
 
@@ -249,7 +267,7 @@ class ParameterSteps:
         assert update is not None
         differs = None
         if not self._keep_update:
-            pairs = [(applied.flat[key], of_small) for key, of_small in update.flat.items()]
+            pairs = self._small_moves(applied)
             # Those of a layer that failed are missing.
             pairs += [
                 (self._row_products(p), self._stepped[p.key])

@@ -58,7 +58,13 @@ class Running:
         self._passing = 0  # losses that are not finite since `_broken`
 
     def add(self, report: StepReport) -> None:
-        """Add the report of one more step."""
+        """Add the report of one more step.
+
+        A step that is not behind the last one begins another training, or goes on from an earlier
+        checkpoint: what was measured from this step on is forgotten.
+        """
+        if self._kept and report.step <= self.last.step:
+            self._go_back_to(report.step)
         self.add_losses({step: x for step, x in report.losses.items() if step < report.step})
         if self._broken is None and (first := report.first_non_finite) is not None:
             self._broken = report.step, non_finite_words(report, *first)
@@ -80,6 +86,16 @@ class Running:
             self._stride *= 2
             last = self._kept[-1]
             self._kept = [pair for pair in self._kept[:-1] if self._stays(pair[0])] + [last]
+
+    def _go_back_to(self, step: int) -> None:
+        self._kept = [(number, report) for number, report in self._kept if report.step < step]
+        self._count = self._kept[-1][0] + 1 if self._kept else 0
+        self._raised = {key: raised for key, raised in self._raised.items() if raised.first < step}
+        self._losses.go_back_to(step)
+        if self._broken is not None and self._broken[0] >= step:
+            self._broken = None
+        if self._skipped is not None and self._skipped[0] >= step:
+            self._skipped = None
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of further steps, with or without reports."""
@@ -172,6 +188,13 @@ class Losses:
             if len(self._kept) > MOST_LOSSES:
                 self._stride *= 2
                 self._kept = dict(list(self._kept.items())[::2])
+
+    def go_back_to(self, step: int) -> None:
+        """Forget the losses from this step on."""
+        self._kept = {number: loss for number, loss in self._kept.items() if number < step}
+        self._last = {number: loss for number, loss in self._last.items() if number < step}
+        if not self._kept:
+            self._count, self._stride = 0, 1
 
     def course(self) -> dict[int, float]:
         """Return step → loss; if the last losses are not finite, it ends with the first of them.

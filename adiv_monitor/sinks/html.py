@@ -47,11 +47,12 @@ class HtmlSink:
         self._running = Running()
         self._budget = Budget(_FIRST)
         self._is_behind = False
+        self._is_written = False
 
     @property
     def place(self) -> str:
-        """Path of the page, for the closing line of a run."""
-        return str(self._path)
+        """Path of the page, for the closing line of a run; "" if it was never written."""
+        return str(self._path) if self._is_written else ""
 
     def write(self, report: StepReport) -> None:
         """Add the report, and write the page if the time budget allows it."""
@@ -90,4 +91,4 @@ class HtmlSink:
             if self._path.is_file() or not self._path.exists():
                 files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}
             write_whole(files)
-        self._is_behind = False
+        self._is_behind, self._is_written = False, True

@@ -379,12 +379,12 @@ class StepController:
             # An embedding with max_norm renormalizes its rows in its forward.
             owners = armed.selection.owners
             renormed = [m for m in owners if getattr(m, "max_norm", None) is not None]
-            guard = self._failures.safely
+            guard, counts = self._failures.safely, armed.step.is_as_stepped
             last = renormed[-1:] or armed.capture.first_called()
-            self._pending.wait(NextForward(last, self.finish, guard, ends=bool(renormed)))
+            self._pending.wait(NextForward(last, self.finish, guard, counts, ends=bool(renormed)))
             if self._asked.realised is not False:  # runs before any module of that pass
                 first = armed.selection.modules
-                self._pending.wait(NextForward(first, armed.step.realise, guard))
+                self._pending.wait(NextForward(first, armed.step.realise, guard, counts))
 
     def _look(self) -> None:
         """Record that an armed step's forward pass begins, and whether its caller is compiled."""

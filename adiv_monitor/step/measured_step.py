@@ -204,6 +204,11 @@ class MeasuredStep:
         if self._steps is not None and (self._steps.products.w_w or self._steps.norms.w_w):
             self._flags.weights_changed = self._steps.applied()
 
+    @torch.no_grad()
+    def is_as_stepped(self) -> bool:
+        """Return whether the weights are still those that the optimizer's step left."""
+        return self._steps is None or self._steps.is_as_stepped()
+
     def realise(self) -> None:
         """Measure the realised move, with the weights of the next step."""
         realised, self._realised = self._realised, None

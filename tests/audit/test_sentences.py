@@ -483,6 +483,11 @@ ROWS: list[Row] = [
         by_reports(*[STANDS] * 4), by_reports(*[LITTLE] * 4)),
     Row("stands-still", "In a typical step, the activations of layer 'a' move by 0.004 times their "
         "length", by_reports(*[LITTLE] * 4, losses=STILL), by_reports(*[LITTLE] * 4, losses=WELL)),
+    Row("stands-still", "In a typical step of the last quarter, the activations of layer 'a' move "
+        "by 0.004", by_reports(*[layers()] * 9, *[LITTLE] * 4, losses=STILL),
+        by_reports(*[layers()] * 9, layers(), LITTLE, layers(), LITTLE, losses=STILL)),
+    Row("stands-still", "In a typical step", by_reports(*[LITTLE] * 4, losses=STILL),
+        by_reports(layers(), layers(), LITTLE, losses=STILL)),
     Row("stands-still", "all 4 layers",
         by_reports({n: reading(update_ratio=0.004) for n in "abcd"}, losses=STILL),
         by_reports({n: reading(update_ratio=0.004) for n in "abc"}, losses=STILL)),
@@ -503,7 +508,7 @@ ROWS: list[Row] = [
         by_reports(layers(), *[STANDS] * 3, losses=WELL),
         by_reports(layers(), *[STANDS] * 3, losses=STILL)),
     Row("settled", "The activations of layer 'a' first moved as far as in healthy layers",
-        by_reports(*[layers()] * 6, *[STANDS] * 2), HEALTHY),
+        by_reports(*[layers()] * 9, *[STANDS] * 3), by_reports(*[layers()] * 9, STANDS)),
     Row("stands-still", "The move of the activations of layer 'a' is not known: in no measured "
         "step were both their gradients and their outputs nonzero",
         by_reports(layers() | {"a": reading(update_ratio=math.nan)}), HEALTHY),

@@ -9,6 +9,7 @@ import pytest
 from example_reports import LAYERS, attention, reading, report
 
 from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.report import Alarm
 from adiv_monitor.sinks import HtmlSink
 from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks import html as html_module
@@ -172,8 +173,6 @@ def test_a_page_that_fails_is_not_tried_at_every_report(
 
 @pytest.mark.usefixtures("at_once")
 def test_alarms_are_on_the_page_until_the_end(tmp_path: Path) -> None:
-    from adiv_monitor.report import Alarm
-
     path = tmp_path / "run.html"
     sink = HtmlSink(path)
     sink.write(replace(report(0), alarms=(Alarm("update_ratio > <1", "a", 2.0, 0.25),)))
@@ -253,6 +252,35 @@ def test_the_last_loss_counts_however_long_the_training(last: float, words: str)
     assert record.steps_of_losses[-1] == 5_001 and record.losses[-1] == pytest.approx(
         last, nan_ok=True
     )
+
+
+def test_another_training_in_the_same_record_begins_it_anew() -> None:
+    """A callback may be used again, for each fold of a cross-validation."""
+    running, alone = Running(), Running()
+    spoilt = replace(report(8, losses={8: math.inf}), alarms=(Alarm("x > 1", "a", 2.0, 0.0),))
+    for one in (report(0, losses={0: 9.0}), report(4, losses={4: 8.0}), spoilt):
+        running.add(one)
+    for step in (0, 4):
+        for each in (running, alone):
+            each.add(report(step, losses={step: 1.0}))
+    assert running.record() == alone.record() and running.count == alone.count == 2
+    assert running.alarms == () and running.first_non_finite is None
+
+
+def test_a_training_that_goes_on_from_a_checkpoint_replaces_what_came_after_it() -> None:
+    running = Running()
+    for step in (0, 4, 8, 12, 6, 10):
+        running.add(report(step, losses={step: float(step)}))
+    assert [one.step for one in running.reports] == [0, 4, 6, 10]
+    assert running.record().steps_of_losses == (0, 4, 6, 10) and running.count == 4
+
+
+def test_a_page_has_no_place_before_it_is_written(tmp_path: Path) -> None:
+    sink = HtmlSink(tmp_path / "run.html")
+    assert sink.place == ""
+    sink.write(report(0))
+    sink.close()
+    assert sink.place == str(tmp_path / "run.html")
 
 
 def test_what_a_finding_speaks_of_is_not_ticked_beside_it() -> None:

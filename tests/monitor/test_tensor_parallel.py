@@ -103,6 +103,7 @@ class Case:
 
 
 CASES = {
+    "one, as a first trial": Case(1, parallel=1),
     "two, AdamW": Case(2),
     "two, SGD": Case(2, optimizer=torch.optim.SGD),
     "two, norms by tokens": Case(2, sequence=True),
@@ -417,6 +418,7 @@ def one_group_that_looks_at_others(rank: int) -> Any:
 
 
 TASKS: dict[int, tuple[Callable[[int], Any], ...]] = {
+    1: (),
     2: (
         gated,
         gated_alone,

@@ -151,7 +151,7 @@ def peers(model: nn.Module) -> Peers | None:
             p: Any = parameter
             spread[id(parameter)] = p.device_mesh, p.placements
     for mesh, _ in spread.values():
-        if mesh.ndim == 1 and mesh.size() > 1:
+        if mesh.ndim == 1:
             return Peers(mesh, {key: lies for key, (on, lies) in spread.items() if on == mesh})
     return None
 

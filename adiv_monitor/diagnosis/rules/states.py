@@ -31,6 +31,7 @@ SPEAK_OF: Mapping[str, tuple[str, ...]] = {
 OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
 # Measures that indicate faults. Zero-gradient rows may be padding, and corrected layers a choice.
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
+_SEVERAL = 3  # fewest reports of the last quarter that show what is typical there
 _WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large) → words
     ("update_ratio", True): "in a typical step, the activations of {} move by more than {} "
     "times their length",
@@ -130,10 +131,12 @@ def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str
 
 
 def _lately(record: Record) -> dict[str, Typical]:
-    """Return the typical moves in the last quarter of the steps at peak learning rate."""
+    """Return the typical moves in the last quarter of the steps at peak; {}: too few are known."""
     reports = at_peak(record).reports
     begin = reports[-1].step - (reports[-1].step - reports[0].step) / 4 if reports else 0
     last = tuple(report for report in reports if report.step >= begin)
+    if len(last) < _SEVERAL:
+        return {}
     return typical_values(replace(record, reports=last), "update_ratio")
 
 
@@ -173,9 +176,12 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     health = HEALTH["update_ratio"]
     least, most = layers[paths[0]].value, layers[paths[-1]].value
     moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
+    typically = typical_values(at_peak(record), "update_ratio")
+    is_new = any(not typically[path].below(health.healthy[0]) for path in paths)
+    lately = " of the last quarter" if is_new else ""
     said = (
-        f"In a typical step, the activations of {these(record, paths)} move by {moves} times their "
-        f"length. Healthy layers that train from scratch move by at least {health.healthy[0]:g}."
+        f"In a typical step{lately}, the activations of {these(record, paths)} move by {moves} "
+        f"times their length. Healthy layers that train from scratch move by at least {health.healthy[0]:g}."
     )
     strength = _strength(record)
     advice: tuple[Advice, ...] = (

@@ -1,0 +1,79 @@
+"""Evaluations between a step and the next one: which of them complete the step's report."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import Monitor
+from adiv_monitor.report import StepReport
+
+
+def trained(width: int, *, swaps: bool, clips: bool) -> tuple[list[StepReport], list[int]]:
+    """Train with an evaluation behind each step.
+
+    Args:
+        width: 300 makes the weight a large piece.
+        swaps: averaged weights are swapped in for the evaluation, and back.
+        clips: weights are clipped after each step.
+
+    Returns:
+        The reports, and how many there were after each evaluation.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, width), nn.ReLU(), nn.Linear(width, 3))
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = torch.randn(16, 300), torch.arange(16) % 3
+    complete = []
+
+    def swap() -> None:
+        for own, other in zip(model.parameters(), average.parameters(), strict=True):
+            own.data, other.data = other.data, own.data
+
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if clips:
+                clip(model)
+            if swaps:
+                swap()
+            evaluate(model, x)
+            complete.append(len(monitor.reports))
+            if swaps:
+                swap()
+    return list(monitor.reports), complete
+
+
+@torch.no_grad()
+def clip(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.03, 0.03)
+
+
+def evaluate(model: nn.Module, x: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("width", [8, 300])
+def test_weights_that_are_swapped_in_for_an_evaluation_are_no_applied_update(
+    width: int, clips: bool
+) -> None:
+    plain, _ = trained(width, swaps=False, clips=clips)
+    swapped, complete = trained(width, swaps=True, clips=clips)
+    assert complete == [0, 1, 2, 3]
+    for one, other in zip(plain, swapped, strict=True):
+        assert one.layers == other.layers and one.notes == other.notes
+
+
+@pytest.mark.parametrize("width", [8, 300])
+def test_an_evaluation_of_the_stepped_weights_completes_the_report(width: int) -> None:
+    assert trained(width, swaps=False, clips=False)[1] == [1, 2, 3, 4]
