@@ -27,7 +27,9 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
 
     The projections are modules of their own (`q_proj`, `k_proj`, `v_proj`, `out_proj`), so that
     hooks work on them. The state dict is that of `nn.MultiheadAttention` (`in_proj_weight`, …), so
-    each of the two loads the other's.
+    each of the two loads the other's. Its packed entries are copies: averages of weights, and
+    `functional_call`, need `named_parameters()`. If q_proj, k_proj or v_proj is parametrized,
+    pruned or replaced by another module, the entries of all three have their own names.
 
     Args:
         embed_dim: as in `nn.MultiheadAttention`, like all arguments up to dtype.
@@ -149,7 +151,9 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
             The output, shaped like query, and the weights (batch, [heads,] queries, keys) or None.
 
         Raises:
-            ValueError: the inputs are not all batched or all unbatched, or a mask does not fit.
+            TypeError: a mask is neither boolean nor of floating-point numbers.
+            ValueError: the inputs are not all batched or all unbatched, their batches differ in
+                size, or a mask does not fit.
         """
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
             raise ValueError(
@@ -163,6 +167,13 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
+        batch = 0 if batch_first else 1
+        if not query.shape[batch] == key.shape[batch] == value.shape[batch]:
+            raise ValueError(
+                "CorrectedMultiheadAttention: query, key and value have batches of "
+                f"{query.shape[batch]}, {key.shape[batch]} and {value.shape[batch]} samples; "
+                "all three must have the same size."
+            )
         q, k, v = self._heads(query, key, value, batch_first)
         keys = key.shape[1 if batch_first else 0]
         if is_causal and key_padding_mask is None and not need_weights and keys == k.shape[2]:
@@ -243,12 +254,13 @@ def _merged_mask(
     if attn_mask is not None:
         flat = (batch * heads, queries, keys)
         _check_shape("attn_mask", attn_mask, (queries, keys), flat)
-        attn_mask = _additive(attn_mask, q.dtype, k.shape[2])
+        attn_mask = _additive("attn_mask", attn_mask, q.dtype, k.shape[2])
         shape = (1, 1) if attn_mask.dim() == 2 else (batch, heads)
         merged = attn_mask.view(*shape, queries, k.shape[2])
     if key_padding_mask is not None:
         _check_shape("key_padding_mask", key_padding_mask, (batch, keys))
-        padding = _additive(key_padding_mask, q.dtype, k.shape[2]).view(batch, 1, 1, k.shape[2])
+        padding = _additive("key_padding_mask", key_padding_mask, q.dtype, k.shape[2])
+        padding = padding.view(batch, 1, 1, k.shape[2])
         merged = padding if merged is None else merged + padding
     return merged
 
@@ -261,15 +273,25 @@ def _check_shape(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
         )
 
 
-def _additive(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
+def _additive(name: str, mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
     """Return numbers to add to the scores for a mask that may be boolean (True: forbidden)."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"CorrectedMultiheadAttention: {name} has dtype {mask.dtype}; must be torch.bool "
+            "(True: masked), or floating-point numbers to add to the scores."
+        )
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     return F.pad(mask.to(dtype), (0, keys - mask.shape[-1]))
 
 
 def _pack(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Rename the projections' entries to those of `nn.MultiheadAttention`, after saving."""
+    """Rename the projections' entries to those of `nn.MultiheadAttention`, after saving.
+
+    Weights that are computed from other parameters have no such entries.
+    """
+    if any(f"{prefix}{name}.weight" not in state for name in _NAMES):
+        return
     weights = [state.pop(f"{prefix}{name}.weight") for name in _NAMES]
     biases = [state.pop(f"{prefix}{name}.bias", None) for name in _NAMES]
     others = ("bias_k", "bias_v", "out_proj.weight", "out_proj.bias")

@@ -71,9 +71,20 @@ class ConversionReport:
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _new: dict[str, nn.Module] = field(default_factory=dict, repr=False)
 
     def revert(self) -> None:
-        """Restore the old layers, with the current parameters."""
+        """Restore the old layers, with the current parameters.
+
+        Raises:
+            RuntimeError: a new layer was parametrized or pruned since; nothing is changed.
+        """
+        made = [path for path, new in self._new.items() if not _is_plain(new)]
+        if self._undo and made:
+            raise RuntimeError(
+                f"ConversionReport.revert: the weight of {made[0]!r} is computed from other "
+                "parameters since (weight norm, pruning, …): remove that first."
+            )
         while self._undo:
             self._undo.pop()()
 
@@ -159,8 +170,14 @@ def _why_not(path: str, module: nn.Module, parent: nn.Module, to: str) -> str | 
         return f"{type(module).__name__} is a subclass with a forward of its own"
     if twin is None:
         return f"{type(module).__name__} is no linear layer or convolution"
-    if set(module._parameters) != {"weight", "bias"}:
+    if "forward" in vars(module):
+        return "its forward was replaced (by the hooks of another library?): convert first"
+    if module._compiled_call_impl is not None:
+        return "compiled: convert first, then compile"
+    if not _is_plain(module):
         return "its weight is computed from other parameters (weight norm, pruning, …)"
+    if module.weight.is_complex():  # type: ignore[operator]
+        return "its weight is complex"
     if not path:
         return "it is the model itself: construct the corrected layer instead"
     if isinstance(parent, nn.MultiheadAttention) and not _is_open(parent):
@@ -168,6 +185,11 @@ def _why_not(path: str, module: nn.Module, parent: nn.Module, to: str) -> str | 
     if twin not in _REPLACEMENTS[to]:
         return f"there is no {to} {twin.__name__}"
     return None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether the parameters of a layer are those of torch's layer."""
+    return _is_open(module) or set(module._parameters) == {"weight", "bias"}
 
 
 def _twin(module: nn.Module) -> type[nn.Module] | None:
@@ -203,7 +225,7 @@ def _swap(parent: nn.Module, path: str, new: nn.Module, report: ConversionReport
         old.training = new.training
         parent._modules[name] = old
 
-    parent._modules[name] = new
+    parent._modules[name] = report._new[path] = new
     report._undo.append(undo)
     what = f"{type(old).__name__} → {type(new).__name__}"
     form = getattr(new, "form", None)

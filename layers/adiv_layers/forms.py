@@ -118,5 +118,11 @@ def times(parameter: Tensor | None, factor: float) -> Tensor | None:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, and float64 for float64."""
+    """Return the dtype of sums: float32, and float64 for float64.
+
+    Raises:
+        TypeError: the dtype is complex.
+    """
+    if dtype.is_complex:
+        raise TypeError(f"adiv_layers: input has dtype {dtype}; must be real.")
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -169,10 +169,14 @@ class L2Norm(nn.Module):
     Args:
         dim: the dimension that holds a row (1 for channels of images).
         eps: smallest norm to divide by.
+
+    Raises:
+        ValueError: eps is not positive.
     """
 
     def __init__(self, dim: int = -1, *, eps: float = 1e-12) -> None:
         super().__init__()
+        representable(eps, torch.float32)
         self.dim = dim
         self.eps = eps
 

@@ -10,6 +10,7 @@ import torch
 from adiv_layers import AffineLikeLinear, CorrectedMultiheadAttention, NormLikeLinear
 from adiv_layers.functional import affine_like_linear
 from torch import nn
+from torch.nn.utils import prune
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 STANDARD = dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), "standard")
@@ -245,3 +246,38 @@ def test_errors_say_what_to_do():
         layer(x, x, x, attn_mask=torch.zeros(4, 5))
     with pytest.raises(ValueError, match=r"key_padding_mask has shape \(4, 3\); must be \(3, 4\)"):
         layer(x, x, x, key_padding_mask=torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("change", ["weight norm", "pruning", "another module"])
+def test_a_projection_that_is_changed_can_be_saved_and_loaded(change):
+    """Then the entries of queries, keys and values have their own names."""
+
+    def made():
+        layer = CorrectedMultiheadAttention(8, 2)
+        if change == "weight norm":
+            nn.utils.parametrizations.weight_norm(layer.q_proj)
+        elif change == "pruning":
+            prune.l1_unstructured(layer.k_proj, "weight", 0.5)
+        else:
+            layer.v_proj = nn.Sequential(layer.v_proj)
+        return layer
+
+    one, other, x = made(), made(), torch.randn(3, 4, 8)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(x, x, x)[0], other(x, x, x)[0])
+    assert "in_proj_weight" not in one.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+def test_masks_of_integers_are_refused_as_by_the_twin(dtype, name):
+    """Added to the scores, a 1 for padding would draw attention to it."""
+    x = torch.randn(4, 4, 8)
+    with pytest.raises(TypeError, match=rf"{name} has dtype {dtype}; must be torch\.bool"):
+        CorrectedMultiheadAttention(8, 2)(x, x, x, **{name: torch.ones(4, 4, dtype=dtype)})
+
+
+def test_batches_of_unlike_size_are_refused():
+    x = torch.randn(2, 4, 8)
+    with pytest.raises(ValueError, match="batches of 2, 1 and 1 samples"):
+        CorrectedMultiheadAttention(8, 2, batch_first=True)(x, x[:1], x[:1])

@@ -287,3 +287,32 @@ def test_torchs_transformer_does_not_bypass_the_swapped_layers(attention):
     report.revert()
     with torch.no_grad():
         torch.testing.assert_close(model(x, src_key_padding_mask=padding), before)
+
+
+def test_layers_whose_forward_is_not_the_classs_are_left():
+    """A successor would run the old forward, and correct nothing."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x)
+    model[1].compile(backend="eager")
+    report = convert(model, "affine-like")
+    assert set(report.swapped) == {"2"}
+    assert "forward was replaced" in report.left["0"] and "compiled" in report.left["1"]
+
+
+def test_complex_layers_are_left():
+    report = convert(nn.Sequential(nn.Linear(3, 2, dtype=torch.complex64)), "affine-like")
+    assert report.left == {"0": "its weight is complex"}
+
+
+def test_a_layer_that_is_parametrized_since_is_not_reverted():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+    report = convert(model, "affine-like")
+    nn.utils.parametrizations.weight_norm(model[1])
+    with pytest.raises(RuntimeError, match="the weight of '1' is computed from other parameters"):
+        report.revert()
+    assert type(model[0]) is AffineLikeLinear
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    report.revert()
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+    report.revert()

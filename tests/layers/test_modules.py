@@ -138,3 +138,16 @@ def test_l2_norm():
     torch.testing.assert_close(L2Norm()(x).norm(dim=-1), torch.ones(2, 3, 4))
     assert repr(L2Norm(1)) == "L2Norm(dim=1)"
     assert not list(L2Norm().parameters())
+
+
+@pytest.mark.parametrize("layer", [AffineLikeLinear, NormLikeLinear, L2Norm])
+def test_complex_inputs_are_refused(layer):
+    """Torch would drop the imaginary part."""
+    made = layer() if layer is L2Norm else layer(3, 2, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="must be real"):
+        made(torch.randn(4, 3, dtype=torch.complex64))
+
+
+def test_an_eps_of_zero_is_refused():
+    with pytest.raises(ValueError, match="must be positive"):
+        L2Norm(eps=0)

@@ -181,7 +181,8 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     lately = " of the last quarter" if is_new else ""
     said = (
         f"In a typical step{lately}, the activations of {these(record, paths)} move by {moves} "
-        f"times their length. Healthy layers that train from scratch move by at least {health.healthy[0]:g}."
+        "times their length. Healthy layers that train from scratch move by at least "
+        f"{health.healthy[0]:g}."
     )
     strength = _strength(record)
     advice: tuple[Advice, ...] = (
