@@ -138,6 +138,14 @@ class Alignment:
                     "Alignment.load_state_dict: the saved reference point has the layers "
                     f"{list(saved['rows'])}, expected {list(self._shapes)}"
                 )
+            own = self._snapshots[0].rows if self._snapshots else {}
+            for path, rows in own.items():
+                if rows.shape != saved["rows"][path].shape:
+                    raise ValueError(
+                        "Alignment.load_state_dict: the saved reference point has inputs of shape "
+                        f"{tuple(saved['rows'][path].shape)} in {path!r}, expected "
+                        f"{tuple(rows.shape)}: that of a model of the same width"
+                    )
             loaded.append(
                 Snapshot(
                     {path: rows.to(device) for path, rows in saved["rows"].items()},

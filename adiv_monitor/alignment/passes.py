@@ -96,8 +96,10 @@ def run_probe(
             stack.enter_context(parametrize.cached())  # so that a weight is one tensor throughout
             _evaluating(modules)
             seeing = stack.enter_context(_seeing(model, found, entrywise, called))
+            # The model may change its arguments in place.
+            args, kwargs = tree_map_only(Tensor, Tensor.clone, arguments)
             try:
-                inside_wrappers(model)(*arguments[0], **arguments[1])
+                inside_wrappers(model)(*args, **kwargs)
             finally:
                 for module in modules:
                     reshard = getattr(module, "reshard", None)

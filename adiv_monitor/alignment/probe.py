@@ -52,6 +52,10 @@ class Probe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.batch, Mapping):  # torch's trees know dicts alone
+            object.__setattr__(self, "batch", dict(self.batch))
+        if isinstance(self.layers, str):
+            object.__setattr__(self, "layers", (self.layers,))
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(self.batch)):
             raise TypeError(
                 f"Probe(batch=…): got {type(self.batch).__name__}, expected what the model is "

@@ -44,6 +44,8 @@ def log_alignment(
         z: the inputs.
         fan_in: the base of the logarithm, if it is not n.
     """
+    if not (weight.numel() and z.numel()):
+        return None
     product = z @ weight.t()
     numerator, of_weight, of_input = (
         float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 / x.numel()
@@ -72,15 +74,20 @@ def spectral_alignment(weight: Float[Tensor, "out n"], z: Float[Tensor, "rows n"
 
 
 def largest_singular(matrices: Float[Tensor, "*batch out n"]) -> Float[Tensor, "*batch"]:
-    """Return the largest singular value of each matrix, by the eigenvalues of W Wᵀ or Wᵀ W."""
+    """Return the largest singular value of each matrix, by the eigenvalues of W Wᵀ or Wᵀ W.
+
+    It is NaN for a matrix that is not finite.
+    """
     transposed = matrices.mT
     small = matrices if matrices.shape[-2] <= matrices.shape[-1] else transposed
-    largest: Tensor = torch.linalg.eigvalsh(small @ small.mT)[..., -1]
-    return largest.clamp(min=0).sqrt()
+    squares = small @ small.mT
+    is_finite = squares.isfinite().all(-1).all(-1)
+    largest: Tensor = torch.linalg.eigvalsh(squares.nan_to_num(0.0, 0.0, 0.0))[..., -1]
+    return largest.clamp(min=0).sqrt().where(is_finite, torch.nan)
 
 
 def root_ratio(numerator: float, denominator: float, scale: float) -> float | None:
-    """Return √(numerator / denominator) of squares; None if one of them is negligible.
+    """Return √(numerator / denominator) of squares; None if one is negligible or not finite.
 
     Args:
         numerator: of W z.
@@ -88,9 +95,8 @@ def root_ratio(numerator: float, denominator: float, scale: float) -> float | No
         scale: the denominator at the reference point.
     """
     least = NEGLIGIBLE**2
-    if denominator <= least * scale or numerator <= least * denominator:
-        return None
-    return math.sqrt(numerator / denominator)
+    is_known = least * scale < denominator < math.inf and least * denominator < numerator < math.inf
+    return math.sqrt(numerator / denominator) if is_known else None
 
 
 def kappa(ratio: float | None, fan_in: int) -> float | None:

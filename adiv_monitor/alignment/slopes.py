@@ -63,7 +63,9 @@ class LayerWidths:
             fan-in: the alignment in the limit of large width.
         kappas: n^(A − 1), the geometric mean over widths: the width-independent share of full
             alignment.
-        note: of an attention's logits, how they are scaled.
+        note: of an attention's logits, how they are scaled; and at which widths outputs, or their
+            moves, are not finite, or the layer is missing.
+        lost: whether there is such a width.
     """
 
     path: str
@@ -73,11 +75,12 @@ class LayerWidths:
     exponents: Mapping[str, Slope]
     kappas: Mapping[str, float]
     note: str = ""
+    lost: bool = False
 
     @property
     def verdict(self) -> Verdict:
         """The trend of the layer's move with width; muP aims at "stays"."""
-        return "unclear" if self.move is None else self.move.verdict
+        return "unclear" if self.move is None or self.lost else self.move.verdict
 
 
 def slope(points: Iterable[tuple[float, float]]) -> Slope | None:
@@ -86,7 +89,7 @@ def slope(points: Iterable[tuple[float, float]]) -> Slope | None:
     Raises:
         ImportError: without scipy (pip install "adiv-monitor[lr]").
     """
-    kept = tuple((n, value) for n, value in points if n > 0 and value > 0)
+    kept = tuple((n, value) for n, value in points if n > 0 and 0 < value < math.inf)
     if len({n for n, _ in kept}) < 2:
         return None
     try:
@@ -117,7 +120,8 @@ def layer_widths(runs: Sequence[Run], step: int | None = None) -> list[LayerWidt
     if not common or (step is not None and step not in common):
         raise ValueError(f"layer_widths: step {step}: expected one that all runs have: {common}")
     step = max(common) if step is None else step
-    return [_of_layer(runs, path, step) for path in runs[0].readings[step]]
+    paths = dict.fromkeys(path for run in runs for path in run.readings[step])
+    return [_of_layer(runs, path, step) for path in paths]
 
 
 def _of_layer(runs: Sequence[Run], path: str, step: int) -> LayerWidths:
@@ -138,5 +142,14 @@ def _of_layer(runs: Sequence[Run], path: str, step: int) -> LayerWidths:
             kappas[name] = math.exp(math.fsum(shares) / len(shares))
     sizes = {width: int(r["head_size"]) for width, r in records if "head_size" in r}
     note = scale_named(sizes, {width: r["scale"] for width, r in records}) if sizes else ""
+    lost = sorted({run.width for run in runs if not _is_known(run.readings[step].get(path, {}))})
+    if lost:
+        said = f"not finite, or missing, at width {', '.join(map(str, lost))}"
+        note = f"{note}; {said}" if note else said
     moves = of("output_rms"), of("output_change_rms")
-    return LayerWidths(path, step, *moves, exponents, kappas, note)
+    return LayerWidths(path, step, *moves, exponents, kappas, note, bool(lost))
+
+
+def _is_known(record: Mapping[str, float]) -> bool:
+    sizes = (record.get(name, math.nan) for name in ("output_rms", "output_change_rms"))
+    return all(math.isfinite(size) for size in sizes)

@@ -2,8 +2,9 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,16 @@ class _Calls:
     sources: set[str] = field(default_factory=set)
 
 
+def _check_patterns(probe: Probe, paths: Sequence[str]) -> None:
+    if probe.layers is None or callable(probe.layers):
+        return
+    idle = [x for x in probe.layers if not any(fnmatchcase(path, x) for path in paths)]
+    if idle and paths:
+        raise ValueError(
+            f"Probe(layers=…): {idle[0]!r} fits no layer, expected patterns over {', '.join(paths)}"
+        )
+
+
 def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str]]:
     """Run the probe; return the chosen layers in the order of their first calls.
 
@@ -175,10 +186,11 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
 
     Raises:
         AdivError: none of the layers is called, or the model uses tensor parallelism.
+        ValueError: a pattern fits no layer.
         TypeError: the model can't be called with the batch.
     """
     _check_arguments(model, probe)
-    if peers(model) is not None:
+    if (parallel := peers(model)) is not None and parallel.count > 1:
         raise AdivError(
             "Probe: some layers are computed by several ranks together (tensor parallelism), "
             "expected layers of which each rank has all"
@@ -210,6 +222,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             acting[path][entrywise.parameter] = None
 
     refused = run_probe(model, probe.arguments, see, act)
+    _check_patterns(probe, [*layers, *passed])
     if not layers:
         raise AdivError(
             f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "

@@ -65,7 +65,9 @@ def optimizer_groups(
         weight_decay: λ, for optimizers that multiply decay by the rate (AdamW, SGD). Each group's
             decay times its rate is η λ. None: not in the groups, so decay follows the rate.
         kinds: further factors of η by kind of parameter: "input", "hidden", "readout", "vector".
-        gains: further factors by layer, such as `MaxLRScheduler.proposed` of another run.
+            The kind of a shared parameter is that of its first use.
+        gains: further factors by layer, such as `MaxLRScheduler.proposed` of another run. Layers
+            that share a parameter must have the same one.
         rates: learning rates by name of a parameter, whatever uses it.
 
     Returns:
@@ -108,14 +110,30 @@ def optimizer_groups(
     ]
     groups += _of_layers(network, solution, known, groups, eps)
     groups += _of_vectors(parameters, layers, network, solution, known, groups, eps)
+    factors = _factors(layers, gains or {})
     for group in groups:
         group["rule"] = rule.name
         if group["kind"] != "given":
-            factor = (gains or {}).get(group["name"], 1.0) * (kinds or {}).get(group["kind"], 1.0)
-            group["lr"] *= lr * factor
+            factor = factors.get(id(group["params"][0]), 1.0)
+            group["lr"] *= lr * factor * (kinds or {}).get(group["kind"], 1.0)
         if weight_decay is not None:
             group["weight_decay"] = weight_decay * lr / group["lr"]
     return groups
+
+
+def _factors(layers: Sequence[AlignedLayer], gains: Mapping[str, float]) -> dict[int, float]:
+    """Return the factor of each parameter's learning rate, by its id."""
+    found: dict[int, tuple[float, str]] = {}
+    for layer in layers:
+        for p in layer.parameters if layer.path in gains else ():
+            gain, path = found.setdefault(id(p), (gains[layer.path], layer.path))
+            if gain != gains[layer.path]:
+                raise ValueError(
+                    f"optimizer_groups(gains=…): got {gain:g} for {path!r} and "
+                    f"{gains[layer.path]:g} for {layer.path!r}, which share a parameter: expected "
+                    "the same factor"
+                )
+    return {key: gain for key, (gain, _) in found.items()}
 
 
 def _of_layers(

@@ -76,12 +76,15 @@ class ModelNetwork:
     def check_is_applied(self, parametrization: str | Parametrization) -> None:
         """Check that the model has the multipliers of a parametrization that is given by its name.
 
-        A `Parametrization` may be part of the model's own code, where no multiplier is seen.
+        A `Parametrization` may be part of the model's own code, where no multiplier is seen. "sp"
+        needs none: that of a weight that is used twice would only make up for its initialisation.
 
         Raises:
             ValueError: no layer has one.
         """
-        if not isinstance(parametrization, str):
+        if isinstance(parametrization, Parametrization):
+            return
+        if not any(parametrization_named(parametrization).a):
             return
         needed = [x for x, a in zip(self.layers, self.a, strict=True) if a and x.role != "excluded"]
         if needed and not any(multiplier_of(layer.module, layer.name) for layer in self.layers):

@@ -44,7 +44,8 @@ class MaxLRSolution:
 
     Attributes:
         c: exponent of every layer; () unless the status is "optimal".
-        r: for every layer: its features change by n^(−r); computed from c, not by the solver.
+        r: for every layer: its features change by n^(−r); computed from c, not by the solver. With
+            "pareto", ω counts as at most a + b there, as in the program.
         status: "optimal", or why there is no solution.
         c_full: c under full alignment (1, ½, 1), for comparison.
         gradients: g of every layer: ∂L/∂W is n^(−g), and Adam's ε must shrink by this factor.

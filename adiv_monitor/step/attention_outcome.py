@@ -1,5 +1,6 @@
 """Readings of attentions from the numbers on the host, and notes on missing ones."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -35,6 +36,9 @@ def attention_outcome(
     for path, sums in attention.items():
         tolerance = sums.errors.tolerance
         errors = [(what, float(error)) for what, error in leaves(sums.errors)]
+        if any(math.isnan(error) for _, error in errors):
+            missing[path] = "its queries, keys, values or outputs are not finite"
+            continue
         off = [f"{what} (by {error:.2g})" for what, error in errors if not error <= tolerance]
         if off:
             missing[path] = _OTHERWISE.format(", ".join(off))

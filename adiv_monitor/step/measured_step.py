@@ -284,7 +284,7 @@ class MeasuredStep:
         notes = self._capture.notes()
         if self._capture.attention is not None and self._capture.attention.saw_none():
             notes.append(
-                "No attention was seen: only scaled_dot_product_attention and "
+                "No attention of trained weights was seen: only scaled_dot_product_attention and "
                 "nn.MultiheadAttention are known."
             )
         if self._cut:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import UserDict
 from collections.abc import Callable
 
 import pytest
@@ -451,8 +452,10 @@ def test_layers_that_are_left_out_are_looked_through() -> None:
         ("0", ()),
         ("4", ("0",)),
     ]
-    with pytest.raises(AdivError, match="shows no layer"):
+    with pytest.raises(ValueError, match="'9' fits no layer"):
         Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=["9"]))
+    with pytest.raises(AdivError, match="shows no layer"):
+        Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=lambda path, module: False))
 
 
 class Grows(nn.Module):
@@ -584,3 +587,70 @@ def test_autocast_and_a_mode_of_inference_do_not_reach_it() -> None:
     plain = alignment.read()
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         assert alignment.read() == plain
+
+
+@pytest.mark.parametrize("what", ["the input in place", "a list", "a dictionary"])
+def test_what_a_model_does_to_its_arguments_is_not_there_at_the_next_reading(what: str) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor, kept: list[int], named: dict[str, int]) -> Tensor:
+            if what == "the input in place":
+                x.sub_(1)
+            elif what == "a list":
+                kept.append(1)
+            else:
+                named["n"] = named.get("n", 1) + 1
+            return self.last(torch.relu(self.first(x * (1 + len(kept)) * named.get("n", 1))))
+
+    alignment = Alignment(Changing(), Probe((torch.randn(8, 16), [], {})))
+    for _ in range(3):
+        for reading in alignment.read().values():
+            assert reading.output_change_rms == 0 and reading.omega is None
+
+
+@pytest.mark.parametrize("where", ["weight", "probe"])
+def test_what_is_not_finite_leaves_the_other_layers_readings(where: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
+    x = torch.randn(8, 16)
+    if where == "probe":
+        x[3] = math.nan
+    alignment = Alignment(model, Probe(x, spectral=True))
+    move(model, perturbed(model))
+    if where == "weight":
+        with torch.no_grad():
+            model[2].weight[0, 0] = math.nan
+    readings = alignment.read()
+    assert (readings["0"].alpha is None) is (where == "probe")
+    assert readings["2"].alpha is None and readings["2"].spectral_alpha is None
+    assert readings["3"].omega is None and readings["3"].spectral_omega is None
+    assert log_alignment(torch.zeros(4, 3), torch.zeros(0, 3)) is None
+
+
+def test_a_probe_takes_a_mapping_of_any_kind_and_a_single_pattern() -> None:
+    """As the encodings of Hugging Face's tokenizers are."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    probe = Probe(UserDict(x=torch.randn(8, 16)), layers="la*")
+    assert [layer.path for layer in Alignment(Named(), probe).layers] == ["last"]
+    with pytest.raises(ValueError, match="'zz' fits no layer, expected patterns over"):
+        Alignment(Named(), Probe(probe.batch, layers=["last", "zz"]))
+
+
+def test_a_reference_point_of_another_width_is_refused() -> None:
+    def net(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, width), nn.Linear(width, 4))
+
+    probe = Probe(torch.randn(8, 16))
+    saved = Alignment(net(32), probe).state_dict()
+    with pytest.raises(ValueError, match="a model of the same width"):
+        Alignment(net(64), probe).load_state_dict(saved)

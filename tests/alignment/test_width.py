@@ -142,3 +142,22 @@ def test_a_layer_without_a_move_says_so() -> None:
     records = {"a": {"fan_in": 8, "output_rms": 1.0, "output_change_rms": 0.0}}
     text = described(layer_widths([Run(n, {1: records}) for n in (8, 16)]))
     assert text.splitlines()[2].split() == ["a", "unclear", "–", "+0.00", "±", "inf"]
+
+
+def test_widths_that_diverged_leave_no_verdict() -> None:
+    def run(width: int, size: float) -> Run:
+        known = {"fan_in": 16.0, "output_rms": 1.0, "output_change_rms": size}
+        return Run(width, {1: {"a": known, "b": {**known, "output_change_rms": width**0.01}}})
+
+    runs = [run(64, 1.0), run(128, 1.0), run(192, 1.0), run(256, math.nan)]
+    a, b = layer_widths(runs)
+    assert (a.verdict, b.verdict) == ("unclear", "stays")
+    assert "not finite, or missing, at width 256" in described([a, b]).splitlines()[2]
+    assert slope([(64, 1.0), (128, 1.0), (256, math.inf)]).verdict == "unclear"
+
+
+def test_a_layer_that_the_first_run_lacks_is_told() -> None:
+    known = {"fan_in": 16.0, "output_rms": 1.0, "output_change_rms": 1.0}
+    runs = [Run(64, {1: {}}), *(Run(n, {1: {"a": known}}) for n in (128, 256, 512))]
+    (layer,) = layer_widths(runs)
+    assert layer.verdict == "unclear" and "at width 64" in layer.note

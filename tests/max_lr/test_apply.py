@@ -444,3 +444,20 @@ def test_groups_for_another_optimizer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"groups of 'adam'.*rule of SGD is 'sgd'"):
         MaxLRScheduler(optim.SGD(groups), model, probe)
     MaxLRScheduler(optim.AdamW(groups), model, probe)
+
+
+def test_a_factor_of_any_use_of_a_parameter_counts() -> None:
+    model = Tied()
+    layers = Alignment(model, Probe(torch.randint(50, (6, 5)))).layers
+    (tied,) = ({x.path for x in layers if id(p) in map(id, x.parameters)}
+               for p in (layers[0].parameters[0],))  # fmt: skip
+    assert len(tied) == 2
+    given = [optimizer_groups(model, layers, "sp", "adam", lr=1.0, gains={path: 5.0})
+             for path in tied]  # fmt: skip
+    plain = optimizer_groups(model, layers, "sp", "adam", lr=1.0)
+    for groups in given:
+        scaled = [a["lr"] / b["lr"] for a, b in zip(groups, plain, strict=True)]
+        assert sorted(scaled)[-1] == pytest.approx(5) and sorted(scaled)[-2] == pytest.approx(1)
+    first, second = tied
+    with pytest.raises(ValueError, match="which share a parameter"):
+        optimizer_groups(model, layers, "sp", "adam", lr=1.0, gains={first: 5.0, second: 6.0})

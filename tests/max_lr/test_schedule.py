@@ -536,3 +536,99 @@ def test_what_can_not_be_meant_is_refused() -> None:
         with pytest.raises(error, match=message):
             MaxLRScheduler(*args, **options)
     assert not optimizer._optimizer_step_pre_hooks
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.map = nn.Embedding(20, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 20, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.map(self.words(tokens))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rnn = nn.Embedding(20, 32), nn.LSTM(32, 32, batch_first=True)
+        self.head = nn.Linear(32, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.rnn(self.words(tokens))[0])
+
+
+class Normed(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.utils.parametrizations.weight_norm(self.map)
+
+
+class Twice(Tied):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.words(tokens) @ self.map.weight) @ self.map.weight.T)
+
+
+@pytest.mark.parametrize("made", [Tied, Recurrent, Normed, Twice])
+def test_factors_of_one_run_are_those_of_another_of_the_same_model(made: type[nn.Module]) -> None:
+    tokens = torch.arange(24).reshape(4, 6) % 20
+    model = made()
+    optimizer = optim.Adam(model.parameters(), 1e-2)
+    seen = MaxLRScheduler(optimizer, model, Probe(tokens), warm_up=1, every_n_steps=2)
+    for _ in range(6):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+    assert any(factor != 1 for factor in seen.proposed.values())
+    other = made()
+    given = {"mode": "static", "gains": seen.proposed}
+    optimizer = optim.Adam(other.parameters(), 1e-2)
+    assert MaxLRScheduler(optimizer, other, None, **given).gains == seen.proposed
+    held = {id(p): path for path in seen.proposed for p in weights(model, seen, path)}
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[key] for key in held} == stepped_faster(other, optimizer, tokens)
+
+
+def weights(model: nn.Module, seen: MaxLRScheduler, path: str) -> list[Tensor]:
+    """Return the parameters whose steps a factor other than 1 scales."""
+    layers = {layer.path: layer for layer in seen._network.layers}
+    return list(layers[path].parameters) if seen.proposed[path] != 1 else []
+
+
+def stepped_faster(model: nn.Module, optimizer: optim.Optimizer, tokens: Tensor) -> set[str]:
+    rates: dict[int, float] = {}
+    optimizer.register_step_pre_hook(
+        lambda o, *_: rates.update(
+            {id(p): group["lr"] for group in o.param_groups for p in group["params"]}
+        )
+    )
+    functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    optimizer.step()
+    return {name for name, p in model.named_parameters() if rates[id(p)] != 1e-2}
+
+
+def test_unlike_factors_of_one_parameter_are_refused() -> None:
+    model = Tied()
+    optimizer = optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="'words' and 3 for 'head', which share a parameter"):
+        MaxLRScheduler(optimizer, model, None, mode="static", gains={"words": 2.0, "head": 3.0})
+
+
+def test_a_plain_model_with_tied_weights_is_in_the_parametrization_sp() -> None:
+    model = Tied()
+    probe = Probe(torch.arange(20).reshape(4, 5))
+    for name in (None, "sp"):
+        optimizer = optim.Adam(model.parameters())
+        MaxLRScheduler(optimizer, model, probe, parametrization=name).close()
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_an_optimizer_with_one_group_alone_is_refused_before_the_training(mode: str) -> None:
+    model = mlp()
+    optimizer = optim.LBFGS(model.parameters())
+    given = {"gains": {"0": 2.0}} if mode == "static" else {"rule": "sgd"}
+    probe = None if mode == "static" else PROBE
+    with pytest.raises(ValueError, match="got LBFGS, which has one group only"):
+        MaxLRScheduler(optimizer, model, probe, mode=mode, **given)
+    assert len(optimizer.param_groups) == 1 and "step" not in vars(optimizer)

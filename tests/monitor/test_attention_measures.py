@@ -709,7 +709,7 @@ def test_frozen_queries_and_keys_have_no_scale() -> None:
 def test_a_model_without_attention_has_none() -> None:
     report = monitored(Inside(nn.Linear(12, 12)).double())
     assert report.attention == {}
-    assert any(note.startswith("No attention was seen") for note in report.notes)
+    assert any(note.startswith("No attention of trained weights was seen") for note in report.notes)
 
 
 def test_nobody_looks_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -847,3 +847,24 @@ def test_readings_are_plain_data(tmp_path: Path) -> None:
     assert [row["head"] for row in rows] == [0, 1, 2]
     assert [row["attention_cosine"] for row in rows] == record["heads"]["attention_cosine"]
     assert report.summary()["attention_scale_mean"].median == record["attention_scale_mean"]
+
+
+@pytest.mark.filterwarnings("ignore:adiv_monitor. step 0. not finite")
+def test_scores_that_are_not_finite_are_told_as_such() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model = Attends()
+    with torch.no_grad():
+        model.attention.in_proj_weight[0, 0] = math.nan
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, attention=True, on_error="raise") as monitor:
+        model(torch.randn(4, 5, 8)).square().mean().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert any("queries, keys, values or outputs are not finite" in n for n in monitor.latest.notes)

@@ -49,6 +49,14 @@ class MaxLRReading:
     proposed: Mapping[str, float] = field(default_factory=dict)
 
 
+# Names of a layer's weight, or of the parameters from which it is computed.
+_OF_LAYERS = (
+    *("weight", "weight_orig", "weight_g", "weight_v", "parametrizations.weight.original"),
+    *("parametrizations.weight.original0", "parametrizations.weight.original1"),
+)
+_OF_RECURRENT = {"input": "weight_ih", "hidden": "weight_hh", "projection": "weight_hr"}
+
+
 class MaxLRScheduler:
     """Multiplies each layer's learning rate by m = n^(c_full − c), as far as alignments allow.
 
@@ -299,24 +307,40 @@ class MaxLRScheduler:
 def _parameters_of(model: nn.Module, gains: Mapping[str, float]) -> dict[int, str]:
     """Return the layer with a factor that each parameter belongs to, by the parameter's id."""
     owners: dict[int, str] = {}
-    names = dict(model.named_parameters())
-    for path in gains:
-        held = [p for name, p in names.items() if name == path or _is_weight_of(name, path)]
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for path, gain in gains.items():
+        held = [p for name, p in names.items() if name in _weights_of(path)]
         if not held:
             raise ValueError(
                 f"MaxLRScheduler(gains=…): got {path!r}, expected layers such as "
                 f"{', '.join(name.removesuffix('.weight') for name in list(names)[:4])}"
             )
-        owners |= {id(p): path for p in held}
+        for p in held:
+            other = owners.setdefault(id(p), path)
+            if gains[other] != gain:
+                raise ValueError(
+                    f"MaxLRScheduler(gains=…): got {gains[other]:g} for {other!r} and {gain:g} for "
+                    f"{path!r}, which share a parameter: expected the same factor"
+                )
     return owners
 
 
-def _is_weight_of(name: str, path: str) -> bool:
-    packed, _, part = path.rpartition(".")
-    if part in ("q", "k", "v") and name == f"{packed}.in_proj_weight".lstrip("."):
-        return True
+def _weights_of(path: str) -> set[str]:
+    """Return the names that the weights of a layer may have in the model.
+
+    "layer@other" is a second use of a layer's weight.
+    """
+    path = path.partition("@")[0]
     start = f"{path}." if path else ""
-    return name in (f"{start}weight", f"{start}parametrizations.weight.original")
+    module, _, part = path.rpartition(".")
+    within = f"{module}." if module else ""
+    names = {path, *(f"{start}{name}" for name in _OF_LAYERS)}
+    if part in ("q", "k", "v"):
+        names.add(f"{within}in_proj_weight")
+    kind, _, suffix = part.partition("_")
+    if kind in _OF_RECURRENT:
+        names.add(f"{within}{_OF_RECURRENT[kind]}" + f"_{suffix}" * bool(suffix))
+    return names
 
 
 def _check_groups(optimizer: Optimizer, rule: UpdateRule) -> None:

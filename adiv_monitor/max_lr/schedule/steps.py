@@ -6,7 +6,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from adiv_monitor.max_lr.optimizers import couples_decay
 
@@ -61,6 +61,11 @@ class ScaledSteps:
 
     def claim(self) -> None:
         """Claim the optimizer: no other object may scale its steps until `close`."""
+        if isinstance(self._optimizer, LBFGS):
+            raise ValueError(
+                "MaxLRScheduler(optimizer=…): got LBFGS, which has one group only, expected an "
+                "optimizer whose groups have learning rates of their own, or mode='monitor'"
+            )
         if id(self._optimizer) in _scaling:
             raise ValueError(
                 f"MaxLRScheduler: another one scales the steps of this "
