@@ -95,7 +95,8 @@ class Probe:
         for leaf in tree_leaves(self.batch):
             if isinstance(leaf, Tensor):
                 found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-                data = leaf.detach().cpu().contiguous().reshape(-1)
+                dense = leaf.detach() if leaf.layout is torch.strided else leaf.detach().to_dense()
+                data = dense.cpu().contiguous().reshape(-1)
                 found.update(data.view(torch.uint8).numpy().tobytes())
             else:
                 found.update(repr(leaf).encode())

@@ -646,6 +646,11 @@ def test_a_probe_takes_a_mapping_of_any_kind_and_a_single_pattern() -> None:
         Alignment(Named(), Probe(probe.batch, layers=["last", "zz"]))
 
 
+def test_probes_of_sparse_batches_are_told_apart() -> None:
+    one, other = (Probe((size * torch.eye(4)).to_sparse()) for size in (1.0, 2.0))
+    assert one.fingerprint == Probe(torch.eye(4).to_sparse()).fingerprint != other.fingerprint
+
+
 def test_a_reference_point_of_another_width_is_refused() -> None:
     def net(width: int) -> nn.Module:
         return nn.Sequential(nn.Linear(16, width), nn.Linear(width, 4))
