@@ -549,6 +549,35 @@ def test_outputs_that_collapse_are_told_from_those_that_may_be_alike(
     assert PROBES["collapsed"](of, of.fork()) == Probed()
 
 
+def test_outputs_that_decay_to_a_constant_are_no_collapse() -> None:
+    """The outputs of a sample, for all, may be better than the constant by chance."""
+
+    class Classified(nn.Module):
+        def __init__(self, scale: float, shift: float) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(scale))
+            self.shift = nn.Parameter(torch.tensor(shift))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.pad(self.scale * x + self.shift, (0, 2))
+
+    x = torch.full((8, 1), -2.0)
+    x[0] = x[4] = 0.2
+    batch = (x, torch.tensor([0, 1, 2, 0, 1, 2, 0, 0]))
+    of = setup(
+        model=Classified(1.0, 0.0),
+        loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        batches=(batch,),
+    )
+    trained = replace(of, model=Classified(1e-6, -1e-3)).fork()
+    before, after, alike = (
+        functional.cross_entropy(model(inputs), batch[1])
+        for model, inputs in ((of.model, x), (trained.model, x), (of.model, x[:1].expand_as(x)))
+    )
+    assert alike < after < before
+    assert PROBES["collapsed"](of, trained) == Probed()
+
+
 def test_a_model_that_returns_its_loss_only_can_not_be_told_to_collapse() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -17,26 +17,26 @@ _AS_LOW = 1e-2  # share of the fall of the loss: what training has still to go
 def ask(setup: Setup, trained: Fork) -> Probed:
     """See how much less outputs vary after training, where one output for all gives as low a loss.
 
-    Before training, all samples get the outputs of the first one, or of another. No loss that
-    compares outputs with targets is then as low as after training.
+    Before training, all samples get the outputs of the first one, and then these times −1. No loss
+    that compares outputs with targets is as low as after training both times: it is convex.
     """
     batch = setup.batches[0]
     size = size_of(batch)
     if size < FEWEST:
         return Probed(untold=f"the batch has fewer than {FEWEST} samples")
     start, end, *alike = (
-        _passed(fork, batch, size, as_of)
-        for fork, as_of in (
-            (setup.fork(), None),
-            (setup.fork_like(trained), None),
+        _passed(fork, batch, size, sign)
+        for fork, sign in (
             (setup.fork(), 0),
-            (setup.fork(), size // 2),
+            (setup.fork_like(trained), 0),
+            (setup.fork(), 1),
+            (setup.fork(), -1),
         )
     )
     if start.variation is None or end.variation is None:
         return Probed(untold="no module that the loss calls returns outputs of the samples")
-    as_low = end.loss + _AS_LOW * (start.loss - end.loss)
-    is_lowest = end.loss < start.loss and all(x.loss <= as_low for x in alike)
+    fall = start.loss - end.loss
+    is_lowest = fall > 0 and all(x.loss <= end.loss + _AS_LOW * fall for x in alike)
     if not is_lowest or end.variation >= LEFT * start.variation:
         return Probed()
     numbers = {"before": start.variation, "after": end.variation}
@@ -56,8 +56,8 @@ class _Passed(NamedTuple):
     variation: float | None
 
 
-def _passed(fork: Fork, batch: Any, size: int, as_of: int | None) -> _Passed:
-    """Run a fork's loss, with the samples' own outputs, or with those of one sample for all.
+def _passed(fork: Fork, batch: Any, size: int, sign: int) -> _Passed:
+    """Run a fork's loss with the samples' own outputs (0), or the first one's times a sign.
 
     These are the outputs of the modules that no other module calls. Every call with outputs of the
     same shape then gives the same ones, so two views of a sample do not differ either.
@@ -67,9 +67,9 @@ def _passed(fork: Fork, batch: Any, size: int, as_of: int | None) -> _Passed:
     of_all: dict[torch.Size, Tensor] = {}
 
     def in_place_of(x: Tensor) -> Tensor:
-        if as_of is None or not _is_of_samples(x, size):
+        if not sign or not _is_of_samples(x, size):
             return x
-        return of_all.setdefault(x.shape[1:], x[as_of].clone()).expand_as(x).clone()
+        return of_all.setdefault(x.shape[1:], sign * x[0]).expand_as(x).clone()
 
     def before(module: nn.Module, args: Any) -> None:
         nonlocal depth
