@@ -1,13 +1,12 @@
-"""What modules keep in attributes beside parameters, buffers and settings, and copies of it.
+"""What modules keep in attributes beside parameters and buffers: no rerun changes it.
 
 A forward pass may write into tensors, arrays and containers that are plain attributes, such as a
-running mean in a dictionary. A rerun gets copies of them, so that it changes none.
+running mean in a dictionary. Their contents are saved and written back in place: hooks, closures
+and other modules that refer to the same objects see the same state.
 """
 
-import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
 from typing import Any
 
@@ -15,125 +14,138 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Attributes = Mapping[nn.Module, Mapping[str, Any]]
-# Types of attributes that no forward pass can write into.
+# Types of attributes that no forward pass can write into, but may set anew.
 SETTINGS = (bool, int, float, str, NoneType)
 _OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks and flags
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_FIXED = (*SETTINGS, complex, bytes, type, torch.dtype, torch.device, torch.Size, torch.layout)
-_DATA = (*_FIXED, *_CONTAINERS, tuple, Tensor, np.ndarray, np.generic)
+_DATA = (*SETTINGS, *_CONTAINERS, complex, bytes, tuple, Tensor, np.ndarray, np.generic)
+# Larger tensors, arrays and containers are data, tables and vocabularies rather than state.
+_MOST_ENTRIES, _MOST_ITEMS = 2**24, 10_000
 
 
-def kept_by(modules: list[nn.Module]) -> Attributes:
-    """Return the attributes of modules into which a forward pass may write.
+def kept_by(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that it may read, set anew, or write into.
 
-    Other objects than tensors, arrays and containers belong to them if all that they consist of
-    are such things, or settings.
+    These are settings, tensors without a graph, arrays, containers, and objects that consist of
+    such things.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
     return {
-        module: {
-            name: value
-            for name, value in vars(module).items()
-            if name not in _OF_TORCH and not isinstance(value, _FIXED) and _is_data(value)
-        }
-        for module in modules
-        if not isinstance(module, torch.jit.ScriptModule)
+        name: value
+        for name, value in vars(module).items()
+        if type(value) in SETTINGS or (name not in _OF_TORCH and _is_data(value))
     }
 
 
 def _is_data(value: object) -> bool:
-    if type(value) in _DATA or isinstance(value, (Tensor, np.ndarray, tuple)):
+    if isinstance(value, Tensor):
+        return value.grad_fn is None
+    if isinstance(value, (tuple, np.ndarray)) or type(value) in _CONTAINERS:
         return True
-    if isinstance(value, nn.Module) or callable(value):
-        return False
     own = getattr(value, "__dict__", None)
-    return type(own) is dict and all(type(x) in _DATA for x in own.values())
+    if type(own) is not dict or isinstance(value, nn.Module) or callable(value):
+        return False
+    return all(type(x) in _DATA for x in own.values())
 
 
-def copied(kept: Attributes) -> Attributes:
-    """Return copies; an object that several attributes refer to has one copy.
+class Contents:
+    """The present contents of all that attributes of modules refer to.
 
-    Modules, parameters, tensors that share their memory, and results of functions that will be
-    differentiated stay what they are, and so do objects of unknown kinds.
+    Parameters, tensors that share their memory, trained tensors, and what is too large for a state
+    are left out.
+
+    Args:
+        modules: the modules.
+        copy: makes the copies of tensors.
     """
-    copies = _Copies(kept)
-    return {
-        module: {name: copies.of(value) for name, value in attributes.items()}
-        for module, attributes in kept.items()
-    }
+
+    def __init__(
+        self, modules: Iterable[nn.Module], copy: Callable[[Tensor], Tensor] = Tensor.clone
+    ) -> None:
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []  # with the version, and the copy
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        modules = list(modules)
+        parameters: set[int] | None = None
+        for value in _within([x for module in modules for x in kept_by(module).values()]):
+            if isinstance(value, Tensor):
+                parameters = _memory_of_parameters(modules) if parameters is None else parameters
+                if _is_state(value) and value.untyped_storage().data_ptr() not in parameters:
+                    with torch.no_grad():
+                        self._tensors.append((value, value._version, copy(value)))
+            elif isinstance(value, np.ndarray):
+                is_plain = type(value) is np.ndarray and value.dtype != object
+                if is_plain and value.size <= _MOST_ENTRIES:
+                    self._arrays.append((value, value.copy()))
+            elif type(value) in _CONTAINERS:
+                self._containers.append((value, value.copy()))
+
+    def put_back(self) -> None:
+        """Write the saved contents back, into the same objects."""
+        for container, before in self._containers:
+            if not _holds(container, before):
+                container.clear()
+                fill = container.extend if hasattr(container, "extend") else container.update
+                fill(before)
+        for tensor, number, copy in self._tensors:
+            is_same = tensor._version == number and tensor.device.type == "cpu"
+            if not (is_same and torch.equal(tensor, copy)) and _is_state(tensor):
+                tensor.data.copy_(copy)  # the training's graph counts no version
+        for array, values in self._arrays:
+            if not np.array_equal(array, values):
+                array[...] = values
 
 
-class _Copies:
-    """Makes copies, each of them once."""
-
-    def __init__(self, kept: Attributes) -> None:
-        self._modules = list(kept)
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id: the object, held, and its copy
-
-    def of(self, value: Any) -> Any:
-        """Return the copy of a value."""
-        if isinstance(value, _FIXED):
-            return value
-        known = self._made.get(id(value))
-        if known is not None:
-            return known[1]
-        if isinstance(value, Tensor):
-            return self._is(value, self._tensor(value))
-        if isinstance(value, np.ndarray):
-            return self._is(value, value.copy())
-        if isinstance(value, tuple):
-            return self._tuple(value)
-        if type(value) in _CONTAINERS:
-            return self._container(value)
-        return self._object(value) if _is_data(value) else value
-
-    def _is(self, value: Any, made: Any) -> Any:
-        self._made[id(value)] = value, made
-        return made
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None:
-            return tensor
-        if type(tensor.data) is not Tensor or _memory(tensor) in self._parameters:
-            return tensor
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    @cached_property
-    def _parameters(self) -> set[int]:
-        held = [p for module in self._modules for p in module._parameters.values()]
-        return {_memory(p) for p in held if p is not None} - {0}
-
-    def _tuple(self, value: tuple[Any, ...]) -> Any:
-        parts = [self.of(x) for x in value]
-        if all(x is y for x, y in zip(value, parts, strict=True)):
-            return value
-        if type(value) is tuple:
-            return tuple(parts)
-        make = getattr(value, "_make", None)  # of a named tuple
-        return value if make is None else make(parts)
-
-    def _container(self, value: Any) -> Any:
-        made = self._is(value, copy.copy(value))
-        if isinstance(value, dict):
-            for key, x in value.items():
-                made[key] = self.of(x)
-        elif isinstance(value, (list, deque)):
-            for i, x in enumerate(value):
-                made[i] = self.of(x)
-        return made
-
-    def _object(self, value: Any) -> Any:
-        try:
-            made = self._is(value, copy.copy(value))
-        except Exception:  # an object may refuse to be copied
-            return value
-        vars(made).update({name: self.of(x) for name, x in vars(value).items()})
-        return made
+def _holds(container: Any, before: Any) -> bool:
+    """Return whether a container holds the same objects as before, in the same order."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, set):
+        return bool(container == before)
+    pairs = zip(container, before, strict=True)
+    is_same = all(x is y or (type(x) in SETTINGS and x == y) for x, y in pairs)
+    return is_same and (
+        not isinstance(container, dict) or all(container[key] is before[key] for key in before)
+    )
 
 
-def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0: it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or not materialised
-        return 0
+def _within(values: list[Any]) -> Iterator[Any]:
+    """Yield values and all that they contain, each once: tensors, arrays and containers."""
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if type(value) in SETTINGS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (Tensor, np.ndarray)):
+            yield value
+        elif isinstance(value, tuple):
+            values += value
+        elif type(value) in _CONTAINERS:
+            if len(value) <= _MOST_ITEMS:
+                values += value.values() if isinstance(value, dict) else value
+                yield value
+        elif _is_data(value):
+            values.append(vars(value))
+
+
+def _is_state(tensor: Tensor) -> bool:
+    """Return whether a tensor may hold a state: a plain one, in memory of its own, not trained."""
+    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_inference():
+        return False
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    if not 0 < tensor.numel() <= _MOST_ENTRIES:
+        return False
+    sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
+    if any(size > 1 and stride == 0 for size, stride in sizes):  # expanded
+        return False
+    end = tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in sizes)
+    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()  # not freed
+
+
+def _memory_of_parameters(modules: Iterable[nn.Module]) -> set[int]:
+    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    plain = [p for p in held if type(p.data) is Tensor and p.layout is torch.strided]
+    return {p.untyped_storage().data_ptr() for p in plain if not p.is_meta}

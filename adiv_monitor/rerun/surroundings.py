@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from adiv_monitor.rerun.eager import forced_eager
-from adiv_monitor.rerun.kept import SETTINGS, copied, kept_by
+from adiv_monitor.rerun.kept import Contents, kept_by
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import ThreadState, function_modes, set_function_modes
 
@@ -35,7 +35,7 @@ class Surroundings:
     """The present state that a call depends on besides its inputs and parameters.
 
     This is the state of random number generators, autocast, the default device, the deterministic
-    mode, and the buffers, settings and data of modules.
+    mode, and the buffers and attributes of modules.
 
     Args:
         random: saved states of the generators.
@@ -50,12 +50,9 @@ class Surroundings:
         buffers: Buffers | None = None,
     ) -> None:
         self._random = random
-        self._settings = {
-            module: {name: x for name, x in vars(module).items() if type(x) in SETTINGS}
-            for module in modules
-        }
-        self._kept = copied(kept_by(list(modules)))
         buffers = buffers or Buffers()
+        self._attributes = {module: kept_by(module) for module in modules}
+        self._contents = Contents(modules, buffers.copy)
         self._buffers = {
             module: {
                 name: buffers.copy(buffer)
@@ -87,13 +84,12 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """Set the saved state within the context; only `untouched` restores it afterwards."""
         self._random.set()
-        for module, kept in copied(self._kept).items():
-            vars(module).update(kept)
         stand_ins: dict[int, Tensor] = {}
-        for module, settings in self._settings.items():
-            vars(module).update(settings)
+        for module, attributes in self._attributes.items():
+            vars(module).update(attributes)
             for name, copy in self._buffers[module].items():
                 module._buffers[name] = stand_ins.setdefault(id(copy), copy.clone())
+        self._contents.put_back()
         if torch.get_deterministic_debug_mode() != self._deterministic:
             torch.set_deterministic_debug_mode(self._deterministic)
         with ExitStack() as contexts:
@@ -112,8 +108,8 @@ def untouched(
 ) -> T:
     """Call a function that reruns something, and restore all state afterwards.
 
-    Restored are random numbers, buffers and attributes of the modules, and modes. The function gets
-    copies of what attributes refer to, see `kept_by`; objects of other kinds it can change.
+    Restored are random numbers, buffers and attributes of the modules, what attributes refer to
+    (see `Contents`), and modes.
 
     Args:
         modules: the original modules that run; empty if a twin runs.
@@ -126,6 +122,7 @@ def untouched(
     random = Randomness({torch.device("cpu"), *devices}, modules)
     attributes = {module: dict(vars(module)) for module in modules}
     buffers = {module: dict(module._buffers.items()) for module in modules}
+    contents = Contents(modules)
     scripted = {m: m.training for m in modules if isinstance(m, torch.jit.ScriptModule)}
     modes, cached, eager = function_modes(), parametrize._cache_enabled, forced_eager()
     deterministic, outside = torch.get_deterministic_debug_mode(), _rerun.under_way
@@ -148,6 +145,7 @@ def untouched(
                 module._buffers.clear()
             for name, buffer in buffers[module].items():
                 module._buffers[name] = buffer
+        contents.put_back()
         for module, was_training in scripted.items():
             module.training = was_training  # not among its attributes
         random.set()
@@ -156,8 +154,6 @@ def untouched(
         set_function_modes(())
         parametrize._cache_enabled = 0
         _rerun.under_way = True
-        for module, kept in copied(kept_by(list(modules))).items():
-            vars(module).update(kept)
         with eager, torch.inference_mode(False), torch.enable_grad():
             found = run()
         put_back()

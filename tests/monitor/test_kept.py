@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections import deque, namedtuple
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.alignment import Probe
-from adiv_monitor.rerun.kept import copied, kept_by
+from adiv_monitor.rerun.kept import Contents, kept_by
 
 CRITERION = nn.CrossEntropyLoss()
 Pair = namedtuple("Pair", "mean count")
@@ -94,13 +95,15 @@ def test_the_run_is_the_same_whatever_keeps_a_modules_state(how: str, measure: s
     models = [net(how), net(how)]
     for model, given in zip(models, (None, options), strict=True):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        monitor = None if given is None else Monitor(model, optimizer, every_n_steps=1, **given)
-        for number in range(4):
-            optimizer.zero_grad()
-            loss(model, number).backward()
-            optimizer.step()
-        if monitor is not None:
-            monitor.close()
+        with ExitStack() as stack:
+            if given is not None:
+                asked = Monitor(model, optimizer, every_n_steps=1, on_error="raise", **given)
+                monitor = stack.enter_context(asked)
+            for number in range(4):
+                optimizer.zero_grad()
+                loss(model, number).backward()
+                optimizer.step()
+    assert len(monitor.reports) == 4
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
 
@@ -141,18 +144,99 @@ def test_an_alignment_leaves_scripted_modules_in_their_mode() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_copies_share_what_is_shared_and_keep_what_is_not_data() -> None:
-    class Other:
-        def __init__(self) -> None:
-            self.lock = object()
+def test_hooks_and_closures_share_the_state() -> None:
+    """As the features that hooks collect for a model's forward, in a dictionary of both."""
 
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    first.table = second.table = {"x": torch.ones(2)}
-    first.layers, first.other, first.alias = [second], Other(), first.weight.detach()
-    first.graph = first.weight.sum()
-    made = copied(kept_by([first, second]))
-    assert made[first]["table"] is made[second]["table"] is not first.table
-    assert made[first]["table"]["x"] is not first.table["x"]
-    assert made[first]["layers"] is not first.layers and made[first]["layers"][0] is second
-    assert made[first]["alias"] is first.alias and made[first]["graph"] is first.graph
-    assert "other" not in made[first] and "_forward_hooks" not in made[first]
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.features = features = {}
+
+            def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+                features["z"] = output
+
+            self.first.register_forward_hook(keep)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.first(x)
+            return self.last(torch.relu(self.features.pop("z")))
+
+    model = Collecting()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, every_n_steps=1, realised=CRITERION) as monitor:
+        before = loss(model, 0)
+        before.backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    after = loss(model, 0)
+    assert monitor.latest.realised_loss_change == pytest.approx(
+        float((after - before).detach()), rel=1e-4
+    )
+
+
+def test_trained_tensors_move_though_no_module_knows_them() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.shift = nn.Linear(6, 3), torch.zeros(3, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.shift
+
+    model = Shifted()
+    optimizer = torch.optim.SGD([*model.parameters(), model.shift], 0.5)
+    with Monitor(model, optimizer, every_n_steps=1, realised=CRITERION) as monitor:
+        before = loss(model, 0)
+        before.backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    change = float((loss(model, 0) - before).detach())
+    assert monitor.latest.realised_loss_change == pytest.approx(change, rel=1e-4)
+
+
+def test_contents_are_written_back_into_the_same_objects() -> None:
+    module = nn.Linear(2, 2)
+    inner: list[Any] = [1, torch.zeros(2)]
+    module.table = {"inner": inner, "itself": None, "set": {1}}
+    module.table["itself"] = module.table
+    module.array = np.ones(2)
+    kept = Contents([module])
+    inner[1].add_(1)
+    inner.append(2)
+    del module.table["set"]
+    module.table["more"] = 1
+    module.array[0] = 5
+    kept.put_back()
+    assert module.table["inner"] is inner and list(module.table) == ["inner", "itself", "set"]
+    assert inner[0] == 1 and len(inner) == 2 and not inner[1].any()
+    assert module.array.tolist() == [1, 1]
+
+
+def test_what_is_no_state_is_left_alone() -> None:
+    """Not copied, and not written to."""
+    module = nn.Linear(2, 2)
+    module.freed = torch.ones(4)
+    module.freed.untyped_storage().resize_(0)
+    module.expanded = torch.ones(1).expand(30_000, 30_000)
+    module.graph = module.weight.sum()
+    module.alias = module.weight.detach()
+    module.trained = torch.zeros(2, requires_grad=True)
+    module.words = dict.fromkeys(range(20_000), 0)
+    module.nested = []
+    for _ in range(3_000):
+        module.nested = [module.nested]
+    shared: tuple[Any, ...] = (1,)
+    for _ in range(60):
+        shared = (shared, shared)
+    module.shared = shared
+    kept = Contents([module])
+    with torch.no_grad():
+        for tensor in (module.alias, module.trained):
+            tensor.fill_(7)
+    module.words[0] = 1
+    kept.put_back()
+    assert bool((module.weight == 7).all()) and bool((module.trained == 7).all())
+    assert module.words[0] == 1 and "graph" not in kept_by(module)
