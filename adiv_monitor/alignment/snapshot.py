@@ -169,10 +169,12 @@ class _Calls:
     sources: set[str] = field(default_factory=set)
 
 
-def _check_patterns(probe: Probe, paths: Sequence[str]) -> None:
+def _check_patterns(probe: Probe, paths: Sequence[str], modules: Sequence[str]) -> None:
+    """Check that each pattern fits a layer, or a module that this forward pass does not reach."""
     if probe.layers is None or callable(probe.layers):
         return
-    idle = [x for x in probe.layers if not any(fnmatchcase(path, x) for path in paths)]
+    known = [*paths, *modules]
+    idle = [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]
     if idle and paths:
         raise ValueError(
             f"Probe(layers=…): {idle[0]!r} fits no layer, expected patterns over {', '.join(paths)}"
@@ -222,7 +224,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             acting[path][entrywise.parameter] = None
 
     refused = run_probe(model, probe.arguments, see, act)
-    _check_patterns(probe, [*layers, *passed])
+    _check_patterns(probe, [*layers, *passed], [path for path, _ in model.named_modules()])
     if not layers:
         raise AdivError(
             f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "

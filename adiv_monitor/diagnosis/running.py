@@ -60,10 +60,10 @@ class Running:
     def add(self, report: StepReport) -> None:
         """Add the report of one more step.
 
-        A step that is not behind the last one begins another training, or goes on from an earlier
-        checkpoint: what was measured from this step on is forgotten.
+        A step before the last one begins another training, or goes on from an earlier checkpoint:
+        what was measured from this step on is forgotten. Several monitors may report the same one.
         """
-        if self._kept and report.step <= self.last.step:
+        if self._kept and report.step < self.last.step:
             self._go_back_to(report.step)
         self.add_losses({step: x for step, x in report.losses.items() if step < report.step})
         if self._broken is None and (first := report.first_non_finite) is not None:
@@ -90,7 +90,8 @@ class Running:
     def _go_back_to(self, step: int) -> None:
         self._kept = [(number, report) for number, report in self._kept if report.step < step]
         self._count = self._kept[-1][0] + 1 if self._kept else 0
-        self._raised = {key: raised for key, raised in self._raised.items() if raised.first < step}
+        # How often the others held before this step is not known.
+        self._raised = {key: raised for key, raised in self._raised.items() if raised.last < step}
         self._losses.go_back_to(step)
         if self._broken is not None and self._broken[0] >= step:
             self._broken = None

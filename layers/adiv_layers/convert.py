@@ -189,7 +189,9 @@ def _why_not(path: str, module: nn.Module, parent: nn.Module, to: str) -> str | 
 
 def _is_plain(module: nn.Module) -> bool:
     """Return whether the parameters of a layer are those of torch's layer."""
-    return _is_open(module) or set(module._parameters) == {"weight", "bias"}
+    if _is_open(module):
+        return all(isinstance(part, nn.Linear) and _is_plain(part) for part in module.children())
+    return set(module._parameters) == {"weight", "bias"}
 
 
 def _twin(module: nn.Module) -> type[nn.Module] | None:

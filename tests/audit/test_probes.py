@@ -529,6 +529,25 @@ class Masking(OfTokens):
         return super().forward(tokens.masked_fill(torch.arange(11) % 4 == 1, 0), labels)
 
 
+class Drawing(OfTokens):
+    """Masks places that it draws, and returns the targets of these."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        drawn = torch.rand(tokens.shape) < 0.3
+        scores = super().forward(tokens.masked_fill(drawn, 0))
+        return scores, tokens.masked_fill(~drawn, -100)
+
+
+def test_a_model_that_draws_the_places_it_masks_is_left_alone() -> None:
+    def filled_in(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        scores, targets = model(batch[0])
+        return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    text = [(torch.randint(1, 9, (8, 11)),) for _ in range(4)]
+    of = setup(model=Drawing(True), loss=filled_in, batches=text)
+    assert not asked_one("target-is-input", of).facts
+
+
 CHOSEN = torch.arange(11) % 4 == 1  # the places that a masked language model fills in
 
 

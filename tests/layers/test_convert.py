@@ -316,3 +316,16 @@ def test_a_layer_that_is_parametrized_since_is_not_reverted():
     report.revert()
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
     report.revert()
+
+
+@pytest.mark.parametrize("name", ["q_proj", "out_proj"])
+def test_an_attention_that_is_parametrized_since_is_not_reverted(name):
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "l": nn.Linear(8, 8)})
+    report = convert(model, "affine-like", layers=["a", "l"], attention=True)
+    nn.utils.parametrizations.weight_norm(getattr(model["a"], name))
+    with pytest.raises(RuntimeError, match=r"the weight of 'a' is computed from other parameters"):
+        report.revert()
+    assert type(model["l"]) is AffineLikeLinear
+    nn.utils.parametrize.remove_parametrizations(getattr(model["a"], name), "weight")
+    report.revert()
+    assert type(model["a"]) is nn.MultiheadAttention and type(model["l"]) is nn.Linear

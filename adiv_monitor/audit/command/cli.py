@@ -45,7 +45,8 @@ exit codes:
   0  audited
   1  a --fail-if rule holds
   2  the audit was not possible: the message says what to do
-  130  interrupted with Ctrl-C; the results so far are written"""
+  130  interrupted with Ctrl-C; the results so far are written
+  141  the output was closed before its end, as by `| head`"""
 
 
 # Folders of code that is not the user's: this package, Python, installed packages.
@@ -188,7 +189,7 @@ def _users_code() -> Iterator[None]:
         own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
         where = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "the code under audit"
         raise UsageError(
-            f"{where} ended the program (sys.exit, exit code {error.code!r}), expected code that "
+            f"{where} ended the program (sys.exit({error.code!r})), expected code that "
             "returns: keep what parses arguments or exits out of the functions that are given here"
         ) from error
     finally:

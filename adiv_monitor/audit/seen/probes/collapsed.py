@@ -34,7 +34,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         )
     )
     if start.variation is None or end.variation is None:
-        return Probed(untold="no module that the loss calls returns outputs of the samples")
+        return Probed(untold="no trained module that the loss calls returns outputs of the samples")
     fall = start.loss - end.loss
     is_lowest = fall > 0 and all(x.loss <= end.loss + _AS_LOW * fall for x in alike)
     if not is_lowest or end.variation >= LEFT * start.variation:
@@ -48,8 +48,8 @@ class _Passed(NamedTuple):
 
     Attributes:
         loss: The loss.
-        variation: Variance over the samples of the last outputs that the loss receives, over their
-            mean square; None: it receives none.
+        variation: Variance over the samples of the last trained outputs that the loss receives,
+            over their mean square; None: it receives none.
     """
 
     loss: float
@@ -59,8 +59,9 @@ class _Passed(NamedTuple):
 def _passed(fork: Fork, batch: Any, size: int, sign: int) -> _Passed:
     """Run a fork's loss with the samples' own outputs (0), or the first one's times a sign.
 
-    These are the outputs of the modules that no other module calls. Every call with outputs of the
-    same shape then gives the same ones, so two views of a sample do not differ either.
+    These are the outputs of the modules that no other module calls, if they depend on trained
+    parameters: a teacher keeps its own. Every call with outputs of the same shape then gives the
+    same ones, so two views of a sample do not differ either.
     """
     depth = 0
     outputs: list[Tensor] = []
@@ -86,15 +87,16 @@ def _passed(fork: Fork, batch: Any, size: int, sign: int) -> _Passed:
     for module in fork.model.modules():
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
-    with seeded(fork.seed), torch.no_grad():
-        loss = float(fork.loss(fork.model, copied(batch)))
+    with seeded(fork.seed), torch.enable_grad():
+        loss = float(fork.loss(fork.model, copied(batch)).detach())
     return _Passed(loss, _variation(outputs[-1]) if outputs else None)
 
 
 def _is_of_samples(x: Tensor, size: int) -> bool:
-    return x.is_floating_point() and x.ndim > 0 and len(x) > 0 and len(x) % size == 0
+    return x.requires_grad and x.ndim > 0 and len(x) > 0 and len(x) % size == 0
 
 
 def _variation(x: Tensor) -> float:
-    square = x.double().square().mean()
-    return float(x.double().var(0, correction=0).mean() / square) if bool(square) else 0.0
+    x = x.detach().double()
+    square = x.square().mean()
+    return float(x.var(0, correction=0).mean() / square) if bool(square) else 0.0

@@ -1,5 +1,6 @@
 """Are the targets of a sequence the tokens that come next, and can the model see them?"""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -68,15 +69,7 @@ def _places(setup: Setup) -> _Places | str | None:
 
     Of several losses, one of the next tokens counts, and the others are additions to it.
     """
-    targets: list[Tensor] = []
-
-    def look(call: Call) -> None:
-        given = call.argument(1, "target") if call.name in _LOSSES else None
-        if isinstance(given, Tensor) and _is_integer(given):
-            targets.append(given.detach().clone())
-
-    with torch.no_grad():
-        see_calls(setup.fork(), look)
+    targets = _targets(setup.fork())
     if not targets:
         return None
     changed = ChangedInputs(setup.fork(), setup.batches[0])
@@ -96,7 +89,11 @@ def _places(setup: Setup) -> _Places | str | None:
         reach, earlier = change
         fills_in = shift == 0 and earlier > _SAME
         chosen = chosen_places(tokens, found[shift]) if fills_in else None
-        is_shown = chosen is not None and _sees(changed, number, chosen)
+        is_shown = (
+            chosen is not None
+            and _sees(changed, number, chosen)
+            and not _draws_places(setup, targets)
+        )
         return _Places(shift, reach, earlier, is_shown)
     return None
 
@@ -119,6 +116,27 @@ def _sees(changed: ChangedInputs, number: int, places: Tensor) -> bool:
     others = changed.outputs(number, lambda x: torch.where(places, x.roll(1, 0), x))
     alike = zip(changed.own, others, strict=True)
     return any(float((x - y).norm()) > _SAME * float(x.norm()) for x, y in alike)
+
+
+def _targets(fork: Fork) -> list[Tensor]:
+    """Return the integer targets that losses receive."""
+    targets: list[Tensor] = []
+
+    def look(call: Call) -> None:
+        given = call.argument(1, "target") if call.name in _LOSSES else None
+        if isinstance(given, Tensor) and _is_integer(given):
+            targets.append(given.detach().clone())
+
+    with torch.no_grad():
+        see_calls(fork, look)
+    return targets
+
+
+def _draws_places(setup: Setup, targets: list[Tensor]) -> bool:
+    """Return whether targets depend on random numbers: then the model masks drawn places itself."""
+    others = _targets(replace(setup.fork(), seed=setup.seed + 1))
+    alike = len(others) == len(targets)
+    return not (alike and all(map(torch.equal, targets, others)))
 
 
 def _is_integer(x: Tensor) -> bool:
