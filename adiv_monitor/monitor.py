@@ -126,7 +126,8 @@ class Monitor:
         keep: the number of reports that `reports` holds.
         on_error: "warn": an exception inside the monitor switches off the layer with a warning, and
             training continues. "raise": it is raised.
-        seed: the seed of the choice of rows.
+        seed: the seed of the choice of rows. With tensor parallelism that choice follows from the
+            step and the layer instead.
 
     Raises:
         TypeError, ValueError: an argument is not what is expected; the message says what is.

@@ -1,6 +1,7 @@
 """A report as a table in the terminal."""
 
 import io
+import random
 from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
@@ -99,7 +100,10 @@ def _print(found: Shown, console: "Console", said: set[str]) -> None:
 
 
 def _console(file: IO[str] | None) -> "Console":
+    state = random.getstate()
     from rich.console import Console
+
+    random.setstate(state)  # the import draws a number
 
     class Unbroken(Console):
         """A console that raises on a closed pipe, so that the monitor handles it."""

@@ -98,6 +98,7 @@ class Assembly:
         self._exchange: Exchange | None = None
         self._agreed = True  # whether the last attempt to agree succeeded
         self._silent: set[int] = set()  # ranks that did not answer in time
+        self._is_apart = False  # whether the first rank's last report did not cover this rank
         self._waiting: deque[_Waiting] = deque()
 
     def __bool__(self) -> bool:
@@ -285,9 +286,11 @@ class Assembly:
     def _finish(self, waiting: _Waiting) -> None:
         """Emit the first rank's report, or make one."""
         rank = 0 if self._exchange is None else self._exchange.rank
-        if waiting.heard is not None and rank in waiting.heard.ranks:
-            self._emit(waiting.heard.report, False)
-            return
+        if waiting.heard is not None:
+            self._is_apart = rank not in waiting.heard.ranks
+            if not self._is_apart:
+                self._emit(waiting.heard.report, False)
+                return
         notes = [_MALFORMED.format(other) for other in waiting.malformed]
         try:
             report, ranks = self._made({rank: waiting.own, **waiting.parts}, notes)
@@ -304,7 +307,7 @@ class Assembly:
         if self._at_once and (rank or len(ranks) < self._world):  # not all ranks have this report
             self.agree(waiting.step, _STOP, participates=False)
         # If the first rank writes the report, this rank was merely too late for it.
-        self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
+        self._emit(report, rank == 0 or waiting.meeting is None or self._is_apart)
 
     def _made(
         self, parts: dict[int, RankContribution], notes: list[str]

@@ -116,16 +116,14 @@ def merge_ranks(
     missing = world > len(several)
     if missing and not _make_up_the_gradient(layers):
         here = ", ".join(map(str, ranks))
-        notes.insert(
-            0, f"This report has only the rows of rank {here}: {world} ranks train together."
-        )
+        notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
     scale = first.facts.gradient_scale
     layers = _in_units(layers, scale, world, rows_lost, missing=missing)
     changes = [x for report in reports if (x := report.realised_loss_change) is not None]
     unmeasured = _fewest([report.unmeasured for report in reports])
-    recovered = sum(first.report.unmeasured.values()) - sum(
-        unmeasured.get(name, 0) for name in first.report.unmeasured
-    )
+    for path in incomplete:
+        unmeasured |= next((part.held[path] for part in several if path in part.held), {})
+    recovered = sum(first.report.unmeasured.values()) - sum(unmeasured.values())
     report = replace(
         first.report,
         unsupported=incomplete | _unsupported(reports, layers, rows_lost),
@@ -150,7 +148,7 @@ def merge_ranks(
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")
 _INCOMPLETE = (
     "its rows were partitioned across ranks that compute it together (tensor parallelism), one of "
-    "which failed"
+    "which did not report this step: it failed, or was late"
 )
 
 

@@ -128,6 +128,14 @@ def once(parts: Sequence[RankSums]) -> list[RankSums]:
     return kept
 
 
+def _with_keys(part: RankSums, generator: np.random.Generator) -> RankSums:
+    """Draw keys for the rows of a rank that took all of its rows, without drawing."""
+    keys = part.rows.keys
+    if keys is None or keys.any() or part.rows.bound < np.inf:
+        return part
+    return replace(part, rows=replace(part.rows, keys=generator.random(len(keys))))
+
+
 def merge(
     parts: Sequence[RankSums], max_rows: int | None, generator: np.random.Generator
 ) -> RankSums:
@@ -139,6 +147,8 @@ def merge(
         generator: random generator.
     """
     filled = [part for part in parts if part.rows.total] or list(parts[:1])
+    if max_rows is not None:
+        filled = [_with_keys(part, generator) for part in filled]
     kept = winners([part.rows for part in filled], max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
     first, products = some[0], np.concatenate([part.products for part in some])

@@ -3,6 +3,7 @@
 They measure the same steps, and none waits for a rank without a monitor.
 """
 
+import math
 import pickle
 import time
 import warnings
@@ -221,6 +222,16 @@ def large_gradients_averaged_by_hand(rank: int) -> list[StepReport | None]:
             optimizer.step()
         found.append(monitor.latest)
     return found
+
+
+def all_rows_in_one(rank: int) -> StepReport | None:
+    """Rank 0 takes three of its rows, rank 1 all four."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    most = None if rank else 3
+    with Monitor(net, optimizer, max_rows=most, on_error="raise") as monitor:
+        train(net, optimizer, x)
+    return monitor.latest
 
 
 def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
@@ -549,6 +560,7 @@ TASKS = (
     averaged_by_hand,
     large_layers,
     large_gradients_averaged_by_hand,
+    all_rows_in_one,
     fewer_batches_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
@@ -564,7 +576,7 @@ TASKS = (
     many_reports,
     messages_that_are_none,
 )
-ALONE = ("This report has only the rows of rank 0: 2 ranks train together.",)
+ALONE = ("This report has only the rows of rank 0, of 2 ranks.",)
 
 
 def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[Found]]) -> None:
@@ -650,6 +662,16 @@ def test_large_gradients_that_are_averaged_by_hand(found: dict[int, list[Found]]
         assert any("holds more than these rows" in note for note in edited.notes)
 
 
+def test_a_rank_that_takes_all_of_its_rows_is_sampled_as_the_others_are(
+    found: dict[int, list[Found]],
+) -> None:
+    for own in found[2]:
+        report = own["all_rows_in_one"]
+        for reading in report.layers.values():
+            assert (reading.rows_seen, reading.rows_total) == (3, 8)
+            assert not math.isnan(reading.update_cosine)
+
+
 def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
     """The last step has only rank 0's rows, and is exact: no other rank adds to the gradient."""
     (reports, seconds), (fewer, _) = (own["fewer_batches_in_one"] for own in found[2])
@@ -673,7 +695,7 @@ def test_a_monitor_that_leaves_is_not_waited_for(found: dict[int, list[Found]]) 
     first, second = (own["monitor_that_leaves"] for own in found[2])
     assert [notes[:1] for notes in first] == [(), ALONE, ALONE]
     assert [notes[0] for notes in second] == [
-        "This report has only the rows of rank 1: 2 ranks train together."
+        "This report has only the rows of rank 1, of 2 ranks."
     ]
 
 
@@ -763,10 +785,7 @@ def test_processes_whose_turns_differ_each_speak_for_themselves(
         for step, report in enumerate(own["turns_that_differ"]):
             assert report.turn is not None
             assert report.turn.first == (step + rank) % 2 + 1
-            assert (
-                f"This report has only the rows of rank {rank}: 2 ranks train together."
-                in report.notes
-            )
+            assert f"This report has only the rows of rank {rank}, of 2 ranks." in report.notes
             assert len(report.layers) == 1
 
 

@@ -642,3 +642,13 @@ def test_tensorboard_spells_out_names_that_have_no_utf8(
     assert any(r"a\ud800" in tag for tag in tags["scalars"])
     assert any(r"a\ud800" in tag for tag in tags["histograms"])
     assert r"adiv.summary.m\ud800/notes/text_summary" in tags["tensors"]
+
+
+@pytest.mark.slow
+def test_a_table_draws_no_random_number() -> None:
+    """The first import of rich would."""
+    code = (
+        "import random; from adiv_monitor.sinks import TableSink; random.seed(0); "
+        "TableSink(); drawn = random.random(); random.seed(0); assert drawn == random.random()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -256,8 +256,10 @@ def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | Non
     is_parallel = peers is not None and id(parameter) in peers.placements
     if id(parameter) in managed:
         alike = 1 if peers is None or is_parallel else peers.count  # groups that compute the same
-        if len(split) > 1 + is_parallel or alike * mesh.size() != world_size():
+        if len(split) > 1 + is_parallel:
             return "is sharded in more ways than by FSDP and one other kind"
+        if alike * mesh.size() != world_size():
+            return "is sharded over some of the ranks only"
     elif not is_parallel:
         return (
             "is a DTensor that is never all-gathered, or is sharded over other ranks than the "
