@@ -330,6 +330,18 @@ class Neighbours(nn.Module):
         return found + found.roll(1, 0)
 
 
+def test_nodes_that_see_their_neighbours_alone_are_not_misplaced() -> None:
+    """No output of a node depends on its own inputs."""
+
+    class Graph(Neighbours):
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.layer(x)
+            return found.roll(1, 0) + found.roll(-1, 0)
+
+    of = with_loss(functional.cross_entropy, lambda x, y: y)
+    assert asked("targets-misplaced", replace(of, model=Graph())) == ()
+
+
 def test_a_sample_that_a_mask_leaves_out_is_not_misplaced() -> None:
     """Its inputs concern another sample's outputs, too, and those have a gradient."""
 

@@ -1,5 +1,6 @@
 """Warnings of a training that an audit runs many times, each shown once."""
 
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_OWN = str(Path(__file__).parents[2])  # this package, which calls functions of the training again
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"  # this package: it runs the training again
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 FEWEST = 4  # samples of the batch
-# A sample's targets may concern this many times its share of the outputs; where they concern more,
-# the loss compares each target with several samples.
+# A sample's inputs and targets may concern this many times its share of the outputs; where they
+# concern more, samples are mixed on purpose, as nodes of a graph are.
 ITS_SHARE = 1.5
 
 
@@ -51,8 +51,11 @@ def ask(setup: Setup, trained: Fork) -> Probed:
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)
             shapes.append(str(tuple(x.shape)))
-    if int(of_targets.sum()) > ITS_SHARE * int(counts.sum()) / size:
+    its_share = ITS_SHARE * int(counts.sum()) / size
+    if int(of_targets.sum()) > its_share:
         return Probed(untold="the loss compares each target with several samples")
+    if int((of_inputs & counts).sum()) > its_share:
+        return Probed(untold="the model computes the outputs of several samples from each")
     of_inputs, of_targets = of_inputs & counts, of_targets & alive
     fewer = min(int(of_inputs.sum()), int(of_targets.sum()))
     if not fewer:
