@@ -169,11 +169,11 @@ class _Calls:
     sources: set[str] = field(default_factory=set)
 
 
-def _check_patterns(probe: Probe, paths: Sequence[str], modules: Sequence[str]) -> None:
+def _check_patterns(probe: Probe, model: nn.Module, paths: Sequence[str]) -> None:
     """Check that each pattern fits a layer, or a module that this forward pass does not reach."""
     if probe.layers is None or callable(probe.layers):
         return
-    known = [*paths, *modules]
+    known = [*paths, *(path for path, _ in model.named_modules())]
     idle = [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]
     if idle and paths:
         raise ValueError(
@@ -224,7 +224,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             acting[path][entrywise.parameter] = None
 
     refused = run_probe(model, probe.arguments, see, act)
-    _check_patterns(probe, [*layers, *passed], [path for path, _ in model.named_modules()])
+    _check_patterns(probe, model, [*layers, *passed])
     if not layers:
         raise AdivError(
             f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "

@@ -17,8 +17,8 @@ _AS_LOW = 1e-2  # share of the fall of the loss: what training has still to go
 def ask(setup: Setup, trained: Fork) -> Probed:
     """See how much less outputs vary after training, where one output for all gives as low a loss.
 
-    Before training, all samples get the outputs of the first one, and then these times −1. No loss
-    that compares outputs with targets is as low as after training both times: it is convex.
+    Before training, all samples get the outputs of the first one, and then these times −1. A convex
+    loss of outputs and targets is not below that of outputs of zero both times.
     """
     batch = setup.batches[0]
     size = size_of(batch)
