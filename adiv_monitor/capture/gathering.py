@@ -169,9 +169,13 @@ class Gathering:
         self._follow(layer, [output], inputs, call)
         if self._attention is not None:
             self._attention.last_used = layer.pieces[0].parameter
-        arrive = self._arrival(layer.path, use.layout, call)
+        viewed = _viewed(output)
+        layout = use.layout
+        if viewed is not output:
+            layout = partial(_as_view, use.layout, output.shape, output.stride())
+        arrive = self._arrival(layer.path, layout, call)
         # `detach` removes the hook: a tensor that outlives its graph would keep the call alive.
-        self._hooks.append(TensorHook(output, arrive))
+        self._hooks.append(TensorHook(viewed, arrive))
         self._hooks[-1].put_on()
         return call
 
@@ -418,6 +422,30 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
         if seen is not None:
             return seen[2], seen[0][None]
     return rows.take(gradient), squares(gradient).reshape(1, -1)
+
+
+def _viewed(output: Tensor) -> Tensor:
+    """Return the tensor of which the output is a view of all entries, or else the output itself.
+
+    A change of a view in place, such as by `relu_`, replaces the view's node in the graph, and then
+    hooks on the view are not called; those on the tensor that it views are.
+    """
+    base = output._base
+    if base is None or base.is_leaf or type(base) is not Tensor or not base.is_contiguous():
+        return output
+    alike = base.numel() == output.numel()
+    whole = alike and torch.ops.aten.is_non_overlapping_and_dense(output)
+    return base if whole else output
+
+
+def _as_view(
+    layout: Callable[[Tensor], Tensor],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    gradient: Tensor,
+) -> Tensor:
+    """Return the gradient of a contiguous tensor in the layout of a view of its entries."""
+    return layout(gradient.contiguous().as_strided(shape, stride))
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import reference
 import torch
 from function_cases import CASES, Caller, FunctionCase, Of, grouped_mm, written
 from rules import assert_of_all_rows, found, layouts, trained_of
+from setups import same
 from torch import Tensor
 from torch.nn import functional
 
@@ -126,6 +127,23 @@ def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
                 assert value == pytest.approx(expected[measure], rel=1e-9, abs=1e-9, nan_ok=True), (
                     f"{measure} of {path}"
                 )
+
+
+@pytest.mark.slow(one_in=4)
+@pytest.mark.parametrize("name", CASES)
+def test_a_result_that_is_changed_in_place(name: str) -> None:
+    """Many results are views, such as of a product of matrices, whose nodes are replaced then."""
+    reports = []
+    for tanh in (torch.tanh, torch.tanh_):
+        model, inputs = CASES[name].model(), CASES[name].data()
+        own = OPTIMIZERS["sgd"](model.parameters())
+        with Monitor(model, own, max_rows=3, on_error="raise") as monitor:
+            loss_of(tanh(model(*inputs))).backward()
+            own.step()
+        assert monitor.latest is not None
+        reports.append(monitor.latest)
+    assert reports[0].layers.keys() == {use.path for use in CASES[name].uses}
+    same(reports[1], reports[0])
 
 
 @pytest.mark.parametrize("name", ["add-positions", "add-positions-first", "sub-positions"])
