@@ -14,7 +14,7 @@ from torch.nn import functional
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows, compute_dtype, joined, to_compute_dtype, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
-from adiv_monitor.features.whole import CHUNK, LateScales, hooks_keep, in_parts
+from adiv_monitor.features.whole import LateScales, hooks_keep, in_parts
 from adiv_monitor.kernels.choice import attempt
 
 # Autograd nodes that save the batch's mean and 1/√(var + ε) for the backward pass.
@@ -279,8 +279,8 @@ def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _parts_mean(x: Tensor, pivot: Tensor) -> Tensor:
     """Return mean − pivot over all but the second of three dimensions: a mean's rounding error."""
-    parts = torch.split(x, max(1, CHUNK * len(x) // max(x.numel(), 1)))
-    return joined([(to_compute_dtype(part) - pivot[:, None]).mean(2) for part in parts]).mean(0)
+    means = [(to_compute_dtype(part) - pivot[:, None]).mean(2) for part in in_parts(x)]
+    return joined(means).mean(0)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +290,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     pivot = to_compute_dtype(x[:1, :, :1])
     means, norms = [], []
-    for part in torch.split(x, max(1, CHUNK * len(x) // max(x.numel(), 1))):
+    for part in in_parts(x):
         part = to_compute_dtype(part) - pivot
         means.append(part.mean(2))
         norms.append(torch.linalg.vector_norm(part, dim=2))
