@@ -64,7 +64,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def case(data: str, *, quick: bool) -> Case:
+def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
     """The case; it has data of its own."""
     found = text.load(50_000 if quick else 3_000_000)
 
@@ -72,12 +72,12 @@ def case(data: str, *, quick: bool) -> Case:
         def batches() -> Iterator[Batch]:
             chance = torch.Generator().manual_seed(seed)
             while True:
-                pieces = text.batch(found.train, ROWS, LENGTH, chance)
+                pieces = text.batch(found.train, ROWS, LENGTH, chance).to(device)
                 yield pieces[:, :-1], pieces[:, 1:]
 
         def tested(characters: Tensor, model: nn.Module) -> float:
             count = min(len(characters) // (LENGTH + 1), 2 if quick else 200)
-            pieces = characters[: count * (LENGTH + 1)].view(count, LENGTH + 1)
+            pieces = characters[: count * (LENGTH + 1)].view(count, LENGTH + 1).to(device)
             return loss(model, (pieces[:, :-1], pieces[:, 1:])).item()
 
         return Part(
@@ -98,7 +98,7 @@ def case(data: str, *, quick: bool) -> Case:
         higher=False,
         rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
         steps=2 if quick else 2000,
-        model=(lambda: GPT(24, 1)) if quick else GPT,
+        model=lambda: (GPT(24, 1) if quick else GPT()).to(device),
         optimizer=lambda model, lr: torch.optim.AdamW(model.parameters(), lr, weight_decay=0.1),
         scheduler=warmed,
         loss=loss,

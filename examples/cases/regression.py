@@ -16,13 +16,13 @@ from torch.nn.functional import mse_loss
 TRAIN, HELD_OUT, ROWS = 300, 71, 32
 
 
-def case(data: str, *, quick: bool) -> Case:
+def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
     """The case; it has data of its own."""
     from sklearn.datasets import load_diabetes
 
     found = load_diabetes(scaled=False)
-    x = torch.tensor(found.data, dtype=torch.float32)
-    y = torch.tensor(found.target, dtype=torch.float32).unsqueeze(1)
+    x = torch.tensor(found.data, dtype=torch.float32, device=device)
+    y = torch.tensor(found.target, dtype=torch.float32, device=device).unsqueeze(1)
 
     def part(seed: int) -> Part:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -53,7 +53,7 @@ def case(data: str, *, quick: bool) -> Case:
         higher=False,
         rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
         steps=20 if quick else 1000,
-        model=model,
+        model=lambda: model().to(device),
         optimizer=lambda model, lr: torch.optim.Adam(model.parameters(), lr),
         scheduler=None,
         loss=lambda model, batch: mse_loss(model(batch[0]), batch[1]),

@@ -59,28 +59,29 @@ def model() -> nn.Module:
 def augmented(x: Tensor, chance: torch.Generator) -> Tensor:
     """Rows of pixels as images, padded, cropped at random and half of them mirrored, as rows."""
     images = pad(x.view(-1, 3, 32, 32), (4, 4, 4, 4))
-    tops, lefts = torch.randint(9, (2, len(x), 1), generator=chance)
-    mirrored = torch.rand(len(x), 1, generator=chance) < 0.5
-    along = torch.arange(32)
+    tops, lefts = torch.randint(9, (2, len(x), 1), generator=chance).to(x.device)
+    mirrored = (torch.rand(len(x), 1, generator=chance) < 0.5).to(x.device)
+    along = torch.arange(32, device=x.device)
     rows = tops + along
     columns = lefts + torch.where(mirrored, along.flip(0), along)
-    each = torch.arange(len(x)).view(-1, 1, 1, 1)
-    channels = torch.arange(3).view(1, 3, 1, 1)
+    each = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
+    channels = torch.arange(3, device=x.device).view(1, 3, 1, 1)
     return images[each, channels, rows[:, None, :, None], columns[:, None, None, :]].flatten(1)
 
 
-def case(data: str, *, quick: bool) -> Case:
+def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
     """The case, on the CIFAR-10 at a place that `cifar.load` knows."""
     whole = cifar.load(data)
     apart = cifar.held_out(whole, min(HELD_OUT, len(whole.train) // 10))
-    pixels = cifar.pixels("standardised", apart.train)
+    pixels = cifar.pixels("standardised", apart.train).to(device)
+    whole, apart = whole.to(device), apart.to(device)
 
     def part(seed: int) -> Part:
         def batches() -> Iterator[Batch]:
             for epoch in count():
                 chance = torch.Generator().manual_seed(1_000_003 * seed + epoch)
                 order = torch.randperm(len(apart.train), generator=chance)
-                for rows in torch.split(order, ROWS):
+                for rows in torch.split(order.to(device), ROWS):
                     yield augmented(pixels(apart.train[rows]), chance), apart.train_labels[rows]
 
         def accuracy(images: Tensor, labels: Tensor, model: nn.Module) -> float:
@@ -106,7 +107,7 @@ def case(data: str, *, quick: bool) -> Case:
         higher=True,
         rates=(0.01, 0.03, 0.1, 0.3, 1.0),
         steps=3 if quick else EPOCHS * -(-len(apart.train) // ROWS),
-        model=model,
+        model=lambda: model().to(device),
         optimizer=lambda model, lr: torch.optim.SGD(
             model.parameters(), lr, momentum=0.9, weight_decay=1e-4
         ),

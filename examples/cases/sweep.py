@@ -3,13 +3,14 @@
     python examples/cases/sweep.py regression --out OUT               minutes
     python examples/cases/sweep.py resnet --data DIR --out OUT        a day on two cores
     python examples/cases/sweep.py gpt --out OUT                      a day on two cores
+    python examples/cases/sweep.py gpt --out OUT --device cuda --jobs 5
 
 First the baseline is trained at every learning rate with every seed. At the best one, a `Monitor`
 at its default interval reads the run of the first seed, and the audit looks at its beginning. Its
 first advice that it can take itself, learning rates left aside, is then taken in whole runs, at
 every learning rate with every seed. `OUT/CASE.jsonl` has a line per run, written when it ends:
-killed at any moment, `--resume` goes on with the next one. `OUT/CASE.md` and pictures are computed
-from the lines.
+killed at any moment, `--resume` goes on with the next one. With `--jobs`, so many runs are trained
+at a time, each in a process of its own. `OUT/CASE.md` and pictures are computed from the lines.
 """
 
 import argparse
@@ -18,8 +19,11 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -31,12 +35,16 @@ from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes import FIXES
 from adiv_monitor.diagnosis.finding import Advice, Finding
+from adiv_monitor.diagnosis.record import Record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "paper"))  # images and text come from there
 CASES = ("resnet", "gpt", "regression")
 AUDITED = 60  # steps
 POINTS = 60  # of a loss curve
 Change = Callable[[Fork], None]
+Which = tuple[float, int]  # learning rate, seed
+Ended = tuple[float, int, Run]
+Trained = Callable[[Case, Change, Sequence[Which]], Iterable[Ended]]
 
 
 def nothing(fork: Fork) -> None:
@@ -97,6 +105,33 @@ def train(case: Case, change: Change, rate: float, seed: int, picture: Path | No
     }
 
 
+def one_by_one(case: Case, change: Change, left: Sequence[Which]) -> Iterator[Ended]:
+    """Train at these learning rates with these seeds, in this process."""
+    for rate, seed in left:
+        yield rate, seed, train(case, change, rate, seed)
+
+
+class Beside:
+    """Train several at a time, each in a process of its own, in whatever order they end."""
+
+    def __init__(self, jobs: int, made: Callable[[], Case]) -> None:
+        self.jobs = jobs
+        self.made = made  # a case holds functions that no other process can be sent
+
+    def __call__(self, case: Case, change: Change, left: Sequence[Which]) -> Iterator[Ended]:
+        """Train at these learning rates with these seeds."""
+        # A CUDA context can't be forked.
+        with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
+            asked = {pool.submit(self.run, change, *which): which for which in left}
+            for done in as_completed(asked):
+                yield *asked[done], done.result()
+
+    def run(self, change: Change, rate: float, seed: int) -> Run:
+        """Train once, in this process."""
+        torch.set_num_threads(1)
+        return train(self.made(), change, rate, seed)
+
+
 def watch(case: Case, change: Change, rate: float, picture: Path) -> None:
     """Train the first seed again under a monitor, unless its picture is there."""
     if not picture.exists():
@@ -111,18 +146,19 @@ def in_pieces(losses: Sequence[float]) -> list[float | None]:
     return [float(f"{mean:.4g}") if math.isfinite(mean) else None for mean in means]
 
 
-def sweep(case: Case, arm: str, change: Change, seeds: int, file: Path) -> list[Run]:
+def sweep(
+    case: Case, arm: str, change: Change, seeds: int, file: Path, trained: Trained = one_by_one
+) -> list[Run]:
     """Train at every learning rate with every seed what has no line in the file; all lines."""
     runs = lines(file)
-    for rate, seed in itertools.product(case.rates, range(seeds)):
+    done = {(run["learning_rate"], run["seed"]) for run in runs if run["arm"] == arm}
+    left = [what for what in itertools.product(case.rates, range(seeds)) if what not in done]
+    for rate, seed, found in trained(case, change, left):
         what = {"arm": arm, "learning_rate": rate, "seed": seed}
-        if any({name: run[name] for name in what} == what for run in runs):
-            continue
-        runs.append({**what, "data": case.data, "steps": case.steps})
-        runs[-1] |= train(case, change, rate, seed)
+        runs.append({**what, "data": case.data, "steps": case.steps, **found})
         with file.open("a") as opened:
             opened.write(json.dumps(runs[-1]) + "\n")
-        print(f"{arm}, learning rate {rate:g}, seed {seed}: {runs[-1]['result']}", flush=True)
+        print(f"{arm}, learning rate {rate:g}, seed {seed}: {found['result']}", flush=True)
     return runs
 
 
@@ -156,6 +192,20 @@ def first_advice(report: AuditReport) -> tuple[Finding, Advice] | None:
     return None
 
 
+def take(fix: str, layers: Sequence[str], record: Record, fork: Fork) -> None:
+    """Change what the advice names."""
+    FIXES[fix].apply(fork, tuple(layers), record)
+
+
+@cache
+def case_of(name: str, data: str, quick: bool, device: str, steps: int | None) -> Case:
+    """The case as the arguments have it."""
+    case: Case = importlib.import_module(name).case(data, quick=quick, device=device)
+    if quick:
+        case = case._replace(rates=case.rates[1:3])
+    return case if steps is None else case._replace(steps=steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("case", choices=CASES)
@@ -164,14 +214,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="other than the case's own")
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    case: Case = importlib.import_module(given.case).case(given.data, quick=given.quick)
-    if given.quick:
-        given.seeds, case = 1, case._replace(rates=case.rates[1:3])
-    if given.steps is not None:
-        case = case._replace(steps=given.steps)
+    made = partial(case_of, given.case, given.data, given.quick, given.device, given.steps)
+    case = made()
+    given.seeds = 1 if given.quick else given.seeds
+    trained: Trained = one_by_one if given.jobs == 1 else Beside(given.jobs, made)
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / f"{given.case}.jsonl"
     if file.exists() and not given.resume:
@@ -182,7 +233,7 @@ def main() -> None:
                 f"{file} holds runs on other data or of other length: choose another --out"
             )
 
-    runs = sweep(case, BASELINE, nothing, given.seeds, file)
+    runs = sweep(case, BASELINE, nothing, given.seeds, file, trained)
     rate = best_rate(runs, BASELINE)
     watch(case, nothing, rate, given.out / f"{given.case}-monitor-{rate:g}.png")
     report = audited(case, rate)
@@ -190,11 +241,8 @@ def main() -> None:
     if taken is not None:
         finding, advice = taken
         layers = () if advice.everywhere else finding.layers
-
-        def change(fork: Fork) -> None:
-            FIXES[str(advice.fix)].apply(fork, layers, report.record)
-
-        runs = sweep(case, ADVISED, change, given.seeds, file)
+        change = partial(take, str(advice.fix), layers, report.record)
+        runs = sweep(case, ADVISED, change, given.seeds, file, trained)
         rate = best_rate(runs, ADVISED)
         watch(case, change, rate, given.out / f"{given.case}-monitor-advised-{rate:g}.png")
     page = text(case, runs, report, taken)

@@ -43,12 +43,21 @@ class Data(NamedTuple):
     test_labels: Tensor
     source: str
 
+    def to(self, device: str) -> "Data":
+        """The same on a device."""
+        tensors = (self.train, self.train_labels, self.test, self.test_labels)
+        return Data(*(tensor.to(device) for tensor in tensors), self.source)
+
 
 class Pixels(NamedTuple):
     """What turns bytes into inputs: (byte − shift) · factor, both (features,)."""
 
     shift: Tensor
     factor: Tensor
+
+    def to(self, device: str) -> "Pixels":
+        """The same on a device."""
+        return Pixels(self.shift.to(device), self.factor.to(device))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Inputs (rows, features) of bytes (rows, features)."""

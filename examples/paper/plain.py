@@ -100,15 +100,17 @@ def _linear(method: str) -> type[nn.Linear]:
     return AffineLikeLinear if METHODS[method].scaled_bias else nn.Linear
 
 
-def compare(data: cifar.Data, batch_size: int, steps: int) -> tuple[float, float]:
+def compare(data: cifar.Data, batch_size: int, steps: int, device: str) -> tuple[float, float]:
     """Networks × steps per second of a plain loop and of the ensemble, medians of five rounds."""
     networks = tuple(
         itertools.starmap(Network, itertools.product(ARMS, NONLINEAR, range(3), [1e-3]))
     )
-    course = Course(Setting(batch_size, 32, 2, "unit", networks), data)
-    models = [model(network, course.ensemble.sizes, 29.6) for network in networks[::3]]
+    course = Course(Setting(batch_size, 32, 2, "unit", networks), data, device)
+    sizes = course.ensemble.sizes
+    models = [model(network, sizes, 29.6).to(device) for network in networks[::3]]
     optimizers = [optimizer(n, m) for n, m in zip(networks[::3], models, strict=True)]
-    rows = torch.split(torch.randperm(len(data.train))[: steps * batch_size], batch_size)
+    order = torch.randperm(len(data.train))[: steps * batch_size].to(device)
+    rows = torch.split(order, batch_size)
     images, labels = course.train
 
     def plainly() -> None:
@@ -121,20 +123,29 @@ def compare(data: cifar.Data, batch_size: int, steps: int) -> tuple[float, float
 
     def stacked() -> None:
         for chosen in rows:
-            course.ensemble.step(
+            course.step(
                 {seed: course.pixels(images[chosen]) for seed in course.ensemble.seeds},
                 dict.fromkeys(course.ensemble.seeds, labels[chosen]),
             )
 
     def speed(run: Callable[[], None], count: int) -> float:
         seconds = []
-        for _ in range(5):
-            started = time.process_time()
+        for _ in range(6):
+            started = now(device)
             run()
-            seconds.append(time.process_time() - started)
+            seconds.append(now(device) - started)
+        del seconds[0]  # in which a GPU's libraries and graph are made ready
         return count * len(rows) / statistics.median(seconds)
 
     return speed(plainly, len(models)), speed(stacked, len(networks))
+
+
+def now(device: str) -> float:
+    """Seconds of the processor, or of the clock once a GPU has done all its work."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:
@@ -142,12 +153,13 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 32, 128])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     data = cifar.load(given.data)
     for batch_size in given.batch_sizes:
-        plain, stacked = compare(data, batch_size, given.steps)
+        plain, stacked = compare(data, batch_size, given.steps, given.device)
         ratio = stacked / plain
         print(f"batch size {batch_size}: plain {plain:.0f}, stacked {stacked:.0f}, {ratio:.1f} ×")
 

@@ -11,13 +11,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cifar import Data, Pixels, pixels
+from cifar import Data, pixels
 from ensemble import ACTIVATIONS, Ensemble, Network
+from graph import Graph, is_settled
 from methods import METHODS
 from torch import Tensor, nn
 
@@ -162,8 +163,7 @@ class Course:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.batch_size = setting.batch_size
-        treated = pixels(setting.pixels, data.train, dtype)
-        self.pixels = Pixels(*(each.to(device) for each in treated))
+        self.pixels = pixels(setting.pixels, data.train, dtype).to(device)
         self.train = data.train.to(device), data.train_labels.to(device)
         # Shuffled, for files come in the order of classes, and then a batch has statistics of one.
         self.test = _some(len(data.test), data.test, data.test_labels, device)
@@ -175,6 +175,7 @@ class Course:
         sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
         optimizer = setting.optimizer
         self.ensemble = Ensemble(setting.networks, sizes, self.typical, dtype, device, optimizer)
+        self._graph: Graph | None = None
 
     def epoch(self, number: int) -> dict[str, list[float]]:
         """Train one epoch; accuracies in percent after it, per network."""
@@ -182,7 +183,7 @@ class Course:
         orders = {seed: self.order(seed, number) for seed in self.ensemble.seeds}
         for start in range(0, len(images), self.batch_size):
             rows = {s: order[start : start + self.batch_size] for s, order in orders.items()}
-            self.ensemble.step(
+            self.step(
                 {seed: self.pixels(images[chosen]) for seed, chosen in rows.items()},
                 {seed: labels[chosen] for seed, chosen in rows.items()},
             )
@@ -195,6 +196,15 @@ class Course:
             by_batch = self.accuracy(*self.test, group=self.batch_size)
             found[BY_BATCH] = by_batch
         return found
+
+    def step(self, images: Mapping[int, Tensor], labels: Mapping[int, Tensor]) -> None:
+        """A step of the ensemble; on a GPU a CUDA graph's, which many small operations gain by."""
+        if self._graph is None and is_settled(self.ensemble) and self.train[0].is_cuda:
+            self._graph = Graph(self.ensemble, images, labels)
+        if self._graph is not None and self._graph.fits(images):
+            self._graph.step(images, labels)
+        else:
+            self.ensemble.step(images, labels)
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """The training images of an epoch, in the order in which networks of a seed see them."""
