@@ -601,7 +601,7 @@ def written(x: Tensor, index: Any, value: Tensor, *, copy: bool = True) -> Tenso
 
 def onto_zeros(x: Tensor, value: Tensor) -> Tensor:
     """Write a class token and data into a tensor of zeros."""
-    z = torch.zeros(2, 4, 4, dtype=torch.float64)
+    z = torch.zeros(2, 4, 4, dtype=torch.float64, device=x.device)
     z[:, 0] = value
     z[:, 1:] = x
     return z

@@ -47,7 +47,7 @@ def error(actual, expected):
 
 
 def check(function, inputs, g, monkeypatch):
-    """Assert errors of at most twice the plain expression's, both against float64 on the CPU.
+    """Assert errors of at most thrice the plain expression's, both against float64 on the CPU.
 
     The upstream gradients get a nonzero mean: otherwise the bias's gradient, a sum of random signs,
     would be dominated by rounding.
@@ -60,7 +60,7 @@ def check(function, inputs, g, monkeypatch):
         plain = results(function, inputs, g)
     for i, (actual, usual, expected) in enumerate(zip(found, plain, truth, strict=True)):
         assert actual.dtype == usual.dtype
-        allowed = 2 * max(error(usual.cpu(), expected), torch.finfo(actual.dtype).eps)
+        allowed = 3 * max(error(usual.cpu(), expected), torch.finfo(actual.dtype).eps)
         assert error(actual.cpu(), expected) <= allowed, f"result {i}"
 
 
