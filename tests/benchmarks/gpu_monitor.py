@@ -114,13 +114,13 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
     assert measured.monitor is not None and measured.monitor.latest is not None
     layers = len(measured.monitor.latest.layers)
     for name, subject in steps.items():
-        kernels, copies = launches(subject, device)
+        kernels, copies, busy = launches(subject, device)
         emit(
             model=task.title,
             layers=layers,
             step=name,
             kernels=kernels,
-            **{"copies to the host": copies},
+            **{"copies to the host": copies, "device's work, ms": f"{busy:.1f}"},
         )
     for held in (plain, measured, unfused.trainer):
         held.x, held.y = held.x[:1], held.y[:1]
@@ -147,16 +147,17 @@ def host_time(subject: Subject, device: str, rounds: int) -> float:
     return statistics.median(timed(subject, device) for _ in range(rounds))
 
 
-def launches(subject: Subject, device: str) -> tuple[int, int]:
-    """Return a step's kernel launches and copies to the host; without a GPU none."""
+def launches(subject: Subject, device: str) -> tuple[int, int, float]:
+    """Return a step's kernel launches, copies to the host, and the milliseconds of all of them."""
     activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
     with profile(activities=activities) as profiler:
         subject.step()
         wait(device)
-    names = [
-        event.name
+    events = [
+        event
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    copies = sum(name.startswith("Memcpy DtoH") for name in names)
-    return sum(not name.startswith(("Memcpy", "Memset")) for name in names), copies
+    copies = sum(event.name.startswith("Memcpy DtoH") for event in events)
+    kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)
+    return kernels, copies, sum(event.time_range.elapsed_us() for event in events) / 1e3

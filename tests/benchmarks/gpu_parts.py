@@ -33,11 +33,11 @@ def tests(tiny: bool, emit: Emit) -> None:
                 cause = str(report.longrepr).splitlines()[-1:]
                 emit(test=report.nodeid, failed=" ".join(cause))
 
-    files = [str(ROOT / "tests" / name / "test_gpu.py") for name in ("layers", "monitor")]
+    files = [str(ROOT / "tests" / name / "test_gpu.py") for name in ("layers", "monitor", "paper")]
     # A kernel that does not start warns; warnings of torch or Python are not tested here.
     options = ["-q", "-W", "default", "-W", "error::RuntimeWarning", "-p", "no:cacheprovider"]
     if not tiny and importlib.util.find_spec("xdist"):
-        options += ["-p", "xdist.plugin", "--numprocesses", "8"]
+        options += ["-p", "xdist.plugin", "--numprocesses", "auto"]
     status = pytest.main([*options, *files], plugins=[Outcomes()])
     emit(**counts)
     if status != 0:
