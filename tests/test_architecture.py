@@ -13,7 +13,7 @@ from house import ROOT
 # stacks below its own.
 STACKS: Mapping[str, Sequence[str]] = {
     "ground": ("adiv_layers", "lightning_base", "moved", "files", "printable", "report", "errors"),
-    "measuring": ("kernels", "rerun", "features", "maths", "capture", "alignment", "step"),
+    "measuring": ("rerun", "features", "maths", "capture", "alignment", "step"),
     "showing": ("diagnosis", "alarms", "pictures", "pages", "sinks"),
     "using": (
         *("max_lr", "arguments", "outlet", "monitor", "callback_monitor", "lightning"),

@@ -40,7 +40,6 @@ from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.features.whole import hooks_keep, squares
-from adiv_monitor.kernels.choice import attempt, counts_launches
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
@@ -416,11 +415,6 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
         own = call.late.of_gradient(gradient, bias=call.layer.bias is not None)
         if own is not None:
             return rows.take(gradient), own
-    if counts_launches(gradient) and rows.lie_in(gradient):
-        what = {"chosen": rows.places, "rows": rows.count, "squares": True}
-        seen = attempt("look", gradient, **what)
-        if seen is not None:
-            return seen[2], seen[0][None]
     return rows.take(gradient), squares(gradient).reshape(1, -1)
 
 

@@ -23,7 +23,6 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype, to_device
-from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import T
 
@@ -203,20 +202,13 @@ class ParameterSteps:
             return self._update[key]
         if key in self._shared:
             return to_compute_dtype(self._before[key]) - to_compute_dtype(piece.value())
-        before, now = self._before.pop(key), piece.value()
-        seen = attempt("step_products", before, now, self._gamma[key])
-        if seen is not None:
-            taken: Tensor = seen[0]
-            _, self.norms.w_w[key], self.products.w_gamma[key] = seen
-            self._stepped[key] = self._row_products(piece)
-            return taken
-        return to_compute_dtype(before).sub_(to_compute_dtype(now))
+        return to_compute_dtype(self._before.pop(key)).sub_(to_compute_dtype(piece.value()))
 
     def take_products(self, piece: Piece, taken: Tensor) -> None:
         """Take ‖w‖ and ⟨w, γ⟩ of a large piece; may overwrite the difference `taken`."""
         key = piece.key
         assert self._updates is not None
-        if key in self._updates.views or key in self.norms.w_w:  # small, or a kernel took them
+        if key in self._updates.views:  # small
             return
         self.norms.w_w[key] = dots.norms(taken)
         if not self._keep_update:

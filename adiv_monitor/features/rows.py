@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.kernels.choice import attempt, counts_launches
-
 Index = np.ndarray[Any, np.dtype[np.int64]]
 Keys = np.ndarray[Any, np.dtype[np.float64]]
 HOST = torch.device("cpu")
@@ -49,11 +47,6 @@ class Rows:
         The result is float32, or float64 if the tensor is.
         """
         rest = tensor.shape[len(self.shape) :]
-        if counts_launches(tensor) and self.lie_in(tensor):
-            seen = attempt("look", tensor, chosen=self.places, rows=self.count)
-            if seen is not None:
-                copied: Tensor = seen[2]
-                return copied
         if self.chosen is None:
             taken = to_compute_dtype(tensor)
             if taken is tensor:  # a copy, which training does not change in place
@@ -65,20 +58,10 @@ class Rows:
             return to_compute_dtype(tensor.view(self.total, *rest).index_select(0, self.flat))
         return to_compute_dtype(tensor[tuple(self._on_device)])
 
-    def lie_in(self, tensor: Tensor) -> bool:
-        """Whether a tensor (..., channels) has these rows on this device; kernels do not check."""
-        is_here = self.chosen is None or self.device == tensor.device
-        return is_here and tensor.shape[:-1] == self.shape
-
     @property
     def count(self) -> int:
         """Number of chosen rows."""
         return self.total if self.chosen is None else len(self.chosen)
-
-    @property
-    def places(self) -> Tensor | None:
-        """The chosen positions on the device; None: all rows."""
-        return None if self.chosen is None else self.flat
 
     @cached_property
     def positions(self) -> tuple[Index, ...]:

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import compute_dtype, joined, to_compute_dtype
-from adiv_monitor.kernels.choice import attempt, counts_launches
 
 CHUNK = 2**17  # entries of a temporary square, so that it stays in a CPU's cache
 
@@ -122,12 +121,6 @@ def hooks_keep() -> bool:
 
 def squares(x: Tensor, dim: int = -1) -> Tensor:
     """Return Σ x² over one dimension in the precision of the measures, without a copy of x."""
-    if counts_launches(x):
-        rows = x.movedim(dim, -1)
-        seen = attempt("look", rows, squares=True)
-        if seen is not None:
-            of_rows: Tensor = seen[0]
-            return of_rows.view(rows.shape[:-1])
     if x.shape[dim] == 1:  # as of each channel of a depthwise convolution
         return to_compute_dtype(x).square().squeeze(dim)
     if x.dim() < 3 or x.is_cuda or x.stride(dim) == 1:
@@ -139,7 +132,4 @@ def squares(x: Tensor, dim: int = -1) -> Tensor:
 
 def squares_and_sum(rows: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Tensor]:
     """Return Σ x² of every row, and the sum of all rows."""
-    seen = attempt("look", rows, squares=True, sums=True)
-    if seen is not None:
-        return seen[0], seen[1]
     return squares(rows), rows.sum(0, dtype=compute_dtype(rows))

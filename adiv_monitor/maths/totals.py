@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import to_device
-from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths.alike import Fail, of_alike, raised
 from adiv_monitor.maths.records import replaced, split
 from adiv_monitor.maths.sums import ScaleTotals, T, Totals
@@ -154,14 +153,6 @@ def _of_stacked(
     bias_square: Float[Tensor, "layers rows"] | float,
     square: Float[Tensor, "layers rows"],
 ) -> Totals[Tensor]:
-    several = bias_square if isinstance(bias_square, Tensor) else None
-    number = float(bias_square) if several is None else 0.0
-    fused = attempt("totals", weight_square, square, several, bias=number)
-    if fused is not None:
-        count, sums, entries = fused
-        G_G, own_G, own_own, total, deviation, largest, weight_squares = sums.unbind()
-        of_scales = ScaleTotals(total, deviation, largest, entries)
-        return Totals(count, G_G, None, own_G, own_own, of_scales, weight_squares)
     scale = weight_square + bias_square
     active = square != 0
     own = scale * square

@@ -111,5 +111,6 @@ class MeasuredLayer:
         products = features.mean_products(active)
         if products is None:
             return None
-        norms = features.weight_norms() if found.weight_norms is None else found.weight_norms
-        return Common(products, norms, None if is_alone else features.weight_sum(active))
+        return Common(
+            products, features.weight_norms(), None if is_alone else features.weight_sum(active)
+        )

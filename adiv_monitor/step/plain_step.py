@@ -11,7 +11,6 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.rows import joined, to_compute_dtype, to_device
-from adiv_monitor.kernels.choice import counts_launches
 
 # A layer with the weights that some of its calls used, and the number of rows of these calls.
 WeightVersion = tuple[Layer, int]
@@ -66,7 +65,7 @@ def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[Dense
     rows, outputs = G.shape
     width = sum(layer.sizes) / outputs if outputs else 0
     saved = rows * (width * outputs - rows * (width + outputs))
-    return features.has_gram and saved > (_AS_LAUNCHES if counts_launches(G) else 0)
+    return features.has_gram and saved > (_AS_LAUNCHES if G.is_cuda else 0)
 
 
 def probe(

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.kernels.choice import attempt
+from adiv_monitor.features.features import Features
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import Vector, pairs_of
 from adiv_monitor.step.plain_step import Change, added
@@ -47,26 +46,20 @@ class RowProducts:
         products: (rows, pairs), the dot products of `pairs_of(vectors)`.
         scale: (rows, groups), ‖φ‖² of every row and group; None: unknown.
         of_groups: (3, rows), of rows with several scales: their sum, norm and maximum (`Blocks`).
-        weight_norms: (rows,), ‖φ_W‖, if computed.
     """
 
     vectors: tuple[Vector, ...]
     products: Tensor
     scale: Tensor | None = None
     of_groups: Sequence[Tensor] | None = None
-    weight_norms: Tensor | None = None
 
 
 def products_of(rows: RowVectors, features: Features) -> RowProducts:
-    """Compute the products and scales, by one kernel where it supports the features.
+    """Compute the products and scales.
 
     Raises:
         ValueError: the scales of the features have the wrong shape or dtype.
     """
-    return _fused(rows, features) or _plain(rows, features)
-
-
-def _plain(rows: RowVectors, features: Features) -> RowProducts:
     G, e = rows.scaled(), added(*rows.e)
     vectors = {Vector.G: G, Vector.E: e, Vector.Z: rows.z}
     of_groups = None
@@ -96,23 +89,3 @@ def _plain(rows: RowVectors, features: Features) -> RowProducts:
     ordered = {vector: vectors[vector] for vector in _ORDER if vector in vectors}
     named = tuple(ordered)
     return RowProducts(named, dots.of_rows(ordered, pairs_of(named)), scale, of_groups)
-
-
-def _fused(rows: RowVectors, features: Features) -> RowProducts | None:
-    if type(features) is not DenseFeatures or features.phi is None:  # a user's may differ
-        return None
-    special = features.mixes_rows or features.weight_gain is not None
-    if special or isinstance(features.bias, Tensor) or features.bias_gain is not None:
-        return None
-    d = (None, None) if rows.d is None else rows.d
-    if rows.e[0] is None or (rows.d is not None and d[0] is None):
-        return None
-    tensors = (features.phi, rows.G, rows.factor, *rows.e, rows.z, *d)
-    found = attempt("row_products", *tensors, feature=features.bias or 0.0)
-    if found is None:
-        return None
-    products, scale, lengths, of_groups = found
-    own = () if of_groups is None else (Vector.OWN,)
-    steps = [v for v, part in zip((Vector.D, Vector.BIAS), d, strict=True) if part is not None]
-    vectors = (*own, Vector.E, Vector.G, *steps, Vector.Z, Vector.REST)
-    return RowProducts(vectors, products, scale, of_groups, lengths)

@@ -45,8 +45,9 @@ class Data(NamedTuple):
 
     def to(self, device: str) -> "Data":
         """The same on a device."""
-        tensors = (self.train, self.train_labels, self.test, self.test_labels)
-        return Data(*(tensor.to(device) for tensor in tensors), self.source)
+        train, test = self.train.to(device), self.test.to(device)
+        labels, test_labels = self.train_labels.to(device), self.test_labels.to(device)
+        return Data(train, labels, test, test_labels, self.source)
 
 
 class Pixels(NamedTuple):

@@ -8,10 +8,8 @@ sample, for which the device waits for the host: the extra time of a measured st
 import gc
 import statistics
 from collections.abc import Callable
-from unittest import mock
 
 import torch
-from adiv_layers.kernels import choice
 from models import GPT, Task, Trainer, ViT, images, text, vision
 from monitor import Subject, peak, ratios, spread, timed, wait
 from timing import here
@@ -50,18 +48,6 @@ TINY = [
 ]
 
 
-class Unfused:
-    """The trainer without fused kernels."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.close = trainer.close
-
-    def step(self) -> None:
-        with mock.patch.object(choice, "DEVICES", set()):
-            self.trainer.step()
-
-
 def measure(task: Task, compiled: bool, tiny: bool, emit: Callable[..., None]) -> None:
     """Yield all measurements of one model, a row at a time."""
     if compiled:
@@ -80,7 +66,6 @@ def measure(task: Task, compiled: bool, tiny: bool, emit: Callable[..., None]) -
     }
     if not compiled:
         variants["plain again"] = trainer()
-        variants["measured, without fused kernels"] = Unfused(trainer(MEASURED))
     rounds, seconds = (2, 0.0) if tiny else (30, 20.0)
     found = ratios(plain, variants, rounds, seconds, device)
     taken = statistics.median(timed(plain, device) for _ in range(3))
@@ -101,12 +86,7 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
     """Return launches, copies to the host, memory and host time of a plain and a measured step."""
     device = here()
     plain, measured = Trainer(task, None, device), Trainer(task, MEASURED, device)
-    unfused = Unfused(Trainer(task, MEASURED, device))
-    steps: dict[str, Subject] = {
-        "plain": plain,
-        "measured": measured,
-        "measured, without fused kernels": unfused,
-    }
+    steps: dict[str, Subject] = {"plain": plain, "measured": measured}
     for subject in steps.values():
         for _ in range(3):
             subject.step()
@@ -122,7 +102,7 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
             kernels=kernels,
             **{"copies to the host": copies, "device's work, ms": f"{busy:.1f}"},
         )
-    for held in (plain, measured, unfused.trainer):
+    for held in (plain, measured):
         held.x, held.y = held.x[:1], held.y[:1]
     times = {name: host_time(subject, device, 3 if tiny else 20) for name, subject in steps.items()}
     for name, one in times.items():
@@ -134,7 +114,7 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
         )
     for subject in steps.values():
         subject.close()
-    del plain, measured, unfused, steps, subject
+    del plain, measured, steps, subject
     gc.collect()
     peaks = [peak(task, monitor, device) / 2**20 for monitor in (None, MEASURED)]
     names = ("peak of a plain step, MiB", "of a measured one")

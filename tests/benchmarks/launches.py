@@ -16,20 +16,14 @@ measured step is one in the middle of a run in which every step is measured: it 
 report of the step before. Copies from the device to the host are counted too, on any machine: see
 `Launches`. `max_rows` has its default.
 
-"Fused kernels" are those that a GPU gets (`adiv_monitor/kernels/`), counted in Triton's interpreter
-(fused_launches.py); a GPU's own time is not measured here.
-
 Known before: ResNet-18 dispatched 5,342 in a measured step and 321 in a plain one (without the 28
 additions to BatchNorm's counters and to shared gradients), other models 121 to 126 per layer.
-Goals: ResNet-18 at most 2,000; MobileNetV3-small, ConvNeXt-T and GPT at most 40 per layer; with
-fused kernels every model at most 20 per layer; one copy to the host per report.
+Goals: ResNet-18 at most 2,000; MobileNetV3-small, ConvNeXt-T and GPT at most 40 per layer; one
+copy to the host per report.
 
     python tests/benchmarks/launches.py [--models resnet18 gpt] [--where [N]] [--write FILE]
 """
 
-import json
-import os
-import subprocess
 import sys
 import weakref
 from collections import Counter
@@ -125,11 +119,6 @@ class Launches:
             self.operators[str(packet)] += 1
             self.places[_place()] += 1
 
-    def launched(self, kernel: str) -> None:
-        """Count a launch of one of the monitor's own kernels."""
-        self.operators[kernel] += 1
-        self.places[_place()] += 1
-
     def to_host(self, tensor: Tensor) -> None:
         if self._is_resident(tensor):
             self.copies[_place()] += 1
@@ -207,7 +196,7 @@ def _place() -> str:
         if path.is_relative_to(_MONITOR):
             path = path.relative_to(_MONITOR)
             is_handed_on = is_handed_on or name == FunctionToCall.__call__.__name__
-            if not (is_handed_on and path in _HANDED_ON) and path.parts[0] != "kernels":
+            if not (is_handed_on and path in _HANDED_ON):
                 return f"{path}:{name}"
         frame = frame.f_back
     return ""
@@ -248,17 +237,6 @@ def count_task(
     return launches, len(measured.layers) if measured else 0
 
 
-def fused(chosen: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the counts of fused_launches.py."""
-    script = Path(__file__).with_name("fused_launches.py")
-    paths = [str(script.parent), str(_MONITOR.parent), *sys.path]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(script), *chosen]
-    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
-    found: dict[str, dict[str, Any]] = json.loads(output)
-    return found
-
-
 def main(given: list[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--models", nargs="+", choices=TASKS)
@@ -270,27 +248,19 @@ def main(given: list[str] | None = None) -> None:
     chosen = arguments.models or (["mlp"] if arguments.quick else list(TASKS))
     lines = heading("Kernels that a measured step launches", __file__, arguments)
     rows, places = [], []
-    by_kernels = fused(chosen)
     for name in chosen:
         title = TASKS[name].title
         plain, _ = count_task(TASKS[name])
         measured, layers = count_task(TASKS[name], {"every_n_steps": 1})
         per_layer = (measured.kernels - plain.kernels) / layers
         kernels = (f"{plain.kernels:,}", f"{measured.kernels:,}", layers, f"{per_layer:.1f}")
-        ours = by_kernels[name]
-        assert ours["layers"] == layers, name
-        per_layer = (ours["kernels"] - plain.kernels) / layers
-        copies = measured.copies.total()
-        rows.append((title, *kernels, f"{per_layer:.1f}", copies, EXPECTED.get(name, "")))
+        rows.append((title, *kernels, measured.copies.total(), EXPECTED.get(name, "")))
         most = measured.places.most_common(arguments.where or 0)
-        places += [(title, place or "(the training step)", n) for place, n in most]
-        title += ", fused"
-        most = ours["places"][: arguments.where or 0]
         places += [(title, place or "(the training step)", n) for place, n in most]
     lines += table(
         (
             *("model", "plain", "measured", "layers", "extra per layer"),
-            *("extra per layer, fused kernels", "copies to the host", "goal"),
+            *("copies to the host", "goal"),
         ),
         rows,
     )

@@ -1,4 +1,4 @@
-"""The Triton kernels of layers and monitor, run by Triton's interpreter in a separate process.
+"""The Triton kernels, run by Triton's interpreter in a separate process.
 
 Triton decides at a kernel's first import whether it is compiled or interpreted. The environment
 variable must be set before then, and must not affect the other tests.
@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="without Triton there are no kernels")
 HERE = Path(__file__).parent
 PARTS = ("rows", "patches", "operators", "forms", "strides")
 FILES = [HERE / f"interpreted_{part}.py" for part in PARTS]
-FILES += [HERE.parent / "monitor" / "interpreted_monitor.py"]
 
 
 def test_in_the_interpreter(whole):

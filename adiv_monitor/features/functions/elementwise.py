@@ -15,7 +15,6 @@ from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows, compute_dtype, joined, to_compute_dtype, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
 from adiv_monitor.features.whole import LateScales, hooks_keep, in_parts
-from adiv_monitor.kernels.choice import attempt
 
 # Autograd nodes that save the batch's mean and 1/√(var + ε) for the backward pass.
 _KEEP_MOMENTS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
@@ -211,18 +210,11 @@ def _by_batch(
     shifts: list[Tensor] = []  # the rounding error of the saved mean
 
     def normalised(rows: Rows) -> Tensor:
-        last = input.movedim(1, -1)
-        if rows.lie_in(last):
-            pivot = None if kept is None else kept[0]
-            chosen = {"chosen": rows.places, "rows": rows.count}
-            found: Tensor | None = attempt("normalised_rows", last, pivot, **chosen, eps=eps)
-            if found is not None:
-                return found
         if kept is None:
             return _normalised(rows, input, eps, *_moments(_by_channel(input)))
         mean, reciprocal = kept
         shifts.append(_parts_mean(_by_channel(input), mean))
-        return rows.take(last).sub_(mean).sub_(shifts[-1]).mul_(reciprocal)
+        return rows.take(input.movedim(1, -1)).sub_(mean).sub_(shifts[-1]).mul_(reciprocal)
 
     def every(x: Tensor) -> Iterator[Tensor]:
         if kept is None:
