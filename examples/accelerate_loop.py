@@ -52,6 +52,7 @@ def main() -> None:
                 with accelerator.accumulate(model):
                     loss = nn.functional.cross_entropy(model(numbers), total)
                     accelerator.backward(loss)
+                    monitor.log_loss(loss)
                     optimizer.step()
                     optimizer.zero_grad()
     accelerator.print(f"Loss {loss.item():.3f} after {monitor.step} steps")

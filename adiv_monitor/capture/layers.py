@@ -173,8 +173,8 @@ class Layers:
         lead = weight or bias
         assert lead is not None
         parameter = lead.pieces[0].parameter
-        place, order = self.names.place(id(parameter)), self.names.order[id(parameter)]
-        module = self.names.owner(place)
+        place = self.names.place(id(parameter))
+        order, module = self.names.position[place.full_name], self.names.owner(place)
         if isinstance(weight, ConcatenatedParameters) and len(weight.pieces) > 1:
             module = weight.through
         return self._follow(

@@ -43,11 +43,19 @@ class Names:
         forwards: the running forward calls.
 
     Attributes:
-        order: id of a parameter → its position in the model.
+        order: id of a parameter → its position in the model; the first one if several modules
+            hold it.
+        position: full name of a place → its position in the model.
     """
 
     def __init__(self, model: nn.Module, selection: Selection, forwards: Forwards) -> None:
-        self.order = {key: i for i, key in enumerate(selection.places)}
+        order = {module: i for i, module in enumerate(model.modules())}
+        every = [place for places in selection.places.values() for place in places]
+        every.sort(key=lambda place: order.get(place.module, len(order)))
+        self.position = {place.full_name: i for i, place in enumerate(every)}
+        self.order = {
+            key: self.position[places[0].full_name] for key, places in selection.places.items()
+        }
         self._model_class = type(inside_wrappers(model)).__name__
         self._selection = selection
         self._forwards = forwards

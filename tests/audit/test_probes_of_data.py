@@ -227,6 +227,12 @@ def masked(model: nn.Module, batch: Any) -> Tensor:
     return (each * (words > 0)).sum() / (words > 0).sum()
 
 
+def shifted(model: nn.Module, batch: Any) -> Tensor:
+    (words,) = batch
+    labels = functional.pad(words[:, 1:], (0, 1), value=-100)
+    return functional.cross_entropy(model(words).transpose(1, 2), labels)
+
+
 def test_padding_counts_unless_it_is_ignored_or_masked() -> None:
     def of(a_loss: Any, lines: Tensor = LINES) -> Probed:
         return told("padding-counts", setup(model=Words(), batches=((lines,),), loss=a_loss))
@@ -234,6 +240,8 @@ def test_padding_counts_unless_it_is_ignored_or_masked() -> None:
     (fact,) = of(next_words()).facts
     assert fact.numbers["share"] == pytest.approx(6 / 16)
     assert of(next_words(), LINES.flip(1)).facts, "at the beginning"
+    longer = functional.pad(LINES, (0, 6))
+    assert of(shifted, longer).facts, "the last place, which has no next word, is ignored"
     assert not of(next_words(ignore_index=0)).facts
     assert not of(next_words(weight=torch.tensor([0.0, 1, 1, 1, 1]))).facts
     assert not of(masked).facts

@@ -534,13 +534,14 @@ ROWS: list[Row] = [
         by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
         by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),
     Row("outside-healthy", "the activations of layer 'a' move by more than 0.7 times their length",
-        by_reports(layers(update_ratio=0.05) | {"a": reading(update_ratio=1.0)}),
+        by_reports(*[layers(update_ratio=0.05) | {"a": reading(update_ratio=1.0)}] * 3),
         HEALTHY),
     Row("outside-healthy", "the gradient at layer 'a' is less than 0.03 times that at the last "
-        "layer", by_reports(layers() | {"a": reading(effective_lr=400.0)}), HEALTHY),
+        "layer", by_reports(layers() | {"a": reading(effective_lr=400.0)}, losses=STILL),
+        by_reports(*[layers() | {"a": reading(effective_lr=400.0)}] * 3)),  # the loss is not known
     Row("outside-healthy", "the gradient at layer 'c' is more than 70 times that at the last layer",
         by_reports(
-            layers() | {"c": reading(descent=100.0, scale_mean=9.0), "d": reading()}
+            *[layers() | {"c": reading(descent=100.0, scale_mean=9.0), "d": reading()}] * 3
         ), HEALTHY),
     Row("outside-healthy", "the gradient is zero for a share of more than 0.15 of the rows of "
         "layer 'a' (padding, masked tokens, dead units)",
@@ -552,11 +553,12 @@ ROWS: list[Row] = [
         by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=WELL)),
     Row("outside-healthy", "the row scales of layer 'b' have a standard deviation of more than 2 "
         "times their mean",
-        by_reports(layers() | {"b": reading(scale_cv=2.5, kind="gain")}),
-        by_reports(layers() | {"b": reading(scale_cv=0.9, kind="gain")})),
+        by_reports(*[layers() | {"b": reading(scale_cv=2.5, kind="gain")}] * 3),
+        by_reports(*[layers() | {"b": reading(scale_cv=0.9, kind="gain")}] * 3)),
     Row("outside-healthy", "the change of the weights of layer 'a' has a cosine below 0.98 with "
         "the optimizer's update",
-        by_reports(layers() | {"a": reading(kind="gain", projection_cosine=0.5)}), HEALTHY),
+        by_reports(*[layers() | {"a": reading(kind="gain", projection_cosine=0.5)}] * 3),
+        by_reports(*[layers() | {"a": reading(kind="gain", projection_cosine=0.5)}] * 2)),
     Row("outside-healthy", "run adiv-audit: it looks for the cause, and tries fixes",
         by_reports(layers() | {"b": reading(scale_cv=0.9)}, losses=STILL), HEALTHY),
     Row("outside-healthy", "Some readings typically lie outside the healthy range",
@@ -1289,7 +1291,7 @@ ROWS: list[Row] = [
     Row("uneven-rates", " and 1 more, each by the ratio of the median layer's speed to its own",
         SEVEN_OFF,
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)})),
-    Row("uneven-rates", "× 0.0111 for 'a'",
+    Row("uneven-rates", "× 0.01 for 'a'",
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)}), SEVEN_OFF),
     # The user's own loop
     Row("not-zeroed", "The gradients of layer 'a' are not zeroed between optimizer steps: before "

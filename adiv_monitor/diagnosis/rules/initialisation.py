@@ -145,7 +145,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
     largest = max(ratios.values(), default=math.inf)
     if largest < VANISHED and (record.is_audited or largest > 0):
         report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
-        norms = gradients(record, report)
+        norms = _heard(record, report)
         first, last = _first(report, norms), list(norms)[-1]
         if largest == 0 and _is_cut_off(record, first, norms):
             yield _zero_gradient(record, report, first, norms)
@@ -210,7 +210,7 @@ def exploding(record: Record) -> Iterator[Finding]:
     ratios = gradient_ratios(record)
     if min(ratios.values(), default=0.0) > EXPLODED:
         report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
-        norms = gradients(record, report)
+        norms = _heard(record, report)
         first, last = _first(report, norms), list(norms)[-1]
         yield Finding(
             "exploding",
@@ -252,11 +252,23 @@ def gradient_ratios(record: Record) -> dict[int, float]:
     found = {}
     begins_at_zero = any(weight.gain == 0 for weight in record.weights.values())
     for report in record.reports[-2:] if begins_at_zero else record.reports[:2]:
-        norms = gradients(record, report)
+        norms = _heard(record, report)
         if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
             heard = (norms[_first(report, norms)], *looked_up(report).values())
             found[report.step] = max(heard) / last
     return found
+
+
+def _heard(record: Record, report: StepReport) -> dict[str, float]:
+    """Return ‖gradient‖ of each map at one step, without maps behind a weight that began at zero.
+
+    They get no gradient in the first step, and later one as small as that weight still is: the
+    first of two factors of a low-rank update (LoRA), a branch whose last layer begins at zero.
+    """
+    began = gradients(record, record.reports[0])
+    later = [gradients(record, other) for other in record.reports[1:]]
+    late = {p for p, norm in began.items() if norm == 0 and any(of.get(p, 0) for of in later)}
+    return {p: norm for p, norm in gradients(record, report).items() if p not in late}
 
 
 def _first(report: StepReport, norms: dict[str, float]) -> str:

@@ -355,9 +355,10 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         tuple(_evened(record, layers, groups)),
         f"In one step, the activations of {', '.join(named(record, p) for p in layers[:3])} "
         f"{'hardly move' if starved else 'move unlike those of the other layers'}: "
-        f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as those "
-        f"of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the median, "
-        f"here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."
+        + (f"those of {named(record, layers[0])} " if layers[1:] else "")
+        + f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as "
+        f"those of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the "
+        f"median, here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."
         + (f" The cause is the learning rate of a parameter group: {groups.rates} in the "
            f"optimizer's {groups.names}, and {groups.usual:g} for the other layers."
            if groups else ""),

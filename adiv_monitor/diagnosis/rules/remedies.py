@@ -50,20 +50,19 @@ def usual_factor(moves: Iterable[float]) -> float | None:
 
 
 def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:
-    """Return factors on layers' learning rates that even out their speeds: median(e) / e_l.
+    """Return factors on layers' learning rates that even out `update_ratio`: median(u) / u_l.
 
-    e is the effective learning rate for SGD. For optimizers that divide by the gradient's size, it
-    is how far activations move relative to their own size.
+    Not `effective_lr`: where gradients vanish on the way down, it is largest in the lowest layers,
+    which hardly move.
 
     Args:
         record: The record of the run.
         layers: The layers to include; empty: all.
 
     Returns:
-        Layer → factor, 0.01 to 100; empty if the speeds of fewer than two layers are known.
+        Layer → factor, 0.01 to 100; empty if fewer than two layers move.
     """
-    plain = optimizer_of(record) in ("SGD", "ASGD")
-    speeds = _speeds(record, "effective_lr" if plain else "update_ratio")
+    speeds = _speeds(record)
     if len(speeds) < 2:
         return {}
     middle = median(speeds.values())
@@ -125,23 +124,20 @@ def optimizer_of(record: Record) -> str:
 
 
 def own_rates(record: Record, layers: Sequence[str]) -> str:
-    """Return advice with the factors of `rates_per_layer`.
-
-    It has no numbers if the optimizer, on which they depend, is unknown.
-    """
-    factors = rates_per_layer(record, layers) if optimizer_of(record) else {}
+    """Return advice with the factors of `rates_per_layer`."""
+    factors = rates_per_layer(record, layers)
     said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
     more = f" and {len(said) - SAID} more, each by the ratio of the median layer's speed to its own"
     shown = ", ".join(said[:SAID]) + more * (len(said) > SAID)
     return "give these layers their own learning rates" + (f": {shown}" if said else "")
 
 
-def _speeds(record: Record, measure: str) -> dict[str, float]:
-    """Return each layer's median of a measure over the measured steps, if it is positive."""
+def _speeds(record: Record) -> dict[str, float]:
+    """Return each layer's median `update_ratio` over the measured steps, if it is positive."""
     seen: dict[str, list[float]] = {}
     for report in record.reports:
         for path, reading in report.layers.items():
-            value = getattr(reading, measure)
+            value = reading.update_ratio
             if value is not None and math.isfinite(value):
                 seen.setdefault(path, []).append(value)
     middles = {path: median(values) for path, values in seen.items()}

@@ -31,7 +31,7 @@ SPEAK_OF: Mapping[str, tuple[str, ...]] = {
 OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
 # Measures that indicate faults. Zero-gradient rows may be padding, and corrected layers a choice.
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
-_SEVERAL = 3  # fewest reports of the last quarter that show what is typical there
+_SEVERAL = 3  # fewest reports that show what is typical
 _WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large) → words
     ("update_ratio", True): "in a typical step, the activations of {} move by more than {} "
     "times their length",
@@ -69,7 +69,9 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
     }
     if outside.pop(("update_ratio", False), None) is not None:
         yield from _of_moves(record, spoken_for["update_ratio"])
-    if said := {place: layers for place, layers in outside.items() if layers}:
+    # What is typical takes several steps, or a loss that says whether it does harm.
+    is_told = len(record.reports) >= _SEVERAL or is_long_enough(record)
+    if said := {place: layers for place, layers in outside.items() if layers and is_told}:
         yield _outside_healthy(record, said)
     yield from _decayed(record)
 
@@ -107,7 +109,8 @@ def limits(record: Record, measure: str) -> tuple[float, float]:
     the range is unusual, but does no harm that shows: AdamW with its default learning rate moves
     layers of small networks that learn well by 0.001 to 0.009. Then only readings beyond the ends
     of the colour scale are reported. If the loss is not known, the same holds for layers that move
-    little, and for measures that do not indicate faults.
+    little, or that little gradient reaches (queries and keys, while attention is even), and for
+    measures that do not indicate faults.
     """
     health = HEALTH[measure]
     falls, is_known = fell(record), is_long_enough(record)
@@ -115,7 +118,7 @@ def limits(record: Record, measure: str) -> tuple[float, float]:
     if is_known:
         return (far_low, far_high) if falls else (low, high)
     return (
-        far_low if measure == "update_ratio" or measure not in _TELL_FAULTS else low,
+        low if measure == "projection_cosine" else far_low,
         high if measure in _TELL_FAULTS else far_high,
     )
 

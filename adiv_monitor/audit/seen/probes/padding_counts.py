@@ -103,7 +103,9 @@ def _share(found: Padding, made: list[Tensor], targets: list[Tensor]) -> float:
         for y in targets
         if y.numel() % (size * length) == 0
     ]
-    if not any(bool((y == y[0]).all()) for y in known):
+    # Negative classes are ignored ones, such as the last place of labels that were shifted.
+    known = [y if y.is_floating_point() else y[y >= 0] for y in known]
+    if not any(len(y) and bool((y == y[0]).all()) for y in known):
         return 0.0
     for x in made:
         gradient = x.grad
