@@ -1,8 +1,10 @@
-"""Runs the command `adiv-audit` for `python -m adiv_monitor`."""
+"""Runs the command `adiv-audit` for `python -m adiv_monitor`, with or without the word `audit`."""
 
 import sys
 
 from adiv_monitor.audit.command.cli import main
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["audit"]:
+        del sys.argv[1]
     sys.exit(main())

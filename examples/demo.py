@@ -268,7 +268,7 @@ def side_by_side(runs: dict[str, StepReport]) -> StepReport:
         for path in first.layers
         for name, report in runs.items()
     }
-    return replace(first, layers=layers, unsupported={}, unmeasured={}, notes=())
+    return replace(first, layers=layers, losses={}, unsupported={}, unmeasured={}, notes=())
 
 
 def scales(report: StepReport) -> str:
@@ -369,6 +369,9 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder of cifar10 or imagefolder")
     parser.add_argument("--max-epochs", type=int, help="of each run; default: 40, 1 or 5")
     args = parser.parse_args()
+    epochs: int | None = args.max_epochs
+    if epochs is not None and epochs < 1:
+        parser.error(f"--max-epochs {epochs}: expected at least 1")
     if args.dataset != "wine" and args.root is None:
         parser.error(f"--dataset {args.dataset} needs --root")
     # Not for a demo: advice on workers and intervals, what Lightning 2.6 calls in newer torch
@@ -386,7 +389,7 @@ def main() -> None:
         data = {"cifar10": cifar10, "imagefolder": image_folder}[args.dataset](args.root)
         sets = [data] * SEEDS
     folder = Path("runs") / time.strftime(f"{args.dataset}-%Y%m%d-%H%M%S")
-    tell(args.dataset, sets, folder, args.max_epochs or EPOCHS[args.dataset])
+    tell(args.dataset, sets, folder, EPOCHS[args.dataset] if epochs is None else epochs)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 It prints a table every 50 steps. The Trainer's history has the summaries over layers; some are
 printed at the end. With `report_to="tensorboard"`, "wandb" and the like instead of "none", these
-receive the summaries and every layer.
+receive the summaries and scalars by block, too.
 
     python examples/hugging_face_trainer.py
 """

@@ -124,6 +124,7 @@ def test_every_command_is_one(
         run = runpy.run_module if is_module else runpy.run_path
         name = words[1] if is_module else str(ROOT / words[0])
         monkeypatch.setattr(sys, "argv", [name, "--help"])
+        monkeypatch.syspath_prepend(str(Path(name).parent))  # as Python does for a script
         if options(words[1 + is_module :]):
             with pytest.raises(SystemExit):  # in this process, which has imported torch already
                 run(name, run_name="__main__")

@@ -88,7 +88,7 @@ def overview_picture(
         below = indent if paragraph.startswith("• ") else 0.0
         said += [(_MARGIN, first), *((_MARGIN + below, line) for line in others)]
     if len(said) > _MOST_LINES:
-        said[_MOST_LINES - 1 :] = [(_MARGIN + indent, "… (see Text)")]
+        said[_MOST_LINES - 1 :] = [(_MARGIN + indent, "… and more")]
     for i, (left, line) in enumerate(said):
         picture.text(left, top + i * body.line, line, body)
     top += len(said) * body.line + 8

@@ -12,7 +12,7 @@ Expected before the run: the wide network converges to other alignments than the
 SGD more so than with Adam (as published). The transferred A is too low at the larger width, so
 rates are too large, and κ does better. Slowing one layer in favour of others costs.
 
-    python examples/alignment/carried.py [--quick] [--out examples/alignment/results]
+    python examples/alignment/carried.py [--quick] --out OUT
 """
 
 import argparse
@@ -169,7 +169,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options.add_argument("--out", type=Path, required=True)
     options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -183,8 +183,9 @@ def main() -> None:
             print(f"  {arm:9}  loss {mean(found['losses']):.4f} at 10^{found['rate']:g}")
         if given.quick:
             break
-    plot(results, given.out / "carried.png")
+    given.out.mkdir(parents=True, exist_ok=True)
     save(results, given.out / "carried.json")
+    plot(results, given.out / "carried.png")
 
 
 if __name__ == "__main__":

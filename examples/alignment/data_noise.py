@@ -4,7 +4,7 @@ An MLP (3 layers, 128 wide, muP, Adam) learns handwritten digits with noise: x =
 (1 − s) · Gaussian noise, drawn anew at each step. The probe has the same noise. The picture shows
 means over the last fifth of training, with the range over seeds.
 
-    python examples/alignment/data_noise.py [--steps 400] [--seeds 3] [--out FOLDER]
+    python examples/alignment/data_noise.py [--steps 400] [--seeds 3] --out OUT
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("examples/alignment/results"))
+    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     runs = [
         [run(strength, seed, given.steps) for seed in range(given.seeds)] for strength in STRENGTHS

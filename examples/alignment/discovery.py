@@ -13,7 +13,7 @@ Arms, the rate of each tuned anew:
 Expected before it was run: early alignments are low, so discovery raises rates where they are
 riskiest, and does no better than neither; the warm-up helps at the largest rates alone.
 
-    python examples/alignment/discovery.py [--quick] [--out examples/alignment/results]
+    python examples/alignment/discovery.py [--quick] --out OUT
 """
 
 import argparse
@@ -86,7 +86,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options.add_argument("--out", type=Path, required=True)
     options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -103,8 +103,9 @@ def main() -> None:
             )
         if given.quick:
             break
-    plot(results, given.out / "discovery.png")
+    given.out.mkdir(parents=True, exist_ok=True)
     save(results, given.out / "discovery.json")
+    plot(results, given.out / "discovery.png")
 
 
 if __name__ == "__main__":

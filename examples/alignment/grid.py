@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--data", choices=DATA, default="digits")
     parser.add_argument("--names", nargs="+", choices=PARAMETRIZATIONS, default=PARAMETRIZATIONS)
     parser.add_argument("--quick", action="store_true", help="does it run?")
-    parser.add_argument("--out", type=Path, default=Path("examples/alignment/results"))
+    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     size = FULL if given.full else Size(20, 1, (0.0,)) if given.quick else SMALL
     shapes = itertools.product((3, 5), (64, 256)) if given.full else [(3, 128)]

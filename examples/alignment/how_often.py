@@ -10,7 +10,7 @@ Expected before it was run: from 10 to 1 nothing is gained, since alignments cha
 first steps; at 100 the factors come too late to matter, and the loss is that of full alignment;
 taken at once, 10 is as good as 1.
 
-    python examples/alignment/how_often.py [--quick] [--out examples/alignment/results]
+    python examples/alignment/how_often.py [--quick] --out OUT
 """
 
 import argparse
@@ -104,7 +104,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options.add_argument("--out", type=Path, required=True)
     options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -121,8 +121,9 @@ def main() -> None:
                 f" at 10^{arm['rate']:+.2f}",
                 flush=True,
             )
-    plot(results, given.out / "how_often.png")
+    given.out.mkdir(parents=True, exist_ok=True)
     save(results, given.out / "how_often.json")
+    plot(results, given.out / "how_often.png")
 
 
 if __name__ == "__main__":

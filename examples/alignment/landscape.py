@@ -8,7 +8,7 @@ centre in its last hundred steps (dashed). The theory predicts exponents only. H
 training breaks depends on η, which is near the largest that muP tolerates; with 0.1 it is half an
 exponent.
 
-    python examples/alignment/landscape.py [--side 24] [--lr 4] [--out FOLDER]
+    python examples/alignment/landscape.py [--side 24] [--lr 4] --out OUT
 """
 
 import argparse
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", type=int, default=24)
     parser.add_argument("--lr", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, default=Path("examples/alignment/results"))
+    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     alignments = measured(given.lr)
     for name in ("alpha", "omega", "u"):

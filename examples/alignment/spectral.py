@@ -9,7 +9,7 @@ Expected before it was run: of omega, weights at their initialisation, κ falls 
 spectral one stays at ½, for the largest singular value of a square matrix is twice the root mean
 square of all; of alpha and u both stay, the spectral one nearer to 1.
 
-    python examples/alignment/spectral.py [--quick] [--out examples/alignment/results]
+    python examples/alignment/spectral.py [--quick] --out OUT
 """
 
 import argparse
@@ -81,7 +81,7 @@ def plot(found: dict[str, dict[int, list[float]]], file: Path) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options.add_argument("--out", type=Path, required=True)
     options.add_argument("--quick", action="store_true", help="one width: does it still run?")
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -96,8 +96,9 @@ def main() -> None:
     }
     for measure, by_width in found.items():
         print(measure, *(f"{width}: {mean(values):.3f}" for width, values in by_width.items()))
-    plot(found, given.out / "spectral.png")
+    given.out.mkdir(parents=True, exist_ok=True)
     save(found, given.out / "spectral.json")
+    plot(found, given.out / "spectral.png")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ from adiv_monitor.diagnosis.finding import Advice, Finding
 from adiv_monitor.diagnosis.record import Record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "paper"))  # images and text come from there
+from commandline import count, device, folder, parsed
+
 CASES = ("resnet", "gpt", "regression")
 AUDITED = 60  # steps
 POINTS = 60  # of a loss curve
@@ -184,10 +186,11 @@ def audited(case: Case, rate: float) -> AuditReport:
 
 
 def first_advice(report: AuditReport) -> tuple[Finding, Advice] | None:
-    """The first advice that the audit can take itself and that is no learning rate."""
+    """The first advice that the audit can take itself, has not found useless, and is no rate."""
     for finding in report.findings:
         for advice in finding.advice:
-            if advice.fix is not None and not advice.fix.startswith("rate*"):
+            is_rate = advice.fix is None or advice.fix.startswith("rate*")
+            if not is_rate and advice.outcome.mark != "✗":
                 return finding, advice
     return None
 
@@ -209,19 +212,21 @@ def case_of(name: str, data: str, quick: bool, device: str, steps: int | None) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=folder, required=True)
     parser.add_argument("--data", default="synthetic", help="CIFAR-10, for resnet: see cifar.py")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="other than the case's own")
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--steps", type=count, help="other than the case's own")
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--device", type=device, default="cpu")
+    parser.add_argument("--jobs", type=count, default=1, help="runs at a time")
     parser.add_argument("--resume", action="store_true")
-    given = parser.parse_args()
+    given = parsed(parser, seeds=1)
     torch.set_num_threads(1)
     made = partial(case_of, given.case, given.data, given.quick, given.device, given.steps)
-    case = made()
-    given.seeds = 1 if given.quick else given.seeds
+    try:
+        case = made()
+    except FileNotFoundError as error:
+        parser.error(str(error))
     trained: Trained = one_by_one if given.jobs == 1 else Beside(given.jobs, made)
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / f"{given.case}.jsonl"

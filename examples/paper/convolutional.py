@@ -21,6 +21,7 @@ from typing import Any
 import cifar
 import torch
 from adiv_layers import AffineLikeLinear, NormLikeLinear, PatchNormConv2d
+from commandline import count, parsed, rate
 from ensemble import NONLINEAR, Network
 from experiment import arguments, load
 from matplotlib.figure import Figure
@@ -186,12 +187,10 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
     parser.add_argument("--maps", nargs="+", choices=MAPS, default=MAPS)
     parser.add_argument("--activations", nargs="+", choices=NONLINEAR, default=["leaky"])
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--batch-size", type=count, default=32)
+    parser.add_argument("--lr", type=rate, default=1e-3)
     parser.add_argument("--pixels", choices=cifar.PIXELS, default="unit")
-    given = parser.parse_args()
-    if given.quick:
-        given.seeds, given.epochs, given.batch_size = 1, 1, 128
+    given = parsed(parser, seeds=1, epochs=1, batch_size=128)
     data = load(given)
     known = {"data": data.source, "images": images(data)}
     file = given.out / "convolutional.json"

@@ -13,6 +13,7 @@ import math
 import statistics
 
 import torch
+from commandline import parsed
 from experiment import arguments, load
 from readings_report import layer_medians
 from torch import Tensor, nn
@@ -143,9 +144,7 @@ QUESTION = Question(
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[0], epochs=1)
     parser.set_defaults(seeds=2)
-    given = parser.parse_args()
-    if given.quick:
-        given.seeds, given.epochs = 1, 1
+    given = parsed(parser, seeds=1, epochs=1)
     data = Images(load(given), 128, "centred", given.epochs, given.device)
 
     def train(trial: Trial) -> Run:

@@ -9,10 +9,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from urllib.error import URLError
 
 import cifar
 import torch
 from cifar import Data
+from commandline import count, device, folder
 from ensemble import Network
 from training import Run, Setting, images, longest, replace, runs, train
 
@@ -40,7 +42,8 @@ class Clock:
         speed = self.work / self.seconds
         here = self.left[setting] * self.per_epoch[setting] / speed
         rest = sum(left * self.per_epoch[s] for s, left in self.left.items()) / speed
-        return f"{seconds:.1f} s; left {here / 60:.1f} min here, {rest / 3600:.2f} h in all"
+        of_all = f", {rest / 3600:.2f} h in all" if len(self.left) > 1 else ""
+        return f"{seconds:.1f} s; left {here / 60:.1f} min here{of_all}"
 
 
 class Experiment:
@@ -120,11 +123,11 @@ def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", required=True)
     parser.add_argument("--download", action="store_true")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=folder, required=True)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--epochs", type=count, default=epochs)
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
     return parser
 
@@ -133,7 +136,15 @@ def load(given: argparse.Namespace) -> Data:
     """The images that the arguments name, and torch set up for small operations."""
     torch.set_flush_denormal(True)  # saturated networks have gradients that a CPU is slow with
     torch.set_num_threads(1)  # operations are small: threads would mostly wait for each other
-    data = cifar.load(given.data, download=given.download)
+    try:
+        data = cifar.load(given.data, download=given.download)
+    except FileNotFoundError as error:
+        raise SystemExit(str(error)) from error
+    except URLError as error:
+        raise SystemExit(
+            f"--download: {error}. Where there is no network, give --data a copy: a folder with "
+            "cifar-10-batches-py, one with train/<class>/ and test/<class>/ of images, or an .npz."
+        ) from error
     print(f"data: {data.source}", flush=True)
     return data
 

@@ -13,6 +13,7 @@ goes on.
 from collections.abc import Mapping, Sequence
 
 import cifar
+from commandline import count, parsed
 from ensemble import NONLINEAR, Network
 from experiment import Experiment, arguments, load
 from fair_report import ORDER, Arm, best, plot, text
@@ -84,11 +85,9 @@ def main() -> None:
     parser = arguments(__doc__.split("\n\n")[0], epochs=25)
     parser.add_argument("--methods", nargs="+", choices=GRID, default=list(GRID))
     parser.add_argument("--activations", nargs="+", choices=NONLINEAR, default=NONLINEAR)
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[128, 32, 8])
-    parser.add_argument("--tuning-seeds", type=int, default=1)
-    given = parser.parse_args()
-    if given.quick:
-        given.batch_sizes, given.seeds, given.epochs = [128], 2, 1
+    parser.add_argument("--batch-sizes", nargs="+", type=count, default=[128, 32, 8])
+    parser.add_argument("--tuning-seeds", type=count, default=1)
+    given = parsed(parser, batch_sizes=[128], seeds=2, epochs=1)
     data = load(given)
     apart = cifar.held_out(data, min(HELD_OUT, len(data.train) // 10))
     arms = [

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 import torch
+from commandline import parsed
 from experiment import arguments, load
 from scipy import stats
 from table import plus
@@ -112,9 +113,7 @@ QUESTION = Question(
 
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[0], epochs=6)
-    given = parser.parse_args()
-    if given.quick:
-        given.seeds, given.epochs = 1, 1
+    given = parsed(parser, seeds=1, epochs=1)
     data = Images(load(given), 128, "centred", given.epochs, given.device)
 
     def train(trial: Trial) -> Run:

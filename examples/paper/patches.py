@@ -12,6 +12,7 @@ the theory is exact, with a learning rate tuned for each.
 
 import torch
 from adiv_layers import convert
+from commandline import parsed
 from convolutional import model
 from experiment import arguments, load
 from table import plus
@@ -87,9 +88,7 @@ QUESTION = Question(
 
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[0], epochs=5)
-    given = parser.parse_args()
-    if given.quick:
-        given.seeds, given.epochs = 1, 1
+    given = parsed(parser, seeds=1, epochs=1)
     data = Images(load(given), 128, "centred", given.epochs, given.device)
 
     def train(trial: Trial) -> Run:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import cifar
 import torch
 from adiv_layers import AffineLikeLinear, NormLikeLinear
+from commandline import count
 from ensemble import NONLINEAR, SLOPES, Network
 from methods import METHODS, Columns
 from table1 import ARMS
@@ -151,8 +152,8 @@ def now(device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Networks × steps per second of processor time.")
     parser.add_argument("--data", required=True)
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 32, 128])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch-sizes", nargs="+", type=count, default=[8, 32, 128])
+    parser.add_argument("--steps", type=count, default=50)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 
 import cifar
+from commandline import count, parsed, rate
 from ensemble import NONLINEAR, OPTIMIZERS, Network
 from experiment import Experiment, arguments, load, networks
 from methods import METHODS
@@ -80,13 +81,11 @@ def main() -> None:
     parser = arguments(__doc__.split("\n\n")[0], epochs=20)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=ARMS)
     parser.add_argument("--activations", nargs="+", choices=NONLINEAR, default=NONLINEAR)
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[128, 32, 8])
-    parser.add_argument("--lr", nargs="+", type=float, default=[1e-3])
+    parser.add_argument("--batch-sizes", nargs="+", type=count, default=[128, 32, 8])
+    parser.add_argument("--lr", nargs="+", type=rate, default=[1e-3])
     parser.add_argument("--pixels", choices=cifar.PIXELS, default="unit")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    given = parser.parse_args()
-    if given.quick:
-        given.batch_sizes, given.seeds, given.epochs = [128, 32], 1, 1
+    given = parsed(parser, batch_sizes=[128, 32], seeds=1, epochs=1)
     data = load(given)
 
     experiment = Experiment(given.out, "readings", data, given.epochs, given.device)

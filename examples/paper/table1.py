@@ -11,6 +11,7 @@ OUT/table1.json with all epochs are not trained again.
 from collections.abc import Sequence
 
 import cifar
+from commandline import count, parsed, rate
 from ensemble import NONLINEAR
 from experiment import Experiment, arguments, load, networks
 from figures import plot
@@ -29,15 +30,12 @@ def main() -> None:
     parser = arguments(__doc__.split("\n\n")[0], epochs=100)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=ARMS)
     parser.add_argument("--activations", nargs="+", choices=NONLINEAR, default=NONLINEAR)
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=BATCH_SIZES)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--lr", nargs="+", type=float, default=[1e-3])
+    parser.add_argument("--batch-sizes", nargs="+", type=count, default=BATCH_SIZES)
+    parser.add_argument("--width", type=count, default=32)
+    parser.add_argument("--depth", type=count, default=2)
+    parser.add_argument("--lr", nargs="+", type=rate, default=[1e-3])
     parser.add_argument("--pixels", choices=cifar.PIXELS, default="unit")
-    given = parser.parse_args()
-    if given.quick:
-        given.activations, given.batch_sizes = ["tanh"], [128, 32, 8]
-        given.seeds, given.epochs = 2, 1
+    given = parsed(parser, activations=["tanh"], batch_sizes=[128, 32, 8], seeds=2, epochs=1)
 
     def show(runs: Sequence[Run]) -> None:
         (given.out / "table1.md").write_text(text(runs))

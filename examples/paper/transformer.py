@@ -20,6 +20,7 @@ from pathlib import Path
 import text
 import torch
 from adiv_layers import CorrectedMultiheadAttention, convert
+from commandline import count, parsed
 from table import plus
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -198,13 +199,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=count, default=2)
+    parser.add_argument("--steps", type=count, default=200)
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
-    given = parser.parse_args()
-    characters = 1_000_000
-    if given.quick:
-        given.seeds, given.steps, characters = 1, 40, 50_000
+    given = parsed(parser, seeds=1, steps=40)
+    characters = 50_000 if given.quick else 1_000_000
     torch.set_num_threads(1)
     data = text.load(characters)
     known = {"data": data.source, "sha256": data.sha256, "steps": given.steps}

@@ -11,6 +11,7 @@ paper does not say how many. Killed at any moment, `--resume` goes on.
 import argparse
 from collections.abc import Iterator
 
+from commandline import count, parsed, rate
 from experiment import Experiment, arguments, load, networks
 from methods import METHODS
 from table1 import ARMS
@@ -43,15 +44,13 @@ def main() -> None:
     parser.set_defaults(seeds=5)
     parser.add_argument("--figures", nargs="+", type=int, choices=FIGURES, default=FIGURES)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=ARMS)
-    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="of Figs 2, 3, 5")
-    parser.add_argument("--sweep", nargs="+", type=int, default=SWEEP, help="widths of Fig 4")
-    parser.add_argument("--depth", type=int, default=2, help="hidden layers of Fig 4")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    given = parser.parse_args()
-    if given.quick:
-        given.seeds, given.epochs, given.batch_size = 1, 1, 128
-        given.widths, given.sweep = [16, 64], [1, 8, 64]
+    parser.add_argument("--widths", nargs="+", type=count, default=WIDTHS, help="of Figs 2, 3, 5")
+    parser.add_argument("--sweep", nargs="+", type=count, default=SWEEP, help="widths of Fig 4")
+    parser.add_argument("--depth", type=count, default=2, help="hidden layers of Fig 4")
+    parser.add_argument("--batch-size", type=count, default=32)
+    parser.add_argument("--lr", type=rate, default=1e-3)
+    few = {"widths": [16, 64], "sweep": [1, 8, 64]}
+    given = parsed(parser, seeds=1, epochs=1, batch_size=128, **few)
 
     experiment = Experiment(given.out, "widths", load(given), given.epochs, given.device)
     experiment.check(parser, given.resume)
