@@ -119,7 +119,8 @@ class Trial:
             return f"{rate}the loss diverges within {self.steps} steps{as_it_is}"
         error = f" (± {self.error:.1g})" if self.error > 0 else ""
         without = without or " instead of diverging"
-        return f"{rate}loss after {self.steps} steps {self.loss:.3g}{without}{error}"
+        length = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return f"{rate}loss after {length} {self.loss:.3g}{without}{error}"
 
     @property
     def gain(self) -> float:

@@ -91,7 +91,8 @@ def text(question: Question, runs: Sequence[Run]) -> str:
     verdicts = []
     for claim in question.claims:
         held, figures = claim.verdict(found)
-        verdicts.append([claim.stated, "held" if held else "**failed**", figures])
+        judged = ("held" if held else "**failed**") if seeds[0] > 1 else "one seed says nothing"
+        verdicts.append([claim.stated, judged, figures])
     tuned = []
     for arm in found:
         chosen, tried = best_rate(runs, arm), curve(runs, arm)

@@ -1259,6 +1259,8 @@ ROWS: list[Row] = [
         by_reports(*[layers(update_ratio=2.1e-6)] * 4, losses=STILL),
         by_reports(*[SLOW] * 4, losses=STILL)),
     Row("rate-too-low", "too little at the beginning of a training, and usual at its end",
+        by_reports(*[SLOW] * 4), by_reports(layers(), *[SLOW] * 3)),  # they moved at first
+    Row("rate-too-low", "too little at the beginning of a training, and usual at its end",
         by_reports(*[SLOW] * 4, losses=STILL), record(SLOW, losses=STILL)),
     Row("uneven-rates", "In one step, the activations of layer 'a' hardly move: 5e-05 times as "
         "far, relative to their length, as those of the median layer. The limits are 1/50 and 30 "

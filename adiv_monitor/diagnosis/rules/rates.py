@@ -279,6 +279,10 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     moves = by_layer(at_peak(record), "update_ratio")
     if still_rises(record.reports) or (is_long_enough(record) and fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
+    began = at_first(record, "update_ratio")
+    low = HEALTH["update_ratio"].healthy[0]
+    if began and not is_long_enough(record) and any(t.value >= low for t in began[0].values()):
+        return  # they moved well at first, so the training has probably come to its end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
         # Reports alone don't distinguish a training that never began from one that has ended.
