@@ -78,8 +78,7 @@ def test_the_monitor_part(compiled: bool) -> None:
     steps = [row["step"] for row in found if "x plain" in row]
     mode = "compiled" if compiled else "eager"
     both = [f"{mode}, not measured", f"{mode}, measured"]
-    eager = ["eager, plain again"]
-    assert steps == both + ([] if compiled else eager)
+    assert steps == both + ([] if compiled else ["eager, plain again"])
     columns = {column for row in found for column in row}
     for column in ("layers", "kernels", "copies to the host", "of a measured one"):
         assert (column in columns) is not compiled

@@ -425,9 +425,9 @@ def _viewed(output: Tensor) -> Tensor:
     hooks on the view are not called; those on the tensor that it views are.
     """
     base = output._base
-    if base is None or base.is_leaf or type(base) is not Tensor or not base.is_contiguous():
+    if base is None or base.is_leaf or type(base) is not Tensor or base.layout != torch.strided:
         return output
-    alike = base.numel() == output.numel()
+    alike = base.is_contiguous() and base.numel() == output.numel()
     whole = alike and torch.ops.aten.is_non_overlapping_and_dense(output)
     return base if whole else output
 

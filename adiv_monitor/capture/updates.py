@@ -151,9 +151,7 @@ class ParameterSteps:
         )
         self._before = before
         self._gamma = {p.key: grads[p.key] for p in self._large} | moving
-        large = [p.key for p in self._large]
-        norms = dots.norms_of([grads[key] for key in large])
-        self.norms.gamma_gamma.update(zip(large, norms, strict=True))
+        self.norms.gamma_gamma.update({p.key: dots.norms(grads[p.key]) for p in self._large})
         self.products.gamma_gamma.update(self._gammas.times(self._gammas))
         self._update: dict[int, Tensor] = {}
         # Products of the rows of large pieces after the optimizer's step; see `_row_products`.

@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.printable import layer_words
@@ -110,6 +113,35 @@ def gradients(record: Record, report: StepReport) -> dict[str, float]:
     """
     norms = {p: _gradient(report.layers[p]) for p in maps(record) if p in report.layers}
     return {path: norm for path, norm in norms.items() if norm is not None}
+
+
+def heard(record: Record, report: StepReport) -> dict[str, float]:
+    """Return ‖gradient‖ of each map at one step, without those of branches that began at zero.
+
+    They get no gradient in the first step, and later one as small as the weight behind them still
+    is: the first of two factors of a low-rank update (LoRA), a branch whose last layer begins at
+    zero. Other maps before them get a gradient from the start. If none does, the only path leads
+    through them, and they count.
+    """
+    norms = gradients(record, report)
+    began = gradients(record, record.reports[0])
+    later = [gradients(record, other) for other in record.reports[1:]]
+    late = [p for p, norm in began.items() if norm == 0 and any(of.get(p, 0) for of in later)]
+    before = takewhile(lambda path: path != late[-1], began) if late else ()
+    if not any(began[path] > 0 for path in before):
+        return norms
+    return {path: norm for path, norm in norms.items() if path not in late}
+
+
+def of_same_rows(readings: Mapping[str, LayerReading], one: str, other: str) -> bool:
+    """Whether two layers have rows with the same scales, as layers with the same input have."""
+
+    def scales(path: str) -> tuple[float, ...]:
+        reading = readings[path]
+        return reading.rows_total, reading.scale_mean or 0.0, reading.scale_cv or 0.0
+
+    known = one in readings and other in readings
+    return known and np.allclose(scales(one), scales(other), rtol=1e-4, atol=1e-6)
 
 
 def looked_up(report: StepReport) -> dict[str, float]:

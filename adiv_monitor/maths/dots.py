@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths.sums import Pairs, Vector
 
 # The most entries of vectors that a CPU multiplies together: for more, new memory costs more.
@@ -44,19 +44,7 @@ def of_rows(
 
 def norms(tensor: Tensor) -> Float[Tensor, " parts"]:
     """Return norms of parts of a tensor; their squares add up to the square of its norm."""
-    return norms_of([tensor])[0]
-
-
-def norms_of(tensors: list[Tensor]) -> list[Float[Tensor, " parts"]]:
-    """Return `norms` of several tensors, in one kernel on a GPU, which sums in stages anyway."""
-    if tensors and all(tensor.is_cuda for tensor in tensors):
-        dtype = max((compute_dtype(tensor) for tensor in tensors), key=lambda d: d.itemsize)
-        found = torch._foreach_norm(tensors, 2, dtype=dtype)
-        return [norm.reshape(1) for norm in found]
-    return [_of_parts(to_compute_dtype(tensor)) for tensor in tensors]
-
-
-def _of_parts(flat: Tensor) -> Tensor:
+    flat = to_compute_dtype(tensor)
     if flat.dim() < 2:
         flat = flat.reshape(1, -1)
     found: Tensor = torch.linalg.vector_norm(flat.flatten(1), dim=1)

@@ -59,7 +59,7 @@ _FROM_ROWS = {
     "more": (
         "The gradient of {} holds more than these rows, or something else (a penalty in the loss, "
         "a use outside the layer's forward pass, the gradient of an earlier step that "
-        "`zero_grad()` did not clear, an edit?); `descent` is of all that it holds"
+        "`zero_grad()` did not clear, an edit?); `descent` counts the whole gradient"
     ),
     "seems": "The gradient of {} seems to hold more than these rows; the next report will say",
 }

@@ -125,8 +125,14 @@ class Beside:
         # A CUDA context can't be forked.
         with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
             asked = {pool.submit(self.run, change, *which): which for which in left}
+            failed = []
             for done in as_completed(asked):
-                yield *asked[done], done.result()
+                if done.exception() is None:
+                    yield *asked[done], done.result()
+                else:
+                    failed.append(done)
+            for done in failed:  # once the others are written
+                done.result()
 
     def run(self, change: Change, rate: float, seed: int) -> Run:
         """Train once, in this process."""

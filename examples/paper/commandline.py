@@ -14,7 +14,7 @@ def count(given: str) -> int:
         argparse.ArgumentTypeError: it is none.
     """
     if not given.isdecimal() or int(given) < 1:
-        raise argparse.ArgumentTypeError(f"{given!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{given!r} is not a whole number of at least 1")
     return int(given)
 
 
@@ -25,7 +25,7 @@ def rate(given: str) -> float:
         ValueError, argparse.ArgumentTypeError: it is none.
     """
     if not 0 < float(given) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{given!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{given!r} is not a number above 0")
     return float(given)
 
 

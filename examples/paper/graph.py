@@ -28,11 +28,13 @@ class Graph:
         self.ensemble = ensemble
         self._images = {seed: rows.clone() for seed, rows in images.items()}
         self._labels = {seed: rows.clone() for seed, rows in labels.items()}
-        self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
+        self._device = next(iter(self._images.values())).device
         number = ensemble.step_number
-        with torch.cuda.graph(self._graph):
-            ensemble.step(self._images, self._labels)
+        with torch.cuda.device(self._device):
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self._graph):
+                ensemble.step(self._images, self._labels)
         ensemble.step_number = number
 
     def fits(self, images: Batch) -> bool:
@@ -44,5 +46,6 @@ class Graph:
         for seed, rows in images.items():
             self._images[seed].copy_(rows)
             self._labels[seed].copy_(labels[seed])
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
         self.ensemble.step_number += 1

@@ -145,7 +145,7 @@ def now(device: str) -> float:
     """Seconds of the processor, or of the clock once a GPU has done all its work."""
     if device == "cpu":
         return time.process_time()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     return time.perf_counter()
 
 

@@ -198,7 +198,7 @@ class Course:
         return found
 
     def step(self, images: Mapping[int, Tensor], labels: Mapping[int, Tensor]) -> None:
-        """A step of the ensemble; on a GPU a CUDA graph's, which many small operations gain by."""
+        """Take a step; on a GPU it replays a CUDA graph, for launching small operations is slow."""
         if self._graph is None and is_settled(self.ensemble) and self.train[0].is_cuda:
             self._graph = Graph(self.ensemble, images, labels)
         if self._graph is not None and self._graph.fits(images):

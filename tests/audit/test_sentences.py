@@ -537,8 +537,9 @@ ROWS: list[Row] = [
         by_reports(*[layers(update_ratio=0.05) | {"a": reading(update_ratio=1.0)}] * 3),
         HEALTHY),
     Row("outside-healthy", "the gradient at layer 'a' is less than 0.03 times that at the last "
-        "layer", by_reports(layers() | {"a": reading(effective_lr=400.0)}, losses=STILL),
-        by_reports(*[layers() | {"a": reading(effective_lr=400.0)}] * 3)),  # the loss is not known
+        "layer",
+        by_reports(*[layers() | {"a": reading(effective_lr=400.0, scale_mean=9.0)}] * 3),
+        by_reports(*[layers() | {"a": reading(effective_lr=400.0)}] * 3)),  # as 'b': a query
     Row("outside-healthy", "the gradient at layer 'c' is more than 70 times that at the last layer",
         by_reports(
             *[layers() | {"c": reading(descent=100.0, scale_mean=9.0), "d": reading()}] * 3

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from models import TASKS, Task, Trainer
@@ -41,6 +42,8 @@ from write_up import heading, parser, table, write
 
 import adiv_monitor
 from adiv_monitor.capture.forwards import FunctionToCall
+from adiv_monitor.features import whole
+from adiv_monitor.maths import dots
 
 # Bounds set beforehand: kernels of the whole measured step, or the monitor's own per layer.
 EXPECTED = {
@@ -227,12 +230,15 @@ def count_task(
     begins: Callable[[Launches], None] = lambda _: None,
 ) -> tuple[Launches, int]:
     """Count the third step of a task; return the count, and the number of measured layers."""
-    trainer = Trainer(task, monitor)
-    for _ in range(2):
-        trainer.step()
-    held = resident(trainer.model, trainer.optimizer, trainer.x, trainer.y)
-    launches = count(trainer.step, held, begins)
-    trainer.close()
+    # A CPU takes parts that fit into its cache, in as many operations; a GPU takes the whole.
+    large = {"new": 2**62}
+    with mock.patch.object(whole, "CHUNK", **large), mock.patch.object(dots, "_STACKED", **large):
+        trainer = Trainer(task, monitor)
+        for _ in range(2):
+            trainer.step()
+        held = resident(trainer.model, trainer.optimizer, trainer.x, trainer.y)
+        launches = count(trainer.step, held, begins)
+        trainer.close()
     measured = trainer.monitor and trainer.monitor.latest
     return launches, len(measured.layers) if measured else 0
 

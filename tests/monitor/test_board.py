@@ -16,6 +16,7 @@ from audited import batches, cross_entropy, mlp, seen, sgd
 from example_reports import LAYERS, reading, report
 from torch import nn
 
+from adiv_monitor import Monitor
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.diagnose import SYMPTOMS
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
@@ -23,7 +24,7 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
 from adiv_monitor.diagnosis.verdict import NOTHING
 from adiv_monitor.report import Alarm, LayerReading, StepReport, Turn
-from adiv_monitor.sinks import TensorBoardSink
+from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
@@ -458,3 +459,53 @@ def test_alarms_are_told_before_findings() -> None:
     sink.write(replace(report(0), alarms=(Alarm("update_ratio > 1", "a_b", 2.0),)))
     sink.close()
     assert told[0].startswith("### Alarms\n\n- a\\_b: update\\_ratio &gt; 1: 2 (step 0)\n\n### ")
+
+
+# Weights that begin at zero
+
+
+class Adapted(nn.Linear):
+    """A frozen layer with a low-rank update whose second factor begins at zero (LoRA)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.weight.requires_grad_(False)
+        self.bias.requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+def found_in(model: nn.Module, rate: float) -> list[str]:
+    """Return what the reports of a run say, the loss of which is known."""
+    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=rate)
+    sink = MemorySink()
+    with Monitor(model, optimizer, every_n_steps=4, sinks=[sink]) as monitor:
+        for batch in batches(24):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, batch)
+            monitor.log_loss(loss)
+            loss.backward()
+            optimizer.step()
+    found = running(*sink.reports)
+    for each in sink.reports:
+        found.add_losses(each.losses)
+    return [finding.name for finding in found.findings()]
+
+
+def test_low_rank_updates_do_not_vanish_because_they_begin_at_zero() -> None:
+    torch.manual_seed(0)
+    layers = [m for _ in range(3) for m in (Adapted(6), nn.Tanh())]
+    assert "vanishing" not in found_in(nn.Sequential(*layers, Adapted(6)), 1e-4)
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_gradient_that_vanishes_does_so_before_a_head_of_zeros_too(is_zero: bool) -> None:
+    torch.manual_seed(0)
+    layers = [m for _ in range(8) for m in (nn.Linear(6, 6), nn.Sigmoid())]
+    head = nn.Linear(6, 3)
+    if is_zero:
+        nn.init.zeros_(head.weight)
+    assert "vanishing" in found_in(nn.Sequential(*layers, head), 1e-3)

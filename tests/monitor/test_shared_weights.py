@@ -161,6 +161,11 @@ def test_tied_uses_are_told_as_surely_as_others(path: str) -> None:
         assert error < 0.15
 
 
+def test_a_tied_read_out_stands_in_its_own_place() -> None:
+    """So that the last layer, to which gradients are compared, is the last one."""
+    assert list(Step().measured(None)[0].layers) == ["embed", "inner", "head"]
+
+
 def test_all_rows_tell_the_same_as_the_parts() -> None:
     """Exact measures from few rows equal those computed from all rows."""
     exact = Step().measured(SEEN)[0]

@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterator
 from itertools import takewhile
 
-import numpy as np
-
 from adiv_monitor.diagnosis.finding import (
     HIGHER_RATES,
     LOWER_RATES,
@@ -14,7 +12,7 @@ from adiv_monitor.diagnosis.finding import (
     Evidence,
     Finding,
 )
-from adiv_monitor.diagnosis.readings import gradients, looked_up, named
+from adiv_monitor.diagnosis.readings import heard, looked_up, named, of_same_rows
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.inputs import LARGE_STD
 from adiv_monitor.diagnosis.rules.rates import suffers
@@ -145,7 +143,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
     largest = max(ratios.values(), default=math.inf)
     if largest < VANISHED and (record.is_audited or largest > 0):
         report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
-        norms = _heard(record, report)
+        norms = heard(record, report)
         first, last = _first(report, norms), list(norms)[-1]
         if largest == 0 and _is_cut_off(record, first, norms):
             yield _zero_gradient(record, report, first, norms)
@@ -210,7 +208,7 @@ def exploding(record: Record) -> Iterator[Finding]:
     ratios = gradient_ratios(record)
     if min(ratios.values(), default=0.0) > EXPLODED:
         report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
-        norms = _heard(record, report)
+        norms = heard(record, report)
         first, last = _first(report, norms), list(norms)[-1]
         yield Finding(
             "exploding",
@@ -252,23 +250,11 @@ def gradient_ratios(record: Record) -> dict[int, float]:
     found = {}
     begins_at_zero = any(weight.gain == 0 for weight in record.weights.values())
     for report in record.reports[-2:] if begins_at_zero else record.reports[:2]:
-        norms = _heard(record, report)
+        norms = heard(record, report)
         if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
-            heard = (norms[_first(report, norms)], *looked_up(report).values())
-            found[report.step] = max(heard) / last
+            at_first = (norms[_first(report, norms)], *looked_up(report).values())
+            found[report.step] = max(at_first) / last
     return found
-
-
-def _heard(record: Record, report: StepReport) -> dict[str, float]:
-    """Return ‖gradient‖ of each map at one step, without maps behind a weight that began at zero.
-
-    They get no gradient in the first step, and later one as small as that weight still is: the
-    first of two factors of a low-rank update (LoRA), a branch whose last layer begins at zero.
-    """
-    began = gradients(record, record.reports[0])
-    later = [gradients(record, other) for other in record.reports[1:]]
-    late = {p for p, norm in began.items() if norm == 0 and any(of.get(p, 0) for of in later)}
-    return {p: norm for p, norm in gradients(record, report).items() if p not in late}
 
 
 def _first(report: StepReport, norms: dict[str, float]) -> str:
@@ -278,14 +264,8 @@ def _first(report: StepReport, norms: dict[str, float]) -> str:
     the values beside them get more. Rows with the same scales count as the same rows, for at most
     three layers: behind a normalisation all rows have the same scale.
     """
-
-    def scales(path: str) -> tuple[float, ...]:
-        reading = report.layers[path]
-        return reading.rows_total, reading.scale_mean or 0.0, reading.scale_cv or 0.0
-
     begin, *others = list(norms)[:3]
-    own = scales(begin)
-    same = takewhile(lambda p: np.allclose(scales(p), own, rtol=1e-4, atol=1e-6), others)
+    same = takewhile(lambda path: of_same_rows(report.layers, begin, path), others)
     return max([begin, *same], key=norms.__getitem__)
 
 

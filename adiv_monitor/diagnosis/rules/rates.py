@@ -281,7 +281,7 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         return  # the peak is still to come, or layers need not move near the loss's end
     began = at_first(record, "update_ratio")
     low = HEALTH["update_ratio"].healthy[0]
-    if began and not is_long_enough(record) and any(t.value >= low for t in began[0].values()):
+    if began and not is_long_enough(record) and all(t.value >= low for t in began[0].values()):
         return  # they moved well at first, so the training has probably come to its end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
@@ -359,7 +359,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         tuple(_evened(record, layers, groups)),
         f"In one step, the activations of {', '.join(named(record, p) for p in layers[:3])} "
         f"{'hardly move' if starved else 'move unlike those of the other layers'}: "
-        + (f"those of {named(record, layers[0])} " if layers[1:] else "")
+        + (f"{named(record, layers[0])} moves " if layers[1:] else "")
         + f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as "
         f"those of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the "
         f"median, here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."

@@ -16,7 +16,7 @@ from adiv_monitor.diagnosis.phases import (
     learning_rate,
     still_rises,
 )
-from adiv_monitor.diagnosis.readings import Typical, maps, readings, these
+from adiv_monitor.diagnosis.readings import Typical, heard, maps, of_same_rows, readings, these
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import usual_factor
 
@@ -69,9 +69,7 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
     }
     if outside.pop(("update_ratio", False), None) is not None:
         yield from _of_moves(record, spoken_for["update_ratio"])
-    # What is typical takes several steps, or a loss that says whether it does harm.
-    is_told = len(record.reports) >= _SEVERAL or is_long_enough(record)
-    if said := {place: layers for place, layers in outside.items() if layers and is_told}:
+    if said := {place: layers for place, layers in outside.items() if layers}:
         yield _outside_healthy(record, said)
     yield from _decayed(record)
 
@@ -109,16 +107,18 @@ def limits(record: Record, measure: str) -> tuple[float, float]:
     the range is unusual, but does no harm that shows: AdamW with its default learning rate moves
     layers of small networks that learn well by 0.001 to 0.009. Then only readings beyond the ends
     of the colour scale are reported. If the loss is not known, the same holds for layers that move
-    little, or that little gradient reaches (queries and keys, while attention is even), and for
-    measures that do not indicate faults.
+    little, for measures that do not indicate faults, and as long as fewer than three measured steps
+    show what is typical.
     """
     health = HEALTH[measure]
     falls, is_known = fell(record), is_long_enough(record)
     (low, high), (far_low, far_high) = health.healthy, health.far
     if is_known:
         return (far_low, far_high) if falls else (low, high)
+    if len(record.reports) < _SEVERAL:
+        return far_low, far_high
     return (
-        low if measure == "projection_cosine" else far_low,
+        far_low if measure == "update_ratio" or measure not in _TELL_FAULTS else low,
         high if measure in _TELL_FAULTS else far_high,
     )
 
@@ -127,8 +127,18 @@ def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str
     """Return layers typically below, and above, the limits by two standard errors."""
     low, high = limits(record, measure)
     typically = typical_values(at_peak(record), measure)
+    below = {path: value for path, value in typically.items() if value.below(low)}
+    spared = set()
+    if measure == GRADIENT and below:
+        spared |= below.keys() - heard(record, record.reports[0]).keys()
+        # Queries and keys get little while attention is even, and the values beside them more.
+        paths, last = list(typically), record.reports[-1].layers
+        for i, path in enumerate(paths):
+            others = {*paths[max(i - 2, 0) : i + 3]} - below.keys()
+            if path in below and any(of_same_rows(last, path, other) for other in others):
+                spared.add(path)
     return (
-        {path: value for path, value in typically.items() if value.below(low)},
+        {path: value for path, value in below.items() if path not in spared},
         {path: value for path, value in typically.items() if value.above(high)},
     )
 
