@@ -19,7 +19,7 @@ import scale
 import torch
 import transfer
 import transfer_training
-from models import TASKS, Trainer, images, mlp
+from models import TASKS, Task, Trainer, images, mlp
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from uses import Uses
@@ -73,6 +73,20 @@ def test_the_model_of_the_cost_at_scale() -> None:
     assert in_turn.flops == pytest.approx(share * whole.flops)
     few, many = (scale.cost(replace(scale.SIZES[0], processes=n)).sent for n in (2, 64))
     assert many < few
+
+
+def test_launches_do_not_depend_on_how_large_a_batch_is() -> None:
+    """On a GPU nothing is taken part by part, as on a CPU, where parts stay in the cache."""
+
+    def kernels(side: int) -> int:
+        task = Task(
+            "batch-normed",
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(2)),
+            lambda: (torch.randn(4, 3, side, side), torch.randint(4, (4, 4))),
+        )
+        return launches.count_task(task, {"every_n_steps": 1})[0].kernels
+
+    assert kernels(32) == kernels(256)
 
 
 def test_counts_what_moves_data() -> None:

@@ -438,8 +438,13 @@ def _as_view(
     stride: Sequence[int],
     gradient: Tensor,
 ) -> Tensor:
-    """Return the gradient of a contiguous tensor in the layout of a view of its entries."""
-    return layout(gradient.contiguous().as_strided(shape, stride))
+    """Return the gradient of a contiguous tensor in the layout of a view of its entries.
+
+    It is copied only if its own memory order does not allow the view.
+    """
+    outermost_first = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    as_in_memory = gradient.reshape([shape[dim] for dim in outermost_first])
+    return layout(as_in_memory.permute([outermost_first.index(dim) for dim in range(len(shape))]))
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

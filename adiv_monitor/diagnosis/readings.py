@@ -6,8 +6,6 @@ from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
 from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report import NO_MAPS, LayerReading, StepReport
@@ -125,8 +123,12 @@ def heard(record: Record, report: StepReport) -> dict[str, float]:
     """
     norms = gradients(record, report)
     began = gradients(record, record.reports[0])
-    later = [gradients(record, other) for other in record.reports[1:]]
-    late = [p for p, norm in began.items() if norm == 0 and any(of.get(p, 0) for of in later)]
+    later = [other.layers for other in record.reports[1:]]
+    late = [
+        path
+        for path, norm in began.items()
+        if norm == 0 and any(path in of and _gradient(of[path]) for of in later)
+    ]
     before = takewhile(lambda path: path != late[-1], began) if late else ()
     if not any(began[path] > 0 for path in before):
         return norms
@@ -140,8 +142,10 @@ def of_same_rows(readings: Mapping[str, LayerReading], one: str, other: str) -> 
         reading = readings[path]
         return reading.rows_total, reading.scale_mean or 0.0, reading.scale_cv or 0.0
 
-    known = one in readings and other in readings
-    return known and np.allclose(scales(one), scales(other), rtol=1e-4, atol=1e-6)
+    if one not in readings or other not in readings:
+        return False
+    pairs = zip(scales(one), scales(other), strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in pairs)
 
 
 def looked_up(report: StepReport) -> dict[str, float]:

@@ -9,14 +9,13 @@ import random
 from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from zoo import ZOO, Specimen, Trained, Training, seed
-from zoo.libraries import PEFT, TIMM
+from zoo.marks import filtered
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import REALISED_MEASURES
@@ -88,14 +87,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def filtered(name: str) -> object:
-    marks = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ZOO[name].warnings]
-    for package, models in (("timm", TIMM), ("peft", PEFT)):
-        if name in models and find_spec(package) is None:
-            marks.append(pytest.mark.skip(reason=f"needs {package}"))
-    return pytest.param(name, marks=marks)
 
 
 @pytest.fixture(scope="module", params=map(filtered, ZOO))

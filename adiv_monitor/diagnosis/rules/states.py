@@ -134,8 +134,8 @@ def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str
         # Queries and keys get little while attention is even, and the values beside them more.
         paths, last = list(typically), record.reports[-1].layers
         for i, path in enumerate(paths):
-            others = {*paths[max(i - 2, 0) : i + 3]} - below.keys()
-            if path in below and any(of_same_rows(last, path, other) for other in others):
+            near = [p for p in paths[max(i - 2, 0) : i + 3] if p not in below]
+            if path in below and any(of_same_rows(last, path, other) for other in near):
                 spared.add(path)
     return (
         {path: value for path, value in below.items() if path not in spared},
