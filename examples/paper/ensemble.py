@@ -140,18 +140,12 @@ class Ensemble:
             d, square = view.rows(x)
             seen.append(d)
             squares.append(square)
-        z = self._first(seen).requires_grad_()
+        z = self.first_products(seen).requires_grad_()
         target = torch.stack([labels[seed] for seed in self.seeds])[self._of_seed]
         logits = self._rest(z, torch.stack(squares), None)
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
         by_z, *by_small = torch.autograd.grad(loss / target.shape[1], [z, *self.small])
-        for bank in self.banks:
-            columns = slice(bank.start * self.sizes[1], bank.stop * self.sizes[1])
-            by_rows, rows = by_z[:, columns].t(), seen[bank.view]
-            if self.optimizer == "sgd":
-                bank.moments.values[0].addmm_(by_rows, rows, alpha=-bank.moments.rate)
-            else:
-                self._adam(bank.moments, [by_rows @ rows])
+        self.first_update(by_z, seen)
         for (start, stop), moments in self._small_moments:
             gradients = [gradient[start:stop] for gradient in by_small]
             if self.optimizer == "sgd":
@@ -182,7 +176,7 @@ class Ensemble:
                 d, square = plain[view.less_mean]
             seen.append(d)
             squares.append(square)
-        return self._rest(self._first(seen), torch.stack(squares), group)
+        return self._rest(self.first_products(seen), torch.stack(squares), group)
 
     def state(self) -> dict[str, object]:
         """All that training changes, for `load`."""
@@ -206,14 +200,24 @@ class Ensemble:
         rest = [each.detach()[network] for each in self.small]
         return [first, *(each.t() if i % 2 else each[0] for i, each in enumerate(rest))]
 
-    def _first(self, seen: Sequence[Tensor]) -> Tensor:
-        """Products of the first weights with what they see: (rows, networks · width)."""
+    def first_products(self, seen: Sequence[Tensor]) -> Tensor:
+        """Products of the first weights with what they see, per view: (rows, networks · width)."""
         width = self.sizes[1]
         z = seen[0].new_empty(len(seen[0]), len(self.networks) * width)
         for bank in self.banks:
             columns = z[:, bank.start * width : bank.stop * width]
             torch.mm(seen[bank.view], bank.moments.values[0].t(), out=columns)
         return z
+
+    def first_update(self, by_z: Tensor, seen: Sequence[Tensor]) -> None:
+        """The optimizer's step of the first weights, given the gradient of their products."""
+        for bank in self.banks:
+            columns = slice(bank.start * self.sizes[1], bank.stop * self.sizes[1])
+            by_rows, rows = by_z[:, columns].t(), seen[bank.view]
+            if self.optimizer == "sgd":
+                bank.moments.values[0].addmm_(by_rows, rows, alpha=-bank.moments.rate)
+            else:
+                self._adam(bank.moments, [by_rows @ rows])
 
     def _rest(self, z: Tensor, squares: Tensor, group: int | None) -> Tensor:
         """Logits (networks, rows, classes) of the first products, and the squares of every view.

@@ -101,8 +101,15 @@ def _linear(method: str) -> type[nn.Linear]:
     return AffineLikeLinear if METHODS[method].scaled_bias else nn.Linear
 
 
-def compare(data: cifar.Data, batch_size: int, steps: int, device: str) -> tuple[float, float]:
-    """Networks × steps per second of a plain loop and of the ensemble, medians of five rounds."""
+def compare(
+    data: cifar.Data, batch_size: int, steps: int, device: str
+) -> tuple[float, float, float]:
+    """Networks × steps per second, medians of five rounds.
+
+    Returns:
+        Of a plain loop, of the ensemble, and of what the ensemble can't do without: the two
+        products of the first map, and Adam's pass over its weights.
+    """
     networks = tuple(
         itertools.starmap(Network, itertools.product(ARMS, NONLINEAR, range(3), [1e-3]))
     )
@@ -129,6 +136,12 @@ def compare(data: cifar.Data, batch_size: int, steps: int, device: str) -> tuple
                 dict.fromkeys(course.ensemble.seeds, labels[chosen]),
             )
 
+    def least() -> None:
+        for chosen in rows:
+            seen = [course.pixels(images[chosen])] * len(course.ensemble.views)
+            z = course.ensemble.first_products(seen)
+            course.ensemble.first_update(z, seen)
+
     def speed(run: Callable[[], None], count: int) -> float:
         seconds = []
         for _ in range(6):
@@ -138,7 +151,10 @@ def compare(data: cifar.Data, batch_size: int, steps: int, device: str) -> tuple
         del seconds[0]  # in which a GPU's libraries and graph are made ready
         return count * len(rows) / statistics.median(seconds)
 
-    return speed(plainly, len(models)), speed(stacked, len(networks))
+    return (
+        speed(plainly, len(models)),
+        *(speed(stacked, len(networks)), speed(least, len(networks))),
+    )
 
 
 def now(device: str) -> float:
@@ -160,9 +176,12 @@ def main() -> None:
     torch.set_flush_denormal(True)
     data = cifar.load(given.data)
     for batch_size in given.batch_sizes:
-        plain, stacked = compare(data, batch_size, given.steps, given.device)
-        ratio = stacked / plain
-        print(f"batch size {batch_size}: plain {plain:.0f}, stacked {stacked:.0f}, {ratio:.1f} ×")
+        plain, stacked, least = compare(data, batch_size, given.steps, given.device)
+        print(
+            f"batch size {batch_size}: plain {plain:.0f}, stacked {stacked:.0f} "
+            f"({stacked / plain:.1f} ×), products and Adam of the first map alone {least:.0f} "
+            f"({least / plain:.1f} ×)"
+        )
 
 
 if __name__ == "__main__":
