@@ -46,7 +46,7 @@ POINTS = 60  # of a loss curve
 Change = Callable[[Fork], None]
 Which = tuple[float, int]  # learning rate, seed
 Ended = tuple[float, int, Run]
-Trained = Callable[[Case, Change, Sequence[Which]], Iterable[Ended]]
+Trained = Callable[[Change, Sequence[Which]], Iterable[Ended]]
 
 
 def nothing(fork: Fork) -> None:
@@ -114,13 +114,18 @@ def one_by_one(case: Case, change: Change, left: Sequence[Which]) -> Iterator[En
 
 
 class Beside:
-    """Train several at a time, each in a process of its own, in whatever order they end."""
+    """Train several at a time, each in a process of its own, in whatever order they end.
+
+    Args:
+        jobs: how many.
+        made: makes the case, which holds functions that no other process can be sent.
+    """
 
     def __init__(self, jobs: int, made: Callable[[], Case]) -> None:
         self.jobs = jobs
-        self.made = made  # a case holds functions that no other process can be sent
+        self.made = made
 
-    def __call__(self, case: Case, change: Change, left: Sequence[Which]) -> Iterator[Ended]:
+    def __call__(self, change: Change, left: Sequence[Which]) -> Iterator[Ended]:
         """Train at these learning rates with these seeds."""
         # A CUDA context can't be forked.
         with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
@@ -154,20 +159,57 @@ def in_pieces(losses: Sequence[float]) -> list[float | None]:
     return [float(f"{mean:.4g}") if math.isfinite(mean) else None for mean in means]
 
 
-def sweep(
-    case: Case, arm: str, change: Change, seeds: int, file: Path, trained: Trained = one_by_one
-) -> list[Run]:
-    """Train at every learning rate with every seed what has no line in the file; all lines."""
-    runs = lines(file)
-    done = {(run["learning_rate"], run["seed"]) for run in runs if run["arm"] == arm}
-    left = [what for what in itertools.product(case.rates, range(seeds)) if what not in done]
-    for rate, seed, found in trained(case, change, left):
-        what = {"arm": arm, "learning_rate": rate, "seed": seed}
-        runs.append({**what, "data": case.data, "steps": case.steps, **found})
-        with file.open("a") as opened:
-            opened.write(json.dumps(runs[-1]) + "\n")
-        print(f"{arm}, learning rate {rate:g}, seed {seed}: {found['result']}", flush=True)
-    return runs
+class OtherRuns(Exception):
+    """A file holds runs that can't be compared with these."""
+
+
+class Sweep:
+    """Runs at every learning rate with every seed, a line of a file each.
+
+    Args:
+        case: what is trained.
+        seeds: how many.
+        file: of the lines.
+        device: where it is trained.
+        trained: trains runs; None: one after the other.
+    """
+
+    def __init__(
+        self, case: Case, seeds: int, file: Path, device: str, trained: Trained | None = None
+    ) -> None:
+        self.case, self.seeds, self.file = case, seeds, file
+        self.about = {"data": case.data, "steps": case.steps, "device": device}
+        self.trained = partial(one_by_one, case) if trained is None else trained
+
+    def all_runs(self, arm: str, change: Change, advice: str = "") -> list[Run]:
+        """Train what has no line in the file yet; all lines.
+
+        Args:
+            arm: name of the runs.
+            change: what is done to the case.
+            advice: the same in words.
+
+        Raises:
+            OtherRuns: lines are of other data, another length, device or advice.
+        """
+        runs = lines(self.file)
+        mine = [run for run in runs if run["arm"] == arm]
+        for name, value in {**self.about, "advice": advice}.items():
+            for run in mine if name == "advice" else runs:
+                if run[name] != value:
+                    raise OtherRuns(
+                        f"{self.file} holds runs of another {name}: {run[name]!r}, expected "
+                        f"{value!r}; choose another --out"
+                    )
+        done = {(run["learning_rate"], run["seed"]) for run in mine}
+        every = itertools.product(self.case.rates, range(self.seeds))
+        for rate, seed, found in self.trained(change, [what for what in every if what not in done]):
+            what = {"arm": arm, "advice": advice, "learning_rate": rate, "seed": seed}
+            runs.append({**what, **self.about, **found})
+            with self.file.open("a") as opened:
+                opened.write(json.dumps(runs[-1]) + "\n")
+            print(f"{arm}, learning rate {rate:g}, seed {seed}: {found['result']}", flush=True)
+        return runs
 
 
 def lines(file: Path) -> list[Run]:
@@ -215,6 +257,34 @@ def case_of(name: str, data: str, quick: bool, device: str, steps: int | None) -
     return case if steps is None else case._replace(steps=steps)
 
 
+def both_arms(
+    case: Case, swept: Sweep, out: Path
+) -> tuple[list[Run], AuditReport, tuple[Finding, Advice] | None]:
+    """Train, read and audit the baseline, then take the first advice in whole runs.
+
+    Args:
+        case: what.
+        swept: its runs.
+        out: where pictures go, less what follows the case's name.
+
+    Returns:
+        All runs, the audit, and the advice with its finding; None: there is none to take.
+    """
+    runs = swept.all_runs(BASELINE, nothing)
+    rate = best_rate(runs, BASELINE)
+    watch(case, nothing, rate, out.with_name(f"{out.name}-monitor-{rate:g}.png"))
+    report = audited(case, rate)
+    taken = first_advice(report)
+    if taken is not None:
+        finding, advice = taken
+        layers = () if advice.everywhere else finding.layers
+        change = partial(take, str(advice.fix), layers, report.record)
+        runs = swept.all_runs(ADVISED, change, f"{advice.fix} {', '.join(layers)}".strip())
+        rate = best_rate(runs, ADVISED)
+        watch(case, change, rate, out.with_name(f"{out.name}-monitor-advised-{rate:g}.png"))
+    return runs, report, taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("case", choices=CASES)
@@ -233,29 +303,16 @@ def main() -> None:
         case = made()
     except FileNotFoundError as error:
         parser.error(str(error))
-    trained: Trained = one_by_one if given.jobs == 1 else Beside(given.jobs, made)
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / f"{given.case}.jsonl"
     if file.exists() and not given.resume:
         parser.error(f"{file} exists: --resume goes on with it, another --out starts anew")
-    for run in lines(file):
-        if (run["data"], run["steps"]) != (case.data, case.steps):
-            parser.error(
-                f"{file} holds runs on other data or of other length: choose another --out"
-            )
-
-    runs = sweep(case, BASELINE, nothing, given.seeds, file, trained)
-    rate = best_rate(runs, BASELINE)
-    watch(case, nothing, rate, given.out / f"{given.case}-monitor-{rate:g}.png")
-    report = audited(case, rate)
-    taken = first_advice(report)
-    if taken is not None:
-        finding, advice = taken
-        layers = () if advice.everywhere else finding.layers
-        change = partial(take, str(advice.fix), layers, report.record)
-        runs = sweep(case, ADVISED, change, given.seeds, file, trained)
-        rate = best_rate(runs, ADVISED)
-        watch(case, change, rate, given.out / f"{given.case}-monitor-advised-{rate:g}.png")
+    trained = None if given.jobs == 1 else Beside(given.jobs, made)
+    swept = Sweep(case, given.seeds, file, given.device, trained)
+    try:
+        runs, report, taken = both_arms(case, swept, given.out / given.case)
+    except OtherRuns as error:
+        parser.error(str(error))
     page = text(case, runs, report, taken)
     (given.out / f"{given.case}.md").write_text(page)
     plot(case, runs, given.out / f"{given.case}.png")

@@ -97,18 +97,34 @@ def test_what_advice_changes() -> None:
 def test_runs_are_swept_once(tmp_path: Path) -> None:
     trained: list[float] = []
     case, file = small(trained), tmp_path / "small.jsonl"
-    runs = sweep.sweep(case, "baseline", sweep.nothing, 2, file)
+    plain = sweep.Sweep(case, 2, file, "cpu")
+    runs = plain.all_runs("baseline", sweep.nothing)
     assert trained == [0.01, 0.01, 0.1, 0.1, 100.0, 100.0]
     assert [run["result"] is None for run in runs] == [False] * 4 + [True] * 2
     assert best_rate(runs, "baseline") == 0.1  # 100 has no score
     written = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*written[:3], written[3][:20]]))  # killed while it wrote
     trained.clear()
-    assert sweep.sweep(case, "baseline", sweep.nothing, 2, file) == runs
+    assert plain.all_runs("baseline", sweep.nothing) == runs
     assert trained == [0.1, 100.0, 100.0] and file.read_text() == "".join(written)
     better = [{**run, "arm": "advised", "result": 0.5 + run["seed"]} for run in runs[:4]]
     best = {run["seed"]: run["result"] for run in runs if run["learning_rate"] == 0.1}
     assert difference([*runs, *better]) == [0.5 - best[0], 1.5 - best[1]]
+
+
+def test_runs_of_another_kind_are_not_taken(tmp_path: Path) -> None:
+    """Other data, another device, other advice: their results would be compared with ours."""
+    case, file = small([]), tmp_path / "small.jsonl"
+    ours = sweep.Sweep(case, 1, file, "cpu")
+    ours.all_runs("baseline", sweep.nothing)
+    runs = ours.all_runs("advised", sweep.nothing, advice="clip at 1")
+    assert ours.all_runs("advised", sweep.nothing, advice="clip at 1") == runs
+    with pytest.raises(sweep.OtherRuns, match="advice: 'clip at 1', expected 'standardise'"):
+        ours.all_runs("advised", sweep.nothing, advice="standardise")
+    with pytest.raises(sweep.OtherRuns, match="device: 'cpu', expected 'cuda'"):
+        sweep.Sweep(case, 1, file, "cuda").all_runs("baseline", sweep.nothing)
+    with pytest.raises(sweep.OtherRuns, match="steps: 30, expected 31"):
+        sweep.Sweep(case._replace(steps=31), 1, file, "cpu").all_runs("baseline", sweep.nothing)
 
 
 def test_a_verdict_needs_two_standard_errors() -> None:
