@@ -223,9 +223,9 @@ def _name_rows(
 def _steps(
     picture: Picture, left: float, top: float, width: float, steps: tuple[int, ...], font: Font
 ) -> None:
-    """Draw step numbers below a grid: the first, the last, and some between."""
-    last = len(steps) - 1
-    chosen = dict.fromkeys([last, 0, *(round(last * part / 4) for part in (2, 1, 3))])
+    """Draw the numbers of at most five steps below a grid, equally far apart, the first first."""
+    regular = range(0, len(steps), max(-(-(len(steps) - 1) // 4), 1))
+    chosen = dict.fromkeys([0, regular[-1], regular[len(regular) // 2], *regular])
     each = width / len(steps)
     _row(picture, left, top, width, {(i + 0.5) * each: f"{steps[i]:,}" for i in chosen}, font)
 

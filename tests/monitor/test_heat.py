@@ -86,6 +86,16 @@ def test_headlines_and_findings_of_any_length_have_room(headline: str, count: in
         assert_readable(overview_picture(grids, headline, paragraphs, ()))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 6, 8, 9, 10, 11, 100])
+def test_numbers_of_steps_are_equally_far_apart(steps: int) -> None:
+    """0, 200, 400, 700, 900 look as if steps were missing."""
+    found = filled("descent", 3, steps)
+    known = {f"{step:,}": step for step in found.steps}
+    shown = sorted({known[words] for _, words in heat_picture(found).texts if words in known})
+    assert shown[0] == 0 and len(shown) >= min(steps, 3)
+    assert len(set(np.diff(shown))) <= 1
+
+
 def test_a_long_path_keeps_its_number() -> None:
     words = [w for _, w in heat_picture(filled("descent", 3, 3, PATHS["long"])).texts]
     shown = [w for w in words if w.startswith(("back", "stage"))]
