@@ -41,7 +41,7 @@ from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import Asked, Followed, StepController
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
-from adiv_monitor.step.schedule import make_schedule
+from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.turns import Turns
 
@@ -182,7 +182,7 @@ class Monitor:
         self._generator = np.random.default_rng(seed)
         self._failures = Failures(on_error)
         self._outlet = Outlet(sinks, alarms, keep, self._failures)
-        self._schedule = make_schedule(every_n_steps, max_overhead)
+        self._schedule = Schedule(every_n_steps, max_overhead)
         self._losses = LossLog()
         if loss is None and not isinstance(realised, bool):
             loss = realised

@@ -50,7 +50,7 @@ _MONITOR_TESTS = {
     "maths/dots.py": ["test_measures", *_MEASURED],
     "maths/totals.py": ["test_all_rows", "test_uneven_rows", *_MEASURED],
     "capture/sampling.py": ["test_sampling"],
-    "capture/updates.py": ["test_distributed", "test_sharded", *_COURSE],
+    "step/parameter_steps.py": ["test_distributed", "test_sharded", *_COURSE],
     "capture/accumulation.py": ["test_distributed", *_COURSE],
     "capture/gradient_shares.py": ["test_contributions", *_COURSE],
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules", "test_trace"],
@@ -58,7 +58,7 @@ _MONITOR_TESTS = {
     "step/final_gradient.py": ["test_whole_modules", *_BOOKS],
     "step/gradient_check.py": ["test_gradient_check", "test_contributions", *_BOOKS],
     "step/measured_step.py": ["test_several_uses", *_BOOKS],
-    "step/plain_step.py": ["test_derived", *_COURSE],
+    "step/row_moves.py": ["test_derived", *_COURSE],
     "step/outcome.py": [
         *("test_measures", "test_realised", "test_idle_rows", "test_contributions"),
         *_BOOKS,

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -88,13 +89,20 @@ class Alignment:
         seen = self._look(self._model)
         self._check(seen)
         reference = self._regenerated() if self._probe.reference else self._snapshots[0]
-        weights = _Whole(reference)
-        sums = torch.stack(
-            [
-                _sums(x.path, seen[x.path], reference, weights, spectral=self._probe.spectral)
-                for x in self.layers
-            ]
-        )
+        weights = {layer.weight.key: layer.weight for layer in seen.values()}
+
+        @lru_cache(maxsize=1)  # holds one unsharded weight at a time
+        def whole(key: str) -> tuple[Tensor, Tensor]:
+            """Return (W₀, W)."""
+            device = weights[key].value.device
+            return reference.weights[key].whole(device), present(weights[key])
+
+        of_layers = []
+        for path in (layer.path for layer in self.layers):
+            layer, z0 = seen[path], reference.rows[path]
+            pair = whole(layer.weight.key)
+            of_layers.append(_sums(layer, z0, *pair, spectral=self._probe.spectral))
+        sums = torch.stack(of_layers)
         if self._probe.process_group is not None:
             dist.all_reduce(sums, group=self._probe.process_group)
         if self._probe.window is not None:
@@ -179,33 +187,13 @@ class Alignment:
             )
 
 
-class _Whole:
-    """Unsharded weights, now and at the reference point; holds one weight at a time."""
-
-    def __init__(self, reference: Snapshot) -> None:
-        self._reference = reference
-        self._key: str | None = None
-        self._pair: tuple[Tensor, Tensor] | None = None
-
-    def of(self, layer: Seen) -> tuple[Tensor, Tensor]:
-        """Return (W₀, W) of the weight that holds a layer's matrices."""
-        weight = layer.weight
-        if self._key != weight.key or self._pair is None:
-            kept = self._reference.weights[weight.key]
-            self._pair = kept.whole(weight.value.device), present(weight)
-            self._key = weight.key
-        return self._pair
-
-
-def _sums(path: str, seen: Seen, reference: Snapshot, weights: _Whole, *, spectral: bool) -> Tensor:
-    before, now = weights.of(seen)
+def _sums(seen: Seen, z0: Tensor, before: Tensor, now: Tensor, *, spectral: bool) -> Tensor:
     with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
         W0, W = map(seen.matrices.matrices, (before, now))
         if seen.is_table:
             return table_sums(W0[0], W[0], seen.features)
         if seen.kind == ROUTED:
             return layer_sums(W, W, seen.rows, seen.rows, seen.block, spectral=spectral)
-        z0 = reference.rows[path]
         return layer_sums(W0, W, z0, seen.rows, seen.block, spectral=spectral)
 
 

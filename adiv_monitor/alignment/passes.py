@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from adiv_monitor.alignment.lineage import NONE, Lineage, Sources
 from adiv_monitor.alignment.weights import Weight, Weights
-from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
+from adiv_monitor.capture.forwards import Forwards, FunctionToCall, Watcher
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.hook import has_data
 from adiv_monitor.capture.jagged import is_nested, uses_of_packed
@@ -24,7 +24,7 @@ from adiv_monitor.capture.weights.tape import is_in_place, whole_of
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.functions.attention import part_of
 from adiv_monitor.features.functions.linear import affine
-from adiv_monitor.features.recurrent import inputs_of_maps, uses_of
+from adiv_monitor.features.recurrent import maps_of, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows
@@ -142,7 +142,7 @@ def _seeing(
         forwards.remove()
 
 
-class _Seeing:
+class _Seeing(Watcher):
     """Watcher that reports the uses of weights in a forward pass; see `forwards.Watcher`.
 
     Args:
@@ -178,12 +178,6 @@ class _Seeing:
         self._names: dict[object, str] = {}  # by weight, kind of use, and position in the weight
 
     # --- modules ---------------------------------------------------------------------------------
-
-    def begins(self, forward: Forward) -> None:
-        """Do nothing when a module's forward begins."""
-
-    def plain(self, *_: object) -> None:
-        """Do nothing; never called, since no uses are known beforehand."""
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -341,7 +335,7 @@ class _Seeing:
             )
             self._lineage.is_made(outputs, sources)
             return
-        inputs = inputs_of_maps(call, outputs[0].dtype)
+        rows = maps_of(call, outputs[0].dtype)
         uses, names = {use.part: use for use in uses_of(call)}, dict[str, str]()
         held = {part: self._weight(use.weight) for part, use in uses.items()}
         for part, weight in held.items():
@@ -356,7 +350,7 @@ class _Seeing:
                 inner = frozenset(names[part] for part in parts[:2] if part in names)
                 # The input map gets the layer's input, the other maps its state.
                 for part, into in zip(parts, (fed, sources | state, inner), strict=False):
-                    weight, x = held[part], inputs[part]
+                    weight, x = held[part], rows[part][0]
                     if weight is not None:
                         features = affine(x, weight.stand_in, None).features
                         use = replace(uses[part], features=features)

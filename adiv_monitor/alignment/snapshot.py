@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from adiv_monitor.features.functions.blocks import BlockFeatures
 from adiv_monitor.features.rows import Rows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Seen:
     """A layer in one forward pass of the probe.
 
@@ -31,19 +32,28 @@ class Seen:
         kind: how its weight is used, as in `AlignedLayer`.
         weight: the weight that holds its matrices.
         matrices: position of the matrices in the weight.
-        features: features of its sampled rows, over all calls.
+        number: its number, in the order of first calls.
+        calls: features of the sampled rows of each call.
         shapes: shape of all rows in each call.
-        predecessors: earlier layers whose outputs make up the input of any call.
+        sources: layers whose outputs make up the input of any call.
+        predecessors: the earlier ones of them.
         entrywise: parameters that are added to, or scale, values computed from its output.
     """
 
     kind: str
     weight: Weight
     matrices: Matrices
-    features: Features
-    shapes: tuple[tuple[int, ...], ...]
-    predecessors: tuple[str, ...]
-    entrywise: tuple[nn.Parameter, ...]
+    number: int
+    calls: list[Features] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
+    predecessors: tuple[str, ...] = ()
+    entrywise: tuple[nn.Parameter, ...] = ()
+
+    @cached_property
+    def features(self) -> Features:
+        """Features of its sampled rows, over all calls."""
+        return self.calls[0].joined(self.calls[1:])
 
     @property
     def is_table(self) -> bool:
@@ -67,8 +77,15 @@ class Seen:
         """Return the `AlignedLayer` with this path."""
         weight = self.weight
         return AlignedLayer(
-            *(path, self.kind, self.fan_in, self.fan_out, weight.module, weight.name),
-            *(weight.parameters, self.predecessors, self.entrywise),
+            path=path,
+            kind=self.kind,
+            fan_in=self.fan_in,
+            fan_out=self.fan_out,
+            module=weight.module,
+            name=weight.name,
+            weights=weight.parameters,
+            predecessors=self.predecessors,
+            entrywise=self.entrywise,
             is_table=self.is_table,
             is_made=weight.number > 0,
         )
@@ -156,19 +173,6 @@ class Snapshot:
         )
 
 
-@dataclass
-class _Calls:
-    """The calls of a layer so far."""
-
-    number: int
-    weight: Weight
-    matrices: Matrices
-    kind: str
-    features: list[Features] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    sources: set[str] = field(default_factory=set)
-
-
 def _check_patterns(probe: Probe, model: nn.Module, paths: Sequence[str]) -> None:
     """Check that each pattern fits a layer, or a module that this forward pass does not reach."""
     if probe.layers is None or callable(probe.layers):
@@ -197,7 +201,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             "Probe: some layers are computed by several ranks together (tensor parallelism), "
             "expected layers of which each rank has all"
         )
-    layers: dict[str, _Calls] = {}
+    layers: dict[str, Seen] = {}
     passed: dict[str, set[str]] = {}
     acting: dict[str, dict[nn.Parameter, None]] = defaultdict(dict)
 
@@ -214,8 +218,8 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
         features = use.features(rows)
         if known is None:
             matrices = Matrices.of(use, features, weight.value)
-            known = layers[path] = _Calls(len(layers), weight, matrices, use.kind)
-        known.features.append(features)
+            known = layers[path] = Seen(use.kind, weight, matrices, len(layers))
+        known.calls.append(features)
         known.shapes.append(found.shape)
         known.sources |= found.sources
 
@@ -231,18 +235,12 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             "expected linear layers, convolutions or embeddings that Probe(layers=…) takes"
         )
     order = list(layers)
-    seen = {
-        path: Seen(
-            *(layer.kind, layer.weight, layer.matrices),
-            layer.features[0].joined(layer.features[1:]),
-            tuple(layer.shapes),
-            # Only earlier layers count, so that there are no cycles.
-            tuple(p for p in order[:place] if p in _reached(layer.sources, passed)),
-            tuple(acting[path]),
-        )
-        for place, (path, layer) in enumerate(layers.items())
-    }
-    return seen, refused
+    for path, layer in layers.items():
+        # Only earlier layers count, so that there are no cycles.
+        reached = _reached(layer.sources, passed)
+        layer.predecessors = tuple(p for p in order[: layer.number] if p in reached)
+        layer.entrywise = tuple(acting[path])
+    return layers, refused
 
 
 def _check_arguments(model: nn.Module, probe: Probe) -> None:

@@ -117,7 +117,7 @@ class Weights:
         if number > len(made):
             made.append(value)
         self._by_memory[memory_of(value)].append(
-            Weight(*(lead.path, lead.module, lead.name, value, tuple(parameters)), number)
+            Weight(lead.path, lead.module, lead.name, value, tuple(parameters), number=number)
         )
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.entries import is_small, sampled_entries
 from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
 from adiv_monitor.capture.layer_rows import LayerRows
-from adiv_monitor.capture.updates import is_small, sampled_entries
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
 from adiv_monitor.maths import dots
 from adiv_monitor.rerun.thread import surely

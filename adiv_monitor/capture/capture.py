@@ -6,15 +6,15 @@ their gradients. `layers` maps each use to its layer.
 """
 
 from collections import defaultdict
-from collections.abc import Container
 
 from torch import nn
 
+from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.layer_rows import Chooser
+from adiv_monitor.capture.layer_rows import Call, Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import FROZEN, Layer, Selection, listed
@@ -23,6 +23,24 @@ from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Pieces
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
+from adiv_monitor.capture.world import world_size
+
+_REMOVED = (
+    "its gradient was removed after the backward pass (`zero_grad()`, `.grad = None`, a step that "
+    "was taken within it?), so the optimizer's step does not use it"
+)
+_NO_ATTENTION = (
+    "No attention of trained weights was seen: only scaled_dot_product_attention and "
+    "nn.MultiheadAttention are known."
+)
+_CUT = (
+    "No gradient came back through {}: these uses of weights, which other layers train, are not "
+    "part of this step."
+)
+_DROPPED = (
+    "Gradients were zeroed before a step was taken (of another loss, as in a GAN, of SAM's first "
+    "pass, or of a step that an AMP scaler skipped?): their rows are not in this report."
+)
 
 
 class Capture:
@@ -39,6 +57,7 @@ class Capture:
     Attributes:
         layers: the layers found so far.
         rows: the rows of the watched layers, by path.
+        unreached: by path of a layer without a gradient, why it has none.
     """
 
     def __init__(
@@ -51,6 +70,8 @@ class Capture:
         pieces: Pieces | None,
     ) -> None:
         self.attention = context.attention
+        self.unreached: dict[str, str] = {}
+        self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
         self._selection = selection
         self._without_gradient: set[int] | None = None
         self._frozen = set[int]()
@@ -84,17 +105,15 @@ class Capture:
             self._frozen = {id(p) for p in parameters if not p.requires_grad}
         call_all(
             *(() if self.attention is None else (self.attention.detach,)),
-            *(self._watching.detach, self.forwards.remove, self._gathering.detach),
-            *(self.layers.detach, self._without_rule.release),
+            self._watching.detach,
+            self.forwards.remove,
+            self._gathering.detach,
+            self._without_rule.release,
         )
 
     def saw_calls(self) -> bool:
         """Return whether any layer was called with gradients enabled."""
         return any(rows.calls for rows in self.rows.values())
-
-    def dropped(self) -> bool:
-        """Return whether rows were discarded because their gradient never led to a step."""
-        return any(rows.dropped for rows in self.rows.values())
 
     def first_called(self) -> list[nn.Module]:
         """Return the modules with parameters that may be the first to run in the next forward pass.
@@ -106,15 +125,45 @@ class Capture:
         first = next((module for module in ran if module in held), None)
         return [module for module in owners if module is first or module not in ran]
 
-    def shared(self, reached: Container[Layer]) -> set[str]:
-        """Return the paths of the layers that share at least one parameter entry with another use.
+    def finish(self) -> dict[Layer, CapturedLayer]:
+        """Hand over the layers that a gradient reached; the gradients are those of the step.
 
-        Args:
-            reached: the layers that a gradient reached.
+        Afterwards `unreached` names the others.
         """
-        return self.layers.shared(reached, self._without_rule.unmeasured)
+        self.unreached.clear()
+        self._cut.clear()
+        reached: dict[Layer, list[Call]] = {}
+        others: list[tuple[Layer, bool]] = []
+        is_alone = world_size() == 1
+        for layer in self.layers.in_order():
+            rows = self.rows.get(layer.path)
+            if rows is None:
+                continue
+            calls = rows.finish()
+            lead = layer.parameters[0]  # looked at first: it has a gradient nearly always
+            if calls and is_alone and lead.grad is None and _has_none(layer):
+                self.unreached[layer.path] = _REMOVED
+                rows.release()
+            elif calls:
+                reached[layer] = calls
+            else:
+                others.append((layer, bool(rows.calls)))
+        trained = {p for layer in reached for p in layer.parameters} if others else set()
+        for layer, called in others:
+            if called and all(p in trained or self._trains(p) for p in layer.parameters):
+                self._cut.append(layer.path)
+            else:
+                self.unreached[layer.path] = _why_unreached(layer)
+        shared = self.layers.shared(reached, self._without_rule.unmeasured)
+        knows_own = self._selection.peers is None
+        return {
+            layer: self._gathering.captured(
+                layer, calls, is_shared=layer.path in shared, knows_own=knows_own
+            )
+            for layer, calls in reached.items()
+        }
 
-    def trains(self, parameter: nn.Parameter) -> bool:
+    def _trains(self, parameter: nn.Parameter) -> bool:
         """Return whether an unmeasured use of the parameter received a gradient."""
         return self._without_rule.why(id(parameter)) is not None
 
@@ -143,6 +192,12 @@ class Capture:
                 partly[why].append(self._selection.names[id(parameter)])
         for why, names in partly.items():
             notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
+        if self.attention is not None and self.attention.saw_none():
+            notes.append(_NO_ATTENTION)
+        if self._cut:
+            notes.append(_CUT.format(listed(self._cut)))
+        if any(rows.dropped for rows in self.rows.values()):
+            notes.append(_DROPPED)
         return notes
 
     def why_unmeasured(self, parameter: nn.Parameter) -> str:
@@ -187,3 +242,17 @@ class Capture:
                 "earlier step"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
+
+
+def _has_none(layer: Layer) -> bool:
+    return all(parameter.grad is None for parameter in layer.parameters)
+
+
+def _why_unreached(layer: Layer) -> str:
+    if _has_none(layer):
+        return "no gradient reached it in this step"
+    return (
+        "its parameters have a gradient, but none came through the output of its forward pass: it "
+        "is zero, set by hand, or of an earlier step or attempt; or it comes from a use of the "
+        "weight outside the layer; or the output was changed in place as a view"
+    )

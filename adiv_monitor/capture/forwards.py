@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from types import FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,28 +127,25 @@ class _Running(threading.local):
         self.plain: nn.Module | None = None  # the module whose plain hook is running
 
 
-class Watcher(Protocol):
-    """Receives the events of the running forward calls."""
+class Watcher:
+    """Receives the events of the running forward calls; by default it does nothing."""
 
     def called(self, call: FunctionToCall) -> Any:
         """Execute a call of a torch function and return its result."""
-        ...
+        return call()
 
     def begins(self, forward: Forward) -> None:
         """Handle the beginning of a module's forward."""
-        ...
 
     def plain(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Handle the end of a forward whose use of parameters is known."""
-        ...
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Handle the end of a module's forward. `output` is None if the forward raised."""
-        ...
 
 
 class Forwards:
@@ -216,7 +213,10 @@ class Forwards:
         """Return the hooks for the modules that hold the parameters of a selection."""
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         return cls(
-            *(selection.modules, guard, renew, plan),
+            selection.modules,
+            guard,
+            renew,
+            plan,
             closed=selection.closed,
             devices=devices,
             repeated=repeated,
@@ -368,7 +368,12 @@ class Forwards:
         if begins and (not self._may_begin(args) or self._hands_over(module, args, kwargs)):
             return
         forward = Forward(
-            *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
+            module,
+            args,
+            kwargs,
+            random=Randomness(self._devices),
+            written={},
+            number=next(self._numbers),
         )
         if begins:
             if running.mode is not None:  # left by a forward pass that was interrupted

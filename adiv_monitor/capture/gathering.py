@@ -14,14 +14,16 @@ called several times and checkpointing therefore all work:
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.backward_hooks import BackwardHooks
+from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.forwards import Forwards
-from adiv_monitor.capture.gradient_shares import Handed, follow
+from adiv_monitor.capture.gradient_shares import Handed, Shares, follow
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook, holds_memory
 from adiv_monitor.capture.jagged import NESTED, is_nested
@@ -46,66 +48,8 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
 
 
-class Takes(Protocol):
-    """Receives the uses that are seen in a forward pass."""
-
-    def use(
-        self,
-        use: Use,
-        output: Tensor,
-        known: Layer | str | None = None,
-        *,
-        checked: bool = True,
-        split: Split | None = None,
-        inputs: Collection[Any] | None = None,
-    ) -> Call | None:
-        """Take a use and the function's result; return the call if the layer is watched.
-
-        Args:
-            use: the use.
-            output: the result of the function.
-            known: the layer or its path, if already known.
-            checked: whether the use is certain to describe the output.
-            split: how the ranks share the call, if `use` is this rank's part of it.
-            inputs: the autograd nodes that produced the function's inputs other than weights; None:
-                not known.
-        """
-        ...
-
-    def maps(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
-        inputs: Collection[Any],
-    ) -> list[Tensor]:
-        """Take a recurrent call and return the weights that its uses account for; see `use`."""
-        ...
-
-    def whole(
-        self,
-        module: nn.Module,
-        names: list[str],
-        arguments: Arguments,
-        outputs: Outputs,
-        tensors: list[Tensor],
-        inputs: Collection[Any],
-    ) -> None:
-        """Take a module that has run and is to be measured as a whole.
-
-        Args:
-            module: the module.
-            names: the names of the parameters to measure.
-            arguments: the arguments of its forward.
-            outputs: determines which tensors of the output are z.
-            tensors: these tensors.
-            inputs: see `use`.
-        """
-        ...
-
-
 class Gathering:
-    """Chooses rows of uses and puts hooks on their outputs. See `Takes`.
+    """Chooses rows of the uses that are seen in a forward pass, and puts hooks on their outputs.
 
     Args:
         layers: the layers.
@@ -120,6 +64,8 @@ class Gathering:
         without_rule: ParametersWithoutRule,
     ) -> None:
         self._layers = layers
+        self._shares = Shares(layers.provenance)
+        self._backward = BackwardHooks(layers, self._shares)
         self._forwards = forwards
         self._without_rule = without_rule
         self._checked = layers.context.checked
@@ -135,9 +81,33 @@ class Gathering:
             *(hook.remove for hook in self._hooks),
             *(followed.remove for followed in self._followed),
             *(late.remove for late in self._late),
+            self._backward.detach,
         )
         self._hooks.clear()
         self._followed.clear()
+
+    def captured(
+        self, layer: Layer, calls: Sequence[Call], *, is_shared: bool, knows_own: bool
+    ) -> CapturedLayer:
+        """Return what a step is measured from; see `CapturedLayer`.
+
+        Args:
+            layer: a layer that a gradient reached.
+            calls: the calls through which it came.
+            is_shared: whether other uses have a share in its parameters' gradient.
+            knows_own: whether this rank knows the gradients of whole parameters.
+        """
+        shares = self._shares.of(layer)
+        return CapturedLayer(
+            layer,
+            calls,
+            rows=self._layers.rows[layer.path],
+            accumulation=self._backward.accumulation_of(layer),
+            shares=self._shares.in_gradients(shares),
+            is_moved=True in [share.is_moved for share in shares],
+            is_shared=is_shared,
+            own=self._shares.own_gradient(layer) if is_shared and knows_own else None,
+        )
 
     def use(
         self,
@@ -149,13 +119,26 @@ class Gathering:
         split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
-        """Gather rows of a use and put a hook on its output."""
+        """Gather rows of a use and put a hook on its output; `_on_gradient` receives its G.
+
+        Args:
+            use: the use.
+            output: the result of the function.
+            known: the layer or its path, if already known.
+            checked: whether the use is certain to describe the output.
+            split: how the ranks share the call, if `use` is this rank's part of it.
+            inputs: the autograd nodes that produced the function's inputs other than weights; None:
+                not known.
+
+        Returns:
+            The call, if the layer is watched.
+        """
         layer = self._layers.of(use, known)
         if layer is None:
             return None
         if layer.path not in self._layers.rows:
             self._layers.pass_by(layer, self._forwards.number)
-            self._follow(layer, [output], None)
+            self._follow_shares(layer, [output], None)
             return None
         z = use.layout(part_of(output))
         rows_of_layer = self._layers.rows[layer.path]
@@ -165,7 +148,7 @@ class Gathering:
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.add(call)
-        self._follow(layer, [output], inputs, call)
+        self._follow_shares(layer, [output], inputs, call)
         if self._attention is not None:
             self._attention.last_used = layer.pieces[0].parameter
         viewed = _viewed(output)
@@ -185,7 +168,7 @@ class Gathering:
         random: Randomness | None,
         inputs: Collection[Any],
     ) -> list[Tensor]:
-        """Choose rows of the maps in a recurrent call and put hooks on its outputs."""
+        """Choose rows of the maps in a recurrent call; return the weights that they account for."""
         if made.refusal is not None:
             raise Refused(made.refusal)
         calls: dict[str, Call] = {}
@@ -195,7 +178,7 @@ class Gathering:
             layer = self._layers.of(use)
             if layer is None:
                 continue
-            self._follow(layer, outputs, inputs)
+            self._follow_shares(layer, outputs, inputs)
             if layer.path in self._layers.rows:
                 calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
             else:
@@ -206,10 +189,10 @@ class Gathering:
         late = LateRows(made, returned, random, calls, self._expect, self._on_replay)
         for call in calls.values():
             call.precision = made.precision
-            call.replay = call.hook = weakref.ref(late)
+            call.hook, call.replay = weakref.ref(late), weakref.WeakMethod(late.settle)
             self._layers.rows[call.layer.path].add(call)
         paths = [call.layer.path for call in calls.values()]
-        late.watch(outputs, lambda hook: partial(self._layers.guarded, paths, hook))
+        late.watch(outputs, partial(self._backward.of, paths))
         self._late.add(late)
         return used
 
@@ -222,7 +205,16 @@ class Gathering:
         tensors: list[Tensor],
         inputs: Collection[Any],
     ) -> None:
-        """Gather rows of a module that is measured as a whole and hook its output."""
+        """Gather rows of a module that has run and is measured as a whole, and hook its output.
+
+        Args:
+            module: the module.
+            names: the names of the parameters to measure.
+            arguments: the arguments of its forward.
+            outputs: determines which tensors of the output are z.
+            tensors: these tensors.
+            inputs: see `use`.
+        """
         left = [module.get_parameter(name) for name in names]
         if any(map(is_shard, tensors)):  # taking rows of a shard could need a collective
             self._without_rule.refuse(left, NO_RULE)
@@ -256,7 +248,7 @@ class Gathering:
             self._layers.forget(layer.path)
             return
         self._layers.replace(others, layer.path)
-        self._follow(layer, tensors, inputs)
+        self._follow_shares(layer, tensors, inputs)
         call.look(features, taken, None)
         rows_of_layer.add(call)
         outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.context.guard)
@@ -286,7 +278,7 @@ class Gathering:
             )
         return others, names
 
-    def _follow(
+    def _follow_shares(
         self,
         layer: Layer,
         outputs: Sequence[Tensor],
@@ -298,16 +290,16 @@ class Gathering:
         Args:
             layer: the layer of the call.
             outputs: the result of the call.
-            inputs: see `Takes.use`.
+            inputs: see `use`.
             call: the call, if its rows arrive before its contribution.
         """
-        contributions = self._layers.contributions_of(layer)
+        contributions = self._shares.of(layer)
         if inputs is None or layer.path not in self._layers.rows:
             for contribution in contributions:
                 contribution.is_known = False
         elif contributions:
-            path, receive = layer.path, Gathering._on_handed
-            arrive = partial(Layers.guarded, self._layers, [path], receive, self, path, call)
+            path = layer.path
+            arrive = self._backward.of([path], Gathering._on_handed, self, path, call)
             watched = self._layers.rows
             self._followed += follow(outputs, inputs, contributions, path, arrive, watched)
 
@@ -321,7 +313,7 @@ class Gathering:
     ) -> None:
         """Add the gradients that a node passes to parameters to the shares of their layers."""
         has_rows = call is not None and call.arrives_now
-        keeps_own: bool | None = None
+        is_shared: bool | None = None
         for contribution, edge, moves in handed:
             contribution.has_rows &= has_rows
             gradient = gradients[edge]
@@ -330,12 +322,15 @@ class Gathering:
             for move in moves:
                 gradient = move(gradient)
             contribution.arrive(gradient)
-            if keeps_own is None:
-                keeps_own = self._layers.keeps_own_contributions(path)
-            if keeps_own:
-                self._layers.own_contribution(path, contribution.parameter).arrive(gradient)
+            if is_shared is None:
+                is_shared = self._layers.is_shared(path)
+                if not is_shared:
+                    self._shares.drop_own(path)
+            if is_shared:
+                self._shares.own(path, contribution.parameter).arrive(gradient)
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
+        self._backward.follow(layer)
         return self._layers.new_call(layer, shape, device, self._forwards.number)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
@@ -364,8 +359,7 @@ class Gathering:
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call
     ) -> Callable[[Tensor], None]:
         """Return the hook that receives the gradient of a call's output."""
-        receive = Gathering._on_gradient
-        arrive = partial(Layers.guarded, self._layers, [path], receive, self, layout, call)
+        arrive = self._backward.of([path], Gathering._on_gradient, self, layout, call)
         call.hook = weakref.ref(arrive)
         return arrive
 
@@ -376,13 +370,13 @@ class Gathering:
             call.split = call.split.arrived(gradient)
             gradient = part_of(gradient)
         gradient = layout(gradient)
-        rows, size = _seen(call, gradient)
+        rows, squares = _seen(call, gradient)
         is_partial_sum = (
             call.split is not None and call.split.gradient == PARTIAL_SUM
         )  # the norms of partial sums are useless
         precision = torch.finfo(gradient.dtype).eps
         of_layer = self._layers.rows[call.layer.path]
-        of_layer.arrive(call, rows, None if is_partial_sum else size, precision)
+        of_layer.arrive(call, rows, None if is_partial_sum else squares, precision)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         else:  # a second pass through one graph, whose rows are already summed up
@@ -409,7 +403,7 @@ class Gathering:
 
 
 def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen rows of a gradient in row layout, and `Call.size` of all rows."""
+    """Return the chosen rows of a gradient in row layout, and `Call.squares` of all rows."""
     rows = call.rows
     if call.late is not None:
         own = call.late.of_gradient(gradient, bias=call.layer.bias is not None)

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.updates import lies_as, sampled_entries
+from adiv_monitor.capture.entries import lies_as, sampled_entries
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.weights.provenance import Provenance
+from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.whole_modules.graph import edges_to_leaves
 
 
@@ -32,14 +35,12 @@ class GradientShare:
         is_known: whether all calls were followed.
         has_rows: whether the rows of each call arrived in the same pass as its contribution.
         is_joint: whether a node passes on the sum of several layers' contributions.
-        is_only: whether no layer with another first parameter has a share in the same gradient.
     """
 
     def __init__(self, parameter: nn.Parameter, *, whole: bool = False) -> None:
         self.parameter = parameter
         self.is_known = self.has_rows = True
         self.is_joint = False
-        self.is_only = True
         self._kept = _all if whole else sampled_entries
         self._held: Tensor | None = None  # sampled entries from earlier passes
         self._arrived: Tensor | None = None  # from the last pass
@@ -150,6 +151,94 @@ def _all(gradient: Tensor) -> Tensor:
 
 def _times(entries: Tensor, factor: Tensor) -> Tensor:
     return entries * factor.to(entries.dtype)
+
+
+class Shares:
+    """The shares of layers in the gradients of their parameters.
+
+    Args:
+        provenance: the provenance of tensors.
+    """
+
+    def __init__(self, provenance: Provenance) -> None:
+        self._provenance = provenance
+        self._of_layers: dict[Layer, list[GradientShare]] = {}
+        # By the ids of a layer's first parameter and of the parameter with the gradient.
+        self._led: dict[int, dict[int, GradientShare]] = defaultdict(dict)
+        self._in_gradient: dict[int, list[GradientShare]] = defaultdict(list)  # by id of it
+        # The share that each of several layers contributes to one parameter, by path and by id.
+        self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
+        self._not_kept: set[str] = set()  # paths of layers that contributed before others were seen
+
+    def of(self, layer: Layer) -> list[GradientShare]:
+        """Return the shares in the layer's parameter gradients, or none for sharded parameters."""
+        if layer not in self._of_layers:
+            self._of_layers[layer] = self._new(layer)
+        return self._of_layers[layer]
+
+    def _new(self, layer: Layer) -> list[GradientShare]:
+        stands_in = self._provenance.stand_in
+        if self._provenance.any_apart and any(
+            is_shard(p) or stands_in(p) is not None for p in layer.parameters
+        ):
+            return []
+        # A layer's gradients are accumulated and zeroed together with that of its first parameter.
+        keys = list(map(id, layer.parameters))
+        known = self._led[keys[0]]
+        for key, parameter in zip(keys, layer.parameters, strict=True):
+            if key not in known:
+                known[key] = GradientShare(parameter)
+                self._in_gradient[key].append(known[key])
+        return [known[key] for key in keys]
+
+    def in_gradients(self, shares: Iterable[GradientShare]) -> list[list[GradientShare]]:
+        """Return, for each share, all that are, or may be, part of the same gradient.
+
+        Layers with other first parameters may have some, too.
+        """
+        found: list[list[GradientShare]] = []
+        for share in shares:
+            every = self._in_gradient[id(share.parameter)]
+            if every[1:]:
+                every = [x for x in every if x.has_arrived or not x.is_known] or [share]
+            found += (every,)
+        return found
+
+    def led_by(self, key: int, paths: Iterable[str]) -> list[GradientShare]:
+        """Return the shares of the layers whose first parameter has this id, at these paths."""
+        found = [*self._led[key].values()]
+        for path in paths if self._own else ():
+            found += self._own.get(path, {}).values()
+        return found
+
+    def drop_own(self, path: str) -> None:
+        """Record that a layer's own contributions are not kept: they can't be had later."""
+        self._not_kept.add(path)
+
+    def own(self, path: str, parameter: nn.Parameter) -> GradientShare:
+        """Return the share of one of several layers that use a parameter.
+
+        The share has all entries, so it takes as much memory as a gradient.
+        """
+        own = self._own[path]
+        if id(parameter) not in own:
+            own[id(parameter)] = GradientShare(parameter, whole=True)
+        return own[id(parameter)]
+
+    def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
+        """Return the layer's own contributions to its pieces by key, or None if unknown."""
+        every, own = self.of(layer), self._own.get(layer.path, {})
+        is_known = all(share.is_known and not share.is_joint for share in every)
+        if not (every and is_known and layer.is_direct) or layer.path in self._not_kept:
+            return None
+        found: dict[int, Tensor] = {}
+        for piece in layer.pieces:
+            share = own.get(id(piece.parameter))
+            entries = None if share is None else share.entries()
+            if entries is None:
+                return None
+            found[piece.key] = piece.of(entries.view(piece.parameter.shape))
+        return found
 
 
 # The contributions of one node: the share, the index of the edge to the parameter, and the nodes

@@ -65,10 +65,10 @@ class LateRows:
         """Unroll the call: a weight's gradient arrives after all gradients of the outputs."""
         if self._backward != torch._C._current_graph_task_id():
             return
-        found = unroll(self._call, self._returned, self._gradients, self._random)
-        for linear in found.maps:
+        maps, error = unroll(self._call, self._returned, self._gradients, self._random)
+        for linear in maps:
             if linear.name in self._calls:
-                self._receive(self._calls[linear.name], linear, found.error)
+                self._receive(self._calls[linear.name], linear, error)
         self._gradients, self._backward = [], -1
 
     def _arrive(self, output: int, gradient: Tensor) -> None:

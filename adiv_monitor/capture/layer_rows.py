@@ -2,10 +2,10 @@
 
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +25,6 @@ from adiv_monitor.maths.ceiling import Ceiling
 _WAITING = 8
 
 
-class Replay(Protocol):
-    """Computes features, outputs and gradients together in the backward pass."""
-
-    def settle(self) -> None:
-        """Compute them if all gradients have arrived."""
-        ...
-
-
 class Call:
     """The record of one call of a layer: the chosen rows and sums over all rows.
 
@@ -45,7 +37,7 @@ class Call:
         known: whether `look` was called.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         rescaled: how many factors the parameters' gradient had when this call became part of it.
-        size: ‖g_r‖² of all rows, (1, rows), or the result of `LateScales.of_gradient`; None once
+        squares: ‖g_r‖² of all rows, (1, rows), or the result of `LateScales.of_gradient`; None once
             two backward passes have gone through one graph, or where ranks hold partial sums:
             then the sum is known for the chosen rows alone.
         precision: the rounding of the gradients that arrived.
@@ -68,14 +60,14 @@ class Call:
         self.late: LateScales | None = None
         self.gradient: Tensor | None = None
         self.rescaled = 0
-        self.size: Tensor | None = None
+        self.squares: Tensor | None = None
         self.precision = 0.0
         # The gradient that arrived since the parameters last accumulated, and ‖g_r‖² of all rows.
         self._arrived: tuple[Tensor, Tensor | None] | None = None
         self._backward = -1  # the backward pass in which it arrived
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
-        self.replay: weakref.ref[Replay] | None = None  # dies with the graph too
+        self.replay: weakref.WeakMethod[Callable[[], None]] | None = None  # dies with it, too
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.tells_sums = False  # a second pass through the graph, or merged rows
@@ -101,15 +93,15 @@ class Call:
         """Compute late rows, now that a gradient has arrived at the parameters."""
         replay = None if self.replay is None else self.replay()
         if replay is not None:
-            replay.settle()
+            replay()
 
-    def arrive(self, gradient: Tensor, size: Tensor | None, precision: float) -> None:
+    def arrive(self, gradient: Tensor, squares: Tensor | None, precision: float) -> None:
         """Keep ∂L/∂z of the chosen rows and the sizes of all rows until the parameters accumulate.
 
         If the backward pass reaches no parameter (an attack on the input, for example, or a frozen
         layer), the next pass replaces this gradient.
         """
-        self._arrived = gradient, size
+        self._arrived = gradient, squares
         self.precision = max(self.precision, precision)
         self._backward = torch._C._current_graph_task_id()
 
@@ -122,31 +114,31 @@ class Call:
         """Add the gradient that arrived to the gradient of this call."""
         if self._arrived is None:
             return
-        gradient, size = self._arrived
+        gradient, squares = self._arrived
         self._arrived = self.late = None
         if self.gradient is None:
-            self.gradient, self.size = gradient, size
+            self.gradient, self.squares = gradient, squares
         else:
-            self.gradient, self.size = self.gradient + gradient, None
+            self.gradient, self.squares = self.gradient + gradient, None
 
     def rescale(self, factor: Tensor) -> None:
         """Scale the gradient by a factor that was applied to the parameters' gradient."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
-        self.size = self._times(self.size, factor)
+        self.squares = self._times(self.squares, factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
         """Scale the gradient that is about to accumulate by a factor of the user's hooks."""
         if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
-            gradient, size = self._arrived
-            self._arrived = gradient * factor.to(gradient.dtype), self._times(size, factor)
+            gradient, squares = self._arrived
+            self._arrived = gradient * factor.to(gradient.dtype), self._times(squares, factor)
             if self.every_gradient is not None:
                 self.every_gradient = self.every_gradient * factor.to(self.every_gradient.dtype)
 
-    def _times(self, size: Tensor | None, factor: Tensor) -> Tensor | None:
-        if size is None:
+    def _times(self, squares: Tensor | None, factor: Tensor) -> Tensor | None:
+        if squares is None:
             return None
-        return size * factor.to(size.dtype) ** 2
+        return squares * factor.to(squares.dtype) ** 2
 
     @property
     def arrived(self) -> bool:
@@ -318,10 +310,12 @@ class LayerRows:
         """Register that the running backward pass reached a call."""
         self._arriving.setdefault(torch._C._current_graph_task_id(), {})[call] = None
 
-    def arrive(self, call: Call, gradient: Tensor, size: Tensor | None, precision: float) -> None:
-        """Take ∂L/∂z of a call; see `Call.arrive`."""
+    def arrive(
+        self, call: Call, gradient: Tensor, squares: Tensor | None, precision: float
+    ) -> None:
+        """Take ∂L/∂z of a call; `Accumulation` calls `fold` once the parameters have theirs."""
         self.expect(call)
-        call.arrive(gradient, size, precision)
+        call.arrive(gradient, squares, precision)
 
     def _expected(self) -> list[Call]:
         """Return the calls that the running backward pass reached."""
@@ -341,7 +335,7 @@ class LayerRows:
         for call in [call for call in self._reached if not call.arrived]:
             del self._reached[call], self.calls[call]
         for call in self._reached:
-            call.gradient = call.size = None
+            call.gradient = call.squares = None
             self._waiting[call] = None
             self._rows_waiting += call.rows.count
         self._reached.clear()

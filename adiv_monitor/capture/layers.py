@@ -1,33 +1,22 @@
-"""The layers found in one step, with their parameters, rows and gradients."""
+"""The layers found in one step, with their calls and rows."""
 
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.accumulation import Accumulated, Accumulation
 from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.gradient_shares import GradientShare
-from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import Hook, holds_memory, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.pieces import ConcatenatedParameters, Piece, Source, overlap
 from adiv_monitor.capture.weights.provenance import Provenance
-from adiv_monitor.capture.weights.shards import is_shard
-from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use, shape_alike
-from adiv_monitor.rerun.thread import ThreadState
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,29 +32,6 @@ class Passing:
     forward: int
 
 
-class _Pass(threading.local):
-    """The backward pass that runs in a thread.
-
-    Attributes:
-        task: the number of its graph task.
-        trains: whether it belongs to a training step.
-        is_alone: whether there is one rank.
-        state: torch's settings in its hooks.
-    """
-
-    def __init__(self) -> None:
-        self.task = -1
-        self.trains = False
-        self.is_alone = True
-        self.state = ThreadState()
-
-    def begins(self, task: int) -> None:
-        """Read what holds for the whole pass."""
-        self.trains = False
-        self.is_alone = world_size() == 1
-        self.task, self.state, self.trains = task, ThreadState(), trains(None)
-
-
 class Layers:
     """Finds the layer that a use belongs to, or creates it.
 
@@ -79,6 +45,7 @@ class Layers:
     Attributes:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path.
+        led: paths of the layers found so far, by the id of their first parameter.
         replacements: path of a layer → path of the layer whose measurement replaces its own.
     """
 
@@ -92,38 +59,19 @@ class Layers:
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
+        self.led: dict[int, list[str]] = defaultdict(list)
         self.replacements: dict[str, str] = {}
         self.names = names
         self.provenance = provenance
         self._chooser = chooser
         self.context = context
-        self._guard = context.guard
-        self._calls, self._attention = context.calls, context.attention
+        self._calls = context.calls
         self._is_due = is_due
-        self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
-        self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # by two ids
-        self._in_all: dict[int, list[GradientShare]] = {}  # by id of a parameter
-        self._shares: dict[Layer, list[GradientShare]] = {}
-        # The share that each of several layers contributes to one parameter, by path and by id.
-        self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
-        self._not_kept: set[str] = set()  # paths of layers that contributed before others were seen
         self._sharing: set[str] | None = None  # paths of layers that share parameters
         self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
         # By number of a forward call; the references are weak because `rows` owns the calls.
         self._made_in: dict[int, list[weakref.ref[Call | Passing]]] = defaultdict(list)
         self._last_forward = -1
-        self._led: dict[int, list[str]] = defaultdict(list)  # by id of the first parameter, paths
-        self._verdict = (-1, False)
-        self._verdict_of_shards = (-1, False)
-        self._running = _Pass()
-        self._awaited = -1  # the backward pass for whose end a callback is queued
-        self._active = True  # hooks in graphs that are already built outlive their removal
-
-    def detach(self) -> None:
-        """Remove every hook; hooks in graphs that are already built become inactive."""
-        self._active = False
-        call_all(*(accumulated.remove for accumulated in self._accumulated.values()))
-        self._accumulated.clear()  # breaks a cycle that would keep gradients alive
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -137,7 +85,7 @@ class Layers:
         if isinstance(known, Layer):
             found = self.found.get(known.path)
             if found is None:
-                return self._follow(known)
+                return self._register(known)
             if found is known:
                 return known
             known = known.path
@@ -177,30 +125,19 @@ class Layers:
         order, module = self.names.position[place.full_name], self.names.owner(place)
         if isinstance(weight, ConcatenatedParameters) and len(weight.pieces) > 1:
             module = weight.through
-        return self._follow(
+        return self._register(
             Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
         )
 
-    def _follow(self, layer: Layer) -> Layer:
+    def _register(self, layer: Layer) -> Layer:
         """Register a layer that was found, and watch it if it is due."""
-        path, parameter = layer.path, layer.pieces[0].parameter
-        key = id(parameter)
+        path = layer.path
         self.found[path] = layer
         self._sharing = None
-        self._led[key].append(path)
-        if self.is_off(path) or self.waits(layer):
-            return layer
-        self.rows[path] = LayerRows(self._chooser, path)
-        if key not in self._accumulated:
-            self._accumulated[key] = self._accumulation(parameter)
-            self._accumulated[key].attach()
+        self.led[id(layer.parameters[0])].append(path)
+        if not (self.is_off(path) or self.waits(layer)):
+            self.rows[path] = LayerRows(self._chooser, path)
         return layer
-
-    def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
-        stand_in = self.provenance.stand_in(parameter)
-        if stand_in is None:
-            return Accumulation(parameter, self)
-        return ShardAccumulation(parameter, stand_in, self, self.provenance.waiting(parameter))
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -279,180 +216,8 @@ class Layers:
         """Remove a layer that turned out not to exist."""
         lead = self.found.pop(path).pieces[0].parameter
         self._sharing = None
-        self._led[id(lead)].remove(path)
+        self.led[id(lead)].remove(path)
         self.rows.pop(path, None)
-
-    # --- gradients -------------------------------------------------------------------------------
-
-    def accumulation_of(self, layer: Layer) -> Accumulation:
-        """Return the gradient accumulation of the layer's first parameter."""
-        return self._accumulated[id(layer.parameters[0])]
-
-    def contributions_of(self, layer: Layer) -> list[GradientShare]:
-        """Return the shares in the layer's parameter gradients, or none for sharded parameters."""
-        if layer not in self._shares:
-            self._shares[layer] = self._new_shares(layer)
-        return self._shares[layer]
-
-    def _new_shares(self, layer: Layer) -> list[GradientShare]:
-        if self.provenance.any_apart and any(
-            is_shard(p) or self.provenance.stand_in(p) is not None for p in layer.parameters
-        ):
-            return []
-        # A layer's gradients are accumulated and zeroed together with that of its first parameter.
-        keys = list(map(id, layer.parameters))
-        known = self._contributed[keys[0]]
-        for key, parameter in zip(keys, layer.parameters, strict=True):
-            if key not in known:
-                share = known[key] = GradientShare(parameter)
-                if key not in self._in_all:
-                    self._in_all[key] = [share]
-                else:
-                    self._in_all[key].append(share)
-                    for other in self._in_all[key]:
-                        other.is_only = False
-        return [known[key] for key in keys]
-
-    def in_gradient_of(self, share: GradientShare) -> list[GradientShare]:
-        """Return the shares that are, or may be, part of the same gradient as this one.
-
-        Layers with other first parameters may have some, too.
-        """
-        every = self._in_all[id(share.parameter)]
-        return [x for x in every if x.has_arrived or not x.is_known] or [share]
-
-    def keeps_own_contributions(self, path: str) -> bool:
-        """Return whether to keep a layer's own contributions: others use its parameters, too.
-
-        If not, this is recorded, for contributions that were not kept can't be had later.
-        """
-        if self._sharing is None:
-            self._sharing = self.shared(set(self.found.values()), ())
-        if path in self._sharing:
-            return True
-        self._not_kept.add(path)
-        return False
-
-    def own_contribution(self, path: str, parameter: nn.Parameter) -> GradientShare:
-        """Return the share of one of several layers that use a parameter.
-
-        The share has all entries, so it takes as much memory as a gradient.
-        """
-        own = self._own[path]
-        if id(parameter) not in own:
-            own[id(parameter)] = GradientShare(parameter, whole=True)
-        return own[id(parameter)]
-
-    def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
-        """Return the layer's own contributions to its pieces by key, or None if unknown."""
-        every, own = self.contributions_of(layer), self._own.get(layer.path, {})
-        is_known = all(
-            contribution.is_known and not contribution.is_joint for contribution in every
-        )
-        if not (every and is_known and layer.is_direct) or layer.path in self._not_kept:
-            return None
-        found: dict[int, Tensor] = {}
-        for piece in layer.pieces:
-            contribution = own.get(id(piece.parameter))
-            entries = None if contribution is None else contribution.entries()
-            if entries is None:
-                return None
-            found[piece.key] = piece.of(entries.view(piece.parameter.shape))
-        return found
-
-    def users(self, parameter: nn.Parameter) -> list[Accumulated]:
-        """Return the rows, shares and attention rows that depend on a parameter's gradient."""
-        key = id(parameter)
-        led = self._led[key]
-        found: list[Accumulated] = [self.rows[path] for path in led if path in self.rows]
-        found += self._contributed[key].values()
-        for path in led if self._own else ():
-            found += self._own.get(path, {}).values()
-        if self._attention is not None:
-            found += self._attention.rows_of(parameter)
-        return found
-
-    def hook(self, parameter: nn.Parameter, function: Callable[..., None], *args: Any) -> Hook:
-        """Return a hook on a parameter; see `Owner.hook`."""
-        return Hook(Layers.guarded, self, self._led[id(parameter)], function, *args)
-
-    def guarded(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
-        """Run a hook's body for some layers. If it fails, they are not watched any more.
-
-        The last argument is None where the loss does not depend on this output of a function.
-        """
-        if not self._active or args[-1] is None or self._guard.broken:
-            return
-        running, task = self._running, torch._C._current_graph_task_id()
-        if task < 0 or task != running.task:
-            self._guard(running.begins, task)
-        if running.trains:
-            self._guard.within(running.state, self._run, paths, function, *args)
-
-    def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
-        for path in paths:
-            if path in self.rows:
-                break
-        else:
-            return
-        if not holds_memory(args[-1]):
-            return
-        gradients = torch.is_grad_enabled()
-        try:
-            if gradients:
-                torch._C._set_grad_enabled(False)
-            with torch._C.DisableTorchFunction():
-                if torch._C._is_any_autocast_enabled():
-                    with without_autocast(self.found[path].parameters[0]):
-                        function(*args)
-                else:
-                    function(*args)
-        except Exception as error:
-            for path in [path for path in paths if path in self.rows]:
-                self.failed(path, error)
-        finally:
-            if gradients:
-                torch._C._set_grad_enabled(True)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there was one rank when the running backward pass began."""
-        return self._running.is_alone
-
-    def accumulates(self) -> None:
-        """Queue sampling of gradients for the end of this pass, after ranks have averaged them."""
-        task = torch._C._current_graph_task_id()
-        if self.is_alone or self._awaited == task:
-            return
-        self._awaited = task
-        engine = torch.autograd.Variable._execution_engine
-        # Averaging hooks queue such callbacks too; a callback that queues another one runs last.
-        engine.queue_callback(lambda: engine.queue_callback(self._pass_ended))
-
-    def _pass_ended(self) -> None:
-        for key, accumulation in self._accumulated.items():
-            self.guarded(self._led[key], accumulation.pass_ended, accumulation.held)
-
-    def was_zeroed(self, now: Tensor, left: Tensor) -> bool:
-        """Return whether `.grad` was zeroed in place since the last pass.
-
-        The device is read at one parameter per pass: the first whose last gradient was not zero.
-        """
-        task = torch._C._current_graph_task_id()
-        if self._verdict[0] != task:
-            is_zero, was_zero = torch.stack([now == 0, left == 0]).tolist()
-            if was_zero:
-                return False
-            self._verdict = task, is_zero
-        return self._verdict[1]
-
-    def shards_were_zeroed(self) -> bool:
-        """Return whether `.grad` of all sharded parameters was zeroed in place before this pass."""
-        task = torch._C._current_graph_task_id()
-        if self._verdict_of_shards[0] != task:
-            parts = list(self.provenance.sharded)
-            self._verdict_of_shards = task, is_zero(parts)
-        return self._verdict_of_shards[1]
 
     # --- layers that are not watched -------------------------------------------------------------
 
@@ -480,6 +245,12 @@ class Layers:
         """Return the paths of the layers that a parameter, or a part of it, belongs to."""
         layers = self.found.items()
         return [path for path, x in layers if any(p is parameter for p in x.parameters)]
+
+    def is_shared(self, path: str) -> bool:
+        """Return whether other layers that were found use this one's parameters, too."""
+        if self._sharing is None:
+            self._sharing = self.shared(set(self.found.values()), ())
+        return path in self._sharing
 
     def shared(self, reached: Container[Layer], elsewhere: Collection[int]) -> set[str]:
         """Return the paths of the layers that share at least one parameter entry with another use.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.capture.forwards import Forwards, Function
-from adiv_monitor.capture.gathering import Takes
+from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
@@ -84,7 +84,7 @@ class Repetitions:
         forwards: Forwards,
         layers: Layers,
         provenance: Provenance,
-        takes: Takes,
+        takes: Gathering,
         noting: Noting,
     ) -> None:
         self._forwards = forwards

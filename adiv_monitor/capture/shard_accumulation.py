@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation, Owner
-from adiv_monitor.capture.updates import sampled_entries
+from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.rows import to_compute_dtype

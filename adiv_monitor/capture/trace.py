@@ -123,25 +123,13 @@ class Called:
     versions: tuple[int, ...]
     layers: Sequence[Layer]
 
-    @classmethod
-    def of(
-        cls,
-        function: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Tensor,
-        layers: Sequence[Layer],
-    ) -> "Called":
-        """Return the record of a call that was just made."""
-        return cls(function, args, kwargs, result, _versions(args, kwargs, result), layers)
-
     def known(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> Known | None:
         """Return the module's use of its parameters if this call alone describes it."""
         if output is not self.result or any(x.shaped is not as_it_is for x in self.layers):
             return None  # another output; or a shaping that may hold tensors of this step
-        if _versions(self.args, self.kwargs, self.result) != self.versions:
+        if versions(self.args, self.kwargs, self.result) != self.versions:
             return None  # a hook would run too late
         held = (*module._parameters.items(), *module._buffers.items())
         names = {id(tensor): name for name, tensor in held if tensor is not None}
@@ -174,9 +162,17 @@ def _known(
     held = vars(module)
     settings = {name: deepcopy(value) for name, value in held.items() if _is_constant(value)}
     return Known(
-        *(module, type(module), held.get("forward"), settings, 0),
-        *(function, constants, [place for place in constants if isinstance(place, str)]),
-        *(inputs, own, layers),
+        module=module,
+        kind=type(module),
+        forward=held.get("forward"),
+        settings=settings,
+        calls=0,
+        function=function,
+        constants=constants,
+        names=[place for place in constants if isinstance(place, str)],
+        inputs=inputs,
+        own=own,
+        layers=layers,
     )
 
 
@@ -187,7 +183,8 @@ def _is_constant(value: object) -> bool:
     return isinstance(value, (*_NUMBERS, str, type(None)))
 
 
-def _versions(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[int, ...]:
+def versions(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[int, ...]:
+    """Return the versions of all tensors of a call."""
     values = (*args, *kwargs.values(), result)
     return tuple([value._version for value in values if isinstance(value, Tensor)])
 

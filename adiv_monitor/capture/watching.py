@@ -7,8 +7,8 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
-from adiv_monitor.capture.gathering import Takes
+from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall, Watcher
+from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
 from adiv_monitor.capture.layer_rows import Call
@@ -16,7 +16,7 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.split_calls import Split, uses_of_parts
-from adiv_monitor.capture.trace import Called, Known, Record
+from adiv_monitor.capture.trace import Called, Known, Record, versions
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
 from adiv_monitor.capture.whole_modules.outputs import Outputs
@@ -35,7 +35,7 @@ _ATTRIBUTES = ("__get__", "__set__")
 OPENED = ("multi_head_attention_forward",)
 
 
-class Watching:
+class Watching(Watcher):
     """Finds the uses of parameters in a forward pass and passes them to `takes`.
 
     Args:
@@ -57,7 +57,7 @@ class Watching:
         forwards: Forwards,
         layers: Layers,
         without_rule: ParametersWithoutRule,
-        takes: Takes,
+        takes: Gathering,
         *,
         repeated: bool = False,
     ) -> None:
@@ -281,12 +281,12 @@ class Watching:
         if gradients and function in RECURRENT:
             self._is_special()
             return self._recurrent(to_call, trained, data)
-        provenance, begun, inputs = self._provenance, None, set[Any]()
+        provenance, end, inputs = self._provenance, None, set[Any]()
         # Changes cannot be tracked through a view that reads memory as another dtype.
         is_data = bool(data) or any(map(is_retyped, trained))
         if not is_data and has_data(trained[0]):
             with self._noting(trained):
-                begun = provenance.tape.begin(function, args, kwargs, gradients=gradients)
+                end = provenance.tape.begin(function, args, kwargs, gradients=gradients)
         elif gradients and has_data(trained[0]):
             with self._noting(trained):
                 inputs = _made(data)
@@ -301,9 +301,9 @@ class Watching:
         if gradients and isinstance(made, Tensor):
             call = FunctionCall(made, provenance.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained, inputs)
-        if begun is not None:
+        if end is not None:
             with self._noting(trained):
-                provenance.tape.end(begun, () if used else tensors_in(result))
+                end([] if used else tensors_in(result))
         if (gradients and not used) or kept is not args:
             self._is_special()
         if is_data or used:
@@ -342,7 +342,8 @@ class Watching:
             if len(layers) < len(found) or is_in_place(name) or "out" in kwargs:
                 self._is_special()
             elif found:
-                called = Called.of(name, args, kwargs, call.result, layers)
+                made = call.result, versions(args, kwargs, call.result)
+                called = Called(name, args, kwargs, *made, layers)
                 self._forwards.forward.called.append(called)
         return used
 

@@ -22,6 +22,7 @@ from adiv_monitor.features.rows import Rows, to_compute_dtype
 from adiv_monitor.features.whole import Whole, squares
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
+Corrected = AffineLikeLinear | NormLikeLinear | PatchNorm
 
 
 def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Tensor:
@@ -32,78 +33,61 @@ def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> W
     """Return scales and feature sum of all rows: φ_W is the input's row times a factor."""
     x = to_compute_dtype(input.reshape(-1, input.shape[-1]))
     square = squares(x)
-    if isinstance(module, AffineLikeLinear):
-        of_weight, of_bias = _affine_factors(module, square)
-    else:
-        of_weight, of_bias = _norm_factors(module, square)
-    return Whole(
-        square * of_weight.square(),
-        0.0 if module.bias is None else of_bias.square(),
-        of_weight @ x,
-    )
+    of_weight, of_bias = _factors(module, square)
+    bias_square = 0.0 if module.bias is None else of_bias.square()
+    return Whole(square * of_weight.square(), bias_square, of_weight @ x)
 
 
 def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
     """Return the scales of all patches; the feature sum would take more than one pass."""
     if module.groups > 1:
         return None
-    form = _affine_factors if module.form == "affine-like" else _norm_factors
     square = patch_squares(geometry_of(module), input).flatten()
-    of_weight, of_bias = form(module, square)
+    of_weight, of_bias = _factors(module, square)
     bias_square = 0.0 if module.bias is None else of_bias.square()
     return Whole(square * of_weight.square(), bias_square, None)
 
 
 @register_features(AffineLikeLinear, kind="affine-like", whole=_whole_linear)
-def affine_like(module: AffineLikeLinear, rows: Rows, input: Tensor) -> DenseFeatures:
-    """φ = [αx, β]/√(α²‖x‖² + β²)."""
-    return _affine_like(rows.take(input)[:, None], module, module.bias)
-
-
 @register_features(NormLikeLinear, kind="norm-like", whole=_whole_linear)
-def norm_like(module: NormLikeLinear, rows: Rows, input: Tensor) -> DenseFeatures:
-    """φ = [x/‖x‖, 1], or [αx/s, β] with s = √(α²‖x‖²/(1 − β²))."""
-    return _norm_like(rows.take(input)[:, None], module, module.bias)
+def corrected(
+    module: AffineLikeLinear | NormLikeLinear, rows: Rows, input: Tensor
+) -> DenseFeatures:
+    """φ of the form for the row; see `_factors`."""
+    return _corrected(rows.take(input)[:, None], module)
 
 
 @register_features(
-    PatchNormConv1d,
-    PatchNormConv2d,
-    PatchNormConv3d,
+    *(PatchNormConv1d, PatchNormConv2d, PatchNormConv3d),
     kind="PatchNorm",
     layout=_spatial_last,
     whole=_whole_patches,
 )
 def patch_norm(module: PatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
-    """φ of `affine_like` or `norm_like` for the patch, group by group."""
-    form = _affine_like if module.form == "affine-like" else _norm_like
-    return form(patches(geometry_of(module), rows, input), module, module.bias)
+    """φ of the form for the patch, group by group."""
+    return _corrected(patches(geometry_of(module), rows, input), module)
 
 
-def _affine_like(
-    x: Tensor, module: AffineLikeLinear | PatchNorm, bias: Tensor | None
-) -> DenseFeatures:
-    of_weight, of_bias = _affine_factors(module, squares(x))
-    return DenseFeatures(of_weight[..., None] * x, None if bias is None else of_bias)
+def _corrected(x: Tensor, module: Corrected) -> DenseFeatures:
+    of_weight, of_bias = _factors(module, squares(x))
+    return DenseFeatures(of_weight[..., None] * x, None if module.bias is None else of_bias)
 
 
-def _norm_like(x: Tensor, module: NormLikeLinear | PatchNorm, bias: Tensor | None) -> DenseFeatures:
-    of_weight, of_bias = _norm_factors(module, squares(x))
-    return DenseFeatures(of_weight[..., None] * x, None if bias is None else of_bias[:, :1])
+def _factors(module: Corrected, square: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a row's factor of x and bias feature from ‖x‖².
 
-
-def _affine_factors(module: AffineLikeLinear | PatchNorm, square: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a row's factor α/s and bias feature β/s from ‖x‖²."""
+    Affine-like: φ = [αx, β]/√(α²‖x‖² + β²). Norm-like: φ = [x/‖x‖, 1], or [αx/s, β] with
+    s = √(α²‖x‖²/(1 − β²)).
+    """
+    if not isinstance(module, AffineLikeLinear) and (
+        isinstance(module, NormLikeLinear) or module.form == "norm-like"
+    ):
+        length = square.sqrt().clamp(min=module.eps)
+        gain = norm_like_gain(module.alpha, module.beta) / length
+        return gain, torch.full_like(square, module.beta)
     offset, sign = affine_like_constants(module.alpha, module.beta)
     reciprocal = (square + offset**2).rsqrt()
     return sign * reciprocal, offset * reciprocal
-
-
-def _norm_factors(module: NormLikeLinear | PatchNorm, square: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a row's factor α/s and bias feature β of norm-like forms."""
-    length = square.sqrt().clamp(min=module.eps)
-    gain = norm_like_gain(module.alpha, module.beta) / length
-    return gain, torch.full_like(square, module.beta)
 
 
 @register_features(GradientOnlyLinear, kind="gradient-only")
@@ -112,20 +96,17 @@ def gradient_only_linear(module: GradientOnlyLinear, rows: Rows, input: Tensor) 
 
     The batch form mixes the rows: the diagonal of its M = ΦΦᵀ(ΦΦᵀ + λI)⁻¹ depends on all rows.
     """
-    x = rows.take(input)[:, None]
-    return _gradient_only(x, module, module.bias)
+    return _gradient_only(rows.take(input)[:, None], module)
 
 
 @register_features(GradientOnlyConv2d, kind="gradient-only", layout=_spatial_last)
 def gradient_only_conv(module: GradientOnlyConv2d, rows: Rows, input: Tensor) -> DenseFeatures:
     """φ of `gradient_only_linear` for the patch, group by group."""
-    return _gradient_only(patches(geometry_of(module), rows, input), module, module.bias)
+    return _gradient_only(patches(geometry_of(module), rows, input), module)
 
 
-def _gradient_only(
-    x: Tensor, module: GradientOnlyLinear | GradientOnlyConv2d, bias: Tensor | None
-) -> DenseFeatures:
-    square = squares(x)
+def _gradient_only(x: Tensor, module: GradientOnlyLinear | GradientOnlyConv2d) -> DenseFeatures:
+    square, bias = squares(x), module.bias
     ones = None if bias is None else 1.0
     if module.form == "batch":
         return DenseFeatures(x, ones, mixes_rows=True)

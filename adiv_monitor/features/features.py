@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,59 +11,59 @@ from torch import Tensor
 from adiv_monitor.features.whole import squares as row_squares
 
 
-@runtime_checkable
-class Features(Protocol):
-    """φ of some rows; Θ = [W | b], z = Θφ."""
+class Features:
+    """φ of some rows; Θ = [W | b], z = Θφ. By default there is one group, and only the weight."""
 
     @property
     def groups(self) -> int:
         """Number of groups, which are independent layers."""
-        ...
+        return 1
 
     def scale(self) -> Float[Tensor, "rows groups"] | None:
         """Return ‖φ_r‖² of every row and group, the diagonal of M = ΦΦᵀ; None if undefined."""
-        ...
+        return None
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Return Φ_W Wᵀ for a tensor shaped like the weight; None if the weight is not trained."""
-        ...
+        raise NotImplementedError
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Return φ_b ⊗ b for a tensor shaped like the bias; None if there is no trained bias."""
-        ...
+        return None
+
+    def squared(self) -> "Features | None":
+        """Return features with φ² in place of φ; None if a row's scale is not Σ φ²."""
+        return None
 
     def restrict(self, *, weight: bool, bias: bool) -> "Features":
         """Return the features of the trained parameters alone."""
-        ...
+        return self
 
     def pick(self, rows: Tensor) -> "Features":
         """Return the features of some of the rows."""
-        ...
+        raise NotImplementedError
 
     def joined(self, others: Sequence["Features"]) -> "Features":
         """Return the features of these rows and those of other calls of the same layer."""
-        ...
+        raise NotImplementedError
 
-
-@runtime_checkable
-class Averaged(Protocol):
-    """Features that support `common_share`: products of the rows with their sum."""
+    # --- products of the rows with their sum, for `common_share` ---------------------------------
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
-        """Return φ_W,r·Σ_k a_k φ_W,k of every row; None if there is no weight."""
-        ...
+        """Return φ_W,r·Σ_k a_k φ_W,k of every row; None if it is not known."""
+        return None
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_W,k as a vector; only if `mean_products` is not None."""
-        ...
+        raise NotImplementedError
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_W,r‖ of every row."""
-        ...
+        """Return ‖φ_W,r‖ of every row; only if `mean_products` is not None."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class DenseFeatures:
+class DenseFeatures(Features):
     """Features that are vectors of numbers.
 
     Attributes:
@@ -186,29 +186,6 @@ class DenseFeatures:
         assert self.phi is not None
         return self.phi.new_full((len(self.phi), 1), self.bias)
 
-    @property
-    def has_gram(self) -> bool:
-        """Whether M = ΦΦᵀ is a single (rows, rows) matrix."""
-        return self.groups == 1 and self.weight_gain is None and not self.mixes_rows
-
-    def gram(self) -> Float[Tensor, "rows rows"]:
-        """Return M = ΦΦᵀ; requires a single group."""
-        if self.phi is None or isinstance(self.bias, Tensor):
-            columns = self.columns()[:, 0]
-            return columns @ columns.T
-        gram = self.phi[:, 0] @ self.phi[:, 0].T
-        return gram if self.bias is None else gram.add_(self.bias**2)
-
-    def times(self, v: Float[Tensor, " columns"]) -> Float[Tensor, " rows"]:
-        """Return Φ v; requires a single group; the last entry of v belongs to the bias."""
-        width = 0 if self.phi is None else self.phi.shape[2]
-        moved = None if self.phi is None else self.phi[:, 0] @ v[:width]
-        if self.bias is None:
-            assert moved is not None
-            return moved
-        bias = self.bias[:, 0] if isinstance(self.bias, Tensor) else self.bias
-        return bias * v[width] if moved is None else moved + bias * v[width]
-
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k of every row, its product with the active rows' sum."""
         if self.phi is None:
@@ -257,7 +234,7 @@ def _flat(phi: Float[Tensor, "rows groups n_feat"]) -> Float[Tensor, "rows featu
 
 
 @dataclass(frozen=True)
-class OneHotFeatures:
+class OneHotFeatures(Features):
     """Features that select one row of the weight, as an embedding does.
 
     Attributes:
@@ -271,11 +248,6 @@ class OneHotFeatures:
     trained: Float[Tensor, " rows"]
     vocabulary: int
 
-    @property
-    def groups(self) -> int:
-        """Number of groups: 1."""
-        return 1
-
     def scale(self) -> Float[Tensor, "rows 1"]:
         """Return ‖φ_r‖²: 1 for every trained token, else 0."""
         return self.trained[:, None]
@@ -284,15 +256,8 @@ class OneHotFeatures:
         """Return the weight's row of every token."""
         return weight[self.token].to(self.trained.dtype)
 
-    def by_bias(self, bias: Tensor) -> None:
-        """Return None: an embedding has no bias."""
-
     def squared(self) -> "OneHotFeatures":
         """Return self: the square of a one-hot vector is itself."""
-        return self
-
-    def restrict(self, *, weight: bool, bias: bool) -> "OneHotFeatures":
-        """Return self: there is only the weight."""
         return self
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:

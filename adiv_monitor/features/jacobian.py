@@ -10,7 +10,7 @@ from adiv_monitor.features.features import Features
 
 
 @dataclass(frozen=True)
-class JacobianFeatures:
+class JacobianFeatures(Features):
     """First-order moves Δz_r = J_r ΔΘ of rows whose Jacobian J_r is never materialized.
 
     Attributes:
@@ -19,24 +19,9 @@ class JacobianFeatures:
 
     move: Callable[[Tensor], Tensor]
 
-    @property
-    def groups(self) -> int:
-        """Number of groups: 1."""
-        return 1
-
-    def scale(self) -> None:
-        """Return None: a row's effect on itself differs by output, so there is no ‖φ_r‖²."""
-
     def by_weight(self, weight: Tensor) -> Tensor:
         """Return J_r Θ for a vector of parameters."""
         return self.move(weight)
-
-    def by_bias(self, bias: Tensor) -> None:
-        """Return None: all parameters are in the vector of `by_weight`."""
-
-    def restrict(self, *, weight: bool, bias: bool) -> "JacobianFeatures":
-        """Return self: only trained parameters are in the vector."""
-        return self
 
     def pick(self, rows: Tensor) -> "JacobianFeatures":
         """Return the features of some of the rows."""

@@ -76,22 +76,6 @@ class Map:
 
 
 @dataclass(frozen=True, eq=False)
-class Unrolled:
-    """The result of unrolling a call.
-
-    Attributes:
-        maps: every linear map of the call, layer by layer.
-        error: ‖unrolled − real outputs‖ / ‖real outputs‖ over all outputs that were not changed in
-            place since, shape (). An error above the rounding of the call's precision (bfloat16
-            under autocast, TF32 in cuDNN by default) means that the unrolled computation differs
-            from the call, and that the gradients are wrong.
-    """
-
-    maps: list[Map]
-    error: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Returned:
     """The results of a recurrent call without their graph, so that a hook in it may hold them.
 
@@ -109,21 +93,11 @@ class Returned:
 
     @classmethod
     def of(cls, call: RecurrentCall, result: Tensor | Sequence[Tensor]) -> "Returned":
-        """Record the tensors that the call has just returned; copies of them do not work.
-
-        Raises:
-            ValueError: an LSTM cell's outputs are detached.
-        """
+        """Record the tensors that the call has just returned; copies of them do not work."""
         given = (result,) if isinstance(result, Tensor) else tuple(result)
         c_enters_h = False
         if call.layout == "cell" and len(given) == 2:
             h, c = given
-            if c.grad_fn is None:
-                raise ValueError(
-                    "the outputs of an LSTM cell have no graph: pass the tensors that the call "
-                    "returned, not copies, because their graph shows which output was computed "
-                    "from which"
-                )
             c_enters_h = h.grad_fn is not c.grad_fn
         detached = tuple(tensor.detach() for tensor in given)
         return cls(detached, tuple(tensor._version for tensor in detached), c_enters_h)
@@ -136,7 +110,7 @@ class Returned:
 
 
 def uses_of(call: RecurrentCall) -> Iterator[Use]:
-    """Yield the linear maps of a call, named as in `Unrolled.maps`, which has their rows."""
+    """Yield the linear maps of a call, named as those that `unroll` returns with their rows."""
 
     def features(rows: Rows) -> Features:
         raise RuntimeError(
@@ -153,8 +127,13 @@ def unroll(
     returned: Returned,
     gradients: Sequence[Tensor | None],
     random: Randomness | None = None,
-) -> Unrolled:
-    """Return the inputs and ∂L/∂z of all rows of every linear map in the call.
+) -> tuple[list[Map], Tensor]:
+    """Return every linear map of the call, layer by layer, with all its rows; and an error.
+
+    The error is ‖unrolled − real outputs‖ / ‖real outputs‖ over all outputs that were not changed
+    in place since, shape (). If it is above the rounding of the call's precision (bfloat16 under
+    autocast, TF32 in cuDNN by default), the unrolled computation differs from the call, and the
+    gradients are wrong.
 
     Parameters, gradients, graph, autocast and random numbers of the run are not changed. The cost
     of one forward and backward pass over the sequence is 7 kernels for each time, layer and
@@ -166,13 +145,7 @@ def unroll(
         returned: the call's results.
         gradients: the loss gradient of each output, as a hook on it gets it; None for zero.
         random: if the call draws random numbers: the generators' state just before it.
-
-    Raises:
-        RuntimeError: the call has a `refusal`, which is the message.
-        ValueError: the call draws and no state is given.
     """
-    if call.refusal is not None:
-        raise RuntimeError(call.refusal)
     reached = [
         torch.zeros_like(output) if gradient is None else gradient
         for output, gradient in zip(returned.outputs, gradients, strict=True)
@@ -187,40 +160,24 @@ def unroll(
     taken = iter(found)
     closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
     real = _laid_out(call, returned.outputs)
-    return Unrolled(closed, _distance(made, real, returned.unchanged))
+    return closed, _distance(made, real, returned.unchanged)
 
 
 @torch.no_grad()
-def rows_of_maps(
+def maps_of(
     call: RecurrentCall, dtype: torch.dtype, random: Randomness | None = None
-) -> dict[str, Tensor]:
-    """Return z of all rows of every linear map in the call, by name: the forward of `unroll`.
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return inputs and z of all rows of every linear map, by name: the forward of `unroll`.
 
     Args:
         call: the call.
         dtype: dtype of the call's output.
         random: see `unroll`.
     """
-    return {linear.name: linear.by_time(linear.z) for linear in _forward(call, dtype, random)}
-
-
-@torch.no_grad()
-def inputs_of_maps(call: RecurrentCall, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the inputs of all rows of every linear map, by name, in a call without randomness.
-
-    Args:
-        call: the call.
-        dtype: dtype of the call's output.
-    """
-    return {linear.name: linear.by_time(linear.inputs) for linear in _forward(call, dtype, None)}
-
-
-def _forward(
-    call: RecurrentCall, dtype: torch.dtype, random: Randomness | None
-) -> "list[_OpenMap]":
     masks = _masks(call, dtype, random)
     with torch.autocast(call.input.device.type, enabled=False):
-        return _run(call, masks)[0]
+        maps, _ = _run(call, masks)
+    return {x.name: (x.by_time(x.inputs), x.by_time(x.z)) for x in maps}
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -245,11 +202,7 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
     """
     if not call.draws:
         return []
-    if random is None:
-        raise ValueError(
-            f"the call has dropout={call.dropout} between its layers: to draw its masks again "
-            "pass the state of the random number generator just before the call"
-        )
+    assert random is not None
     device = call.input.device
     width = call.directions * call.states[0].shape[-1]
     ones = torch.ones(call.rows, width, dtype=dtype, device=device)

@@ -77,7 +77,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LayerMeasures:
     """The measures of one layer.
 
     Attributes:
@@ -102,13 +102,13 @@ class Measured:
     is_finite: bool
 
 
-def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Measured]:
+def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, LayerMeasures]:
     """Return all measures by layer, without failing layers: `fail` gets path and exception."""
     alike: dict[object, list[str]] = defaultdict(list)
     for path, judged in layers.items():
         alike[_kind(judged.layer)].append(path)
 
-    def together(paths: Sequence[str]) -> dict[str, Measured]:
+    def together(paths: Sequence[str]) -> dict[str, LayerMeasures]:
         return dict(zip(paths, _measure_alike([layers[path] for path in paths]), strict=True))
 
     found = of_alike(alike.values(), together, fail)
@@ -120,7 +120,9 @@ def _kind(layer: LayerSums[Array]) -> object:
     several, dots = (layer.totals, layer.blocks, layer.common), layer.dots
     single = layer.scale, layer.realised, layer.attainable, dots.w_w, dots.a_w
     return (
-        *(max(layer.rows.seen, _FILLED).bit_length(), layer.vectors, layer.about.bias_alone),
+        max(layer.sampled.seen, _FILLED).bit_length(),
+        layer.vectors,
+        layer.about.bias_alone,
         *[record and present(record) for record in several],
         *[number is None for number in single],
     )
@@ -168,19 +170,19 @@ class _StackedLayers:
         self.unit = np.where(np.isnan(factor), 1.0, factor)
         self.known_unit = ~np.isnan(factor)
         self._vectors = first.vectors
-        total = np.array([float(x.rows.total) for x in layers])
-        seen = np.array([float(x.rows.seen) for x in layers])
+        total = np.array([float(x.sampled.total) for x in layers])
+        seen = np.array([float(x.sampled.seen) for x in layers])
         is_filled = seen.min() < self.products.shape[1]
-        self.sample = Sample(total, self.rows(G, G) != 0, seen if is_filled else None)
+        self.sample = Sample(total, self.per_row(G, G) != 0, seen if is_filled else None)
         expected = np.array([x.exact for x in judged])
         self.tolerance = np.array([x.evidence.tolerance for x in layers])
-        G_G, whole = over_rows(self.rows(G, G), self.sample), self.G_G
-        e_G = over_rows(self.rows(E, G), self.sample)
+        G_G, whole = over_rows(self.per_row(G, G), self.sample), self.G_G
+        e_G = over_rows(self.per_row(E, G), self.sample)
         verified = np.array([x.evidence.followed and not x.evidence.reason for x in layers])
         self.holds_more = (expected & ~verified) & measures.holds_more(
             e_G if whole is None else by_ratio(e_G, G_G, whole, self.sample),
             self.own_gamma,
-            over_rows(np.abs(self.rows(E, G)), self.sample).total,
+            over_rows(np.abs(self.per_row(E, G)), self.sample).total,
             self.tolerance,
             self.sample,
         )
@@ -217,7 +219,7 @@ class _StackedLayers:
     def has(self, *vectors: Vector) -> bool:
         return all(vector in self._vectors for vector in vectors)
 
-    def rows(self, a: Vector, b: Vector) -> PerRow:
+    def per_row(self, a: Vector, b: Vector) -> PerRow:
         """Return a_r·b_r of the sampled rows; 0 for zero-gradient rows."""
         found: PerRow = self.products[:, :, column_of(pairs_of(self._vectors), a, b)]
         if a == b == G:
@@ -227,7 +229,7 @@ class _StackedLayers:
     def sum(self, a: Vector, b: Vector, exact: PerLayer | None = None) -> Sum:
         """Return ⟨a, b⟩ over all rows: `exact` where `self.exact` allows it, else estimated."""
         known = None if exact is None else np.where(self.exact, exact, np.nan)
-        rows = self.rows(a, b)
+        rows = self.per_row(a, b)
         if a == b and a in _GROWING:
             return self.growing(rows)
         return over_rows(rows, self.sample, known)
@@ -257,7 +259,7 @@ class _StackedLayers:
             return found
         total = self.in_units(self.totals.G_G)
         squares = self.whole(self.totals.concentration) * total**2
-        return by_size(found, rows, Sizes(self.rows(G, G), total, squares), self.sample)
+        return by_size(found, rows, Sizes(self.per_row(G, G), total, squares), self.sample)
 
     @cached_property
     def active(self) -> PerLayer:
@@ -281,7 +283,7 @@ class _StackedLayers:
         return whole
 
 
-def _measure_alike(layers: Sequence[Judged]) -> list[Measured]:
+def _measure_alike(layers: Sequence[Judged]) -> list[LayerMeasures]:
     x = _StackedLayers(layers)
     G_G = x.sum(G, G, x.G_G)
     found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, x.active)}
@@ -293,7 +295,7 @@ def _measure_alike(layers: Sequence[Judged]) -> list[Measured]:
     distributions = _scale_distribution(x)
     if x.has(D):
         found |= _of_update(x, G_G)
-        cosines = measures.row_cosines(x.rows(D, G), x.rows(D, D), x.rows(G, G))
+        cosines = measures.row_cosines(x.per_row(D, G), x.per_row(D, D), x.per_row(G, G))
         found["row_cosine_mean"] = measures.row_cosine_mean(cosines, x.sample, x.tolerance)
         if x.moved is not None:
             found |= _of_realised(x, x.moved)
@@ -314,7 +316,7 @@ def _each(
     x: _StackedLayers,
     found: Mapping[str, Estimate],
     distributions: Mapping[str, tuple[Array, Array]],
-) -> list[Measured]:
+) -> list[LayerMeasures]:
     """Split the measures of all layers into one record per layer."""
     n = len(QUANTILE_LEVELS)
     values = np.array([estimate.value for estimate in found.values()]).T.tolist()
@@ -325,7 +327,7 @@ def _each(
         unknown = x.active < x.sample.total
     flags = (x.idle_seen, x.suspected, x.holds_more, unknown, x.is_finite)
     return [
-        Measured(
+        LayerMeasures(
             dict(zip(found, of_layer, strict=True)),
             {name: error for name, error in zip(found, theirs, strict=True) if error},
             dict(zip(distributions, at, strict=True)),
@@ -347,21 +349,21 @@ def _of_update(x: _StackedLayers, G_G: Sum) -> dict[str, Estimate]:
     d_d = x.sum(D, D)
     d_G = x.sum(D, G, x.own_w)
     if x.has(BIAS):
-        B_B = x.sum(BIAS, BIAS)
-        weight = x.rows(D, D) - 2 * x.rows(D, BIAS) + x.rows(BIAS, BIAS)
-        A_A = x.growing(np.maximum(weight, 0.0))
+        of_bias = x.sum(BIAS, BIAS)
+        squares = x.per_row(D, D) - 2 * x.per_row(D, BIAS) + x.per_row(BIAS, BIAS)
+        of_weight = x.growing(np.maximum(squares, 0.0))
     else:
         nothing = Sum(np.zeros_like(d_d.total), np.zeros_like(d_d.spread))
-        A_A, B_B = (nothing, d_d) if x.layers[0].about.bias_alone else (d_d, nothing)
+        of_weight, of_bias = (nothing, d_d) if x.layers[0].about.bias_alone else (d_d, nothing)
     rate = measures.effective_lr(d_G, G_G, x.sample)
     # What the gradient holds besides these rows is part of the loss as well: no check is needed.
-    descent = measures.descent(over_rows(x.rows(D, G), x.sample, x.own_w), x.sample)
+    descent = measures.descent(over_rows(x.per_row(D, G), x.sample, x.own_w), x.sample)
     in_units = x.known_unit | ~np.isnan(x.own_w)
     return {
         "update_cosine": measures.update_cosine(d_G, d_d, G_G, x.sample),
         "effective_lr": Estimate(np.where(x.known_unit, rate.value, np.nan), rate.error),
-        "harmed_fraction": measures.harmed_fraction(x.rows(D, G), x.sample, d_d),
-        "bias_share": measures.bias_share(A_A, B_B, x.sample),
+        "harmed_fraction": measures.harmed_fraction(x.per_row(D, G), x.sample, d_d),
+        "bias_share": measures.bias_share(of_weight, of_bias, x.sample),
         "update_ratio": measures.update_ratio(d_d, x.sum(Z, Z), x.sample),
         "descent": Estimate(np.where(in_units, descent.value, np.nan), descent.error),
     }
@@ -390,13 +392,13 @@ def _of_realised(x: _StackedLayers, moved: Array) -> dict[str, Estimate]:
 def _of_scales(x: _StackedLayers) -> dict[str, Estimate]:
     if x.scale is not None:
         scale = np.where(x.sample.active, x.scale, 0.0)
-        own_G, own_own = scale * x.rows(G, G), scale**2 * x.rows(G, G)
+        own_G, own_own = scale * x.per_row(G, G), scale**2 * x.per_row(G, G)
     else:
-        own_G, own_own = x.rows(OWN, G), x.rows(OWN, OWN)
+        own_G, own_own = x.per_row(OWN, G), x.per_row(OWN, OWN)
     of_G = x.growing_with_gradients(own_G, None if x.totals is None else x.totals.own_G)
     of_own = x.growing_with_gradients(own_own, None if x.totals is None else x.totals.own_own)
     # These sums are over the rows' own gradients, whatever else the parameters' gradient holds.
-    all_G = over_rows(x.rows(G, G), x.sample, x.G_G)
+    all_G = over_rows(x.per_row(G, G), x.sample, x.G_G)
     ratio = measures.interference_ratio(x.sum(REST, REST), of_own, x.sample)
     return {
         "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, all_G, x.sample),
@@ -456,7 +458,9 @@ def _scale_distribution(x: _StackedLayers) -> dict[str, tuple[Array, Array]]:
         entries = np.where(x.sample.active, x.scale, np.nan)
         some = x.sample.seen
     elif x.blocks is not None:
-        of_rows = [b.rows_of_entries(layer.rows.seen) for layer in x.layers if (b := layer.blocks)]
+        of_rows = [
+            b.rows_of_entries(layer.sampled.seen) for layer in x.layers if (b := layer.blocks)
+        ]
         rows = _filled(of_rows, fill=0).astype(np.int64)
         active = np.take_along_axis(x.sample.active, rows, 1)
         entries = np.where(active, x.blocks.entries, np.nan)

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from adiv_monitor.features.rows import Index
+from adiv_monitor.rerun.derivatives import tolerance
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 T = TypeVar("T")
@@ -214,21 +215,6 @@ class Totals(Generic[T]):
     weight_sum: T | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Counts over the sampled rows of a rank, before some are left out.
-
-    Attributes:
-        active: number of active rows.
-        seen: number of rows.
-        squares: Σ ‖φ_W‖² of the active rows.
-    """
-
-    active: int
-    seen: int
-    squares: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Common(Generic[T]):
     """Sums for `common_share`: how similar the features of the active rows are.
@@ -237,13 +223,14 @@ class Common(Generic[T]):
         products: φ_r·Σ_k φ_k of every row, with the sum over the sampled active rows.
         norms: ‖φ_W‖ of every row.
         sum: Σ_k φ_k; None if no other rank needs it.
-        counted: counts over the rows of the sum; None if these are the rows of the record.
+        counted: of the rows of the sum, the number of active ones, that of all, and Σ ‖φ_W‖² of the
+            active ones; None if these are the rows of the record.
     """
 
     products: T
     norms: T
     sum: T | None = None
-    counted: Counted | None = None
+    counted: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,7 +308,6 @@ class Evidence(Generic[T]):
         since: the first parameter's entries now and at the end of the last pass; for parts that
             travel between ranks, their factor and what is not a multiple, for each rank.
         foreign: norm of the gradient that was there before the rows'.
-        probe: γv − Gᵀ(Φv) and γv, see `plain_step.probe`.
         rule_error: relative difference of the layer's output from the output by its rule.
         replay_error: relative difference of a rerun call's output from the original.
     """
@@ -337,15 +323,13 @@ class Evidence(Generic[T]):
     contributed: tuple[T | None, ...] = ()
     since: T | None = None
     foreign: T | None = None
-    probe: T | None = None
     rule_error: T | None = None
     replay_error: T | None = None
 
     @property
     def tolerance(self) -> float:
         """Largest difference by rounding of two equal sums, relative to their terms."""
-        # Matrix products of float32 may be computed with fewer digits (TensorFloat-32).
-        return 1e-9 if self.precision < 1e-15 else max(1e-3, 4 * self.precision)
+        return tolerance(self.precision)
 
     @property
     def rounding(self) -> float:
@@ -364,7 +348,7 @@ class LayerSums(Generic[T]):
 
     Attributes:
         about: static properties of the layer.
-        rows: the sampled rows, and the number of all rows.
+        sampled: the sampled rows, and the number of all rows.
         vectors: the vectors whose dot products are in `products`.
         products: (rows, pairs), the dot products of `pairs_of(vectors)`.
         evidence: whether the parameters' gradient is that of the rows.
@@ -382,7 +366,7 @@ class LayerSums(Generic[T]):
     """
 
     about: About
-    rows: Sampled
+    sampled: Sampled
     vectors: tuple[Vector, ...]
     products: T
     evidence: Evidence[T]

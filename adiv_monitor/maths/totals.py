@@ -184,8 +184,14 @@ def _alike(layers: Mapping[str, AllRows], concentrated: Container[str]) -> Seque
         of_scales = None if rows.weight_square is None else rows.weight_square.dtype
         weights = None if rows.weight_sum is None else rows.weight_sum.shape
         kind = (
-            *(square.shape, square.dtype, square.device, of_scales, constant, rows.own is None),
-            *(weights, path in concentrated),
+            square.shape,
+            square.dtype,
+            square.device,
+            of_scales,
+            constant,
+            rows.own is None,
+            weights,
+            path in concentrated,
         )
         kinds[kind].append(path)
     return list(kinds.values())

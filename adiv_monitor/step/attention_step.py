@@ -16,7 +16,6 @@ from adiv_monitor.capture.attention.score_moves import (
     twin_of,
 )
 from adiv_monitor.capture.attention.score_scales import scales, some_keys
-from adiv_monitor.capture.updates import ParameterSteps
 from adiv_monitor.features.rows import Index, to_compute_dtype, to_device
 from adiv_monitor.features.scores import Attention, Move, of_heads
 from adiv_monitor.maths.attention_sums import (
@@ -29,6 +28,7 @@ from adiv_monitor.maths.attention_sums import (
 )
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.rerun.derivatives import Parameters
+from adiv_monitor.step.parameter_steps import ParameterSteps
 
 # Largest number of diagonals of scores, of all heads together, whose scale is computed: each takes
 # two backward passes through the functions between projections and scores.

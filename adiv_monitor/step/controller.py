@@ -1,4 +1,19 @@
-"""Control of a measured step: hooks, gradient, optimizer step and finished report."""
+"""Control of a measured step, from its hooks to its report.
+
+The events of a step, what handles them, and what holds a layer afterwards:
+
+    before the forward pass    `arm` puts hooks on the modules
+    a module runs              `capture/gathering.py`, `Gathering.use`: a `Call`, with Φ and z
+    the backward pass          `Gathering._on_gradient`, `Accumulation._after`: the call has G
+    the optimizer's step       `step_begins` → `MeasuredStep.gradient_is_final`: `Capture.finish`
+        begins                 gives `CapturedLayer`; `FinalGradient.begin` computes e:
+                               `LayerInProgress`
+        ends                   `step_ends` → `MeasuredStep.updated` computes d: `LayerSums`
+    the next forward pass      `finish` → `MeasuredStep.contribution`: one transfer to the host;
+        begins                 `RankContribution` has the `LayerSums` of all layers
+    all ranks have sent theirs `Assembly` → `description.report_of` → `outcome.understand`: a
+                               `LayerReading` each, in the `StepReport`
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +37,6 @@ from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.trace import Plan, Trace
-from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.rerun.eager import in_compiled_code
@@ -36,6 +50,7 @@ from adiv_monitor.step.others import Others
 from adiv_monitor.step.phases import Armed, Pending
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.realised import Realised
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import NO_RATES, learning_rates
 
@@ -171,7 +186,7 @@ class StepController:
         """Prepare the coming step, without attaching any hooks yet."""
         selection, turn = self._followed.select()
         guard = Guard(self._failures.lost)
-        realised = self._follow(selection)
+        realised = self._realised(selection)
         context = Context(
             guard,
             fail=self._failures.switch_off,
@@ -184,20 +199,21 @@ class StepController:
             attainable=self._asked.attainable,
         )
         capture = Capture(
-            *(self._followed.model, selection, self._chooser(selection), context),
+            self._followed.model,
+            selection,
+            self._chooser(selection),
+            context,
             plan=self._plan(selection),
             pieces=self._trace.pieces,
         )
         step = MeasuredStep(
-            *(
-                capture,
-                selection,
-                self._history,
-                self._failures.switch_off,
-                self._generator,
-            ),
-            realised,
-            self._agree,
+            capture,
+            selection,
+            self._history,
+            fail=self._failures.switch_off,
+            generator=self._generator,
+            realised=realised,
+            agree=self._agree,
         )
         others = Others(
             self._followed.optimizer, selection.parameters, self._awaits_step, self._failures.safely
@@ -262,7 +278,7 @@ class StepController:
         attempt = 0 if self._armed is None else self._armed.attempts
         return self._assembly.agree(self._number, f"{attempt}/{point}", participates=participates)
 
-    def _follow(self, selection: Selection) -> Realised | None:
+    def _realised(self, selection: Selection) -> Realised | None:
         """Return a `Realised` that records the coming step; None if it was not requested."""
         if self._asked.realised is False:
             return None
@@ -418,7 +434,7 @@ class StepController:
         step.realise()
         with unwatched():  # the next forward pass may watch calls; here are thousands of them
             step.applied()
-            part = step.part(pending.number)
+            part = step.contribution(pending.number)
             self._checked |= part.checked
             self._failures.switched_off |= part.misdescribed
             describe(part, pending, self._failures, self._schedule.interval)

@@ -6,12 +6,12 @@ from functools import partial
 
 from torch import nn
 
-from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.phases import Pending
 from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch_numbers
 
 

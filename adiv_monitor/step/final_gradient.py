@@ -1,17 +1,17 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.captured_layer import CapturedLayer
+from adiv_monitor.capture.entries import is_small
 from adiv_monitor.capture.gradient_shares import total_of
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.updates import ParameterSteps, RunHistory, is_small
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.capture.world import world_size
@@ -34,11 +34,12 @@ from adiv_monitor.maths.sums import (
     Totals,
 )
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.plain_step import WeightVersion, act, gram_is_less, probe
+from adiv_monitor.step.layer_in_progress import LayerInProgress, products
+from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_vectors import RowVectors
+from adiv_monitor.step.row_moves import WeightVersion, act
 from adiv_monitor.step.rows_across_ranks import partition
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.weight_versions import with_own_scales
 
@@ -58,9 +59,8 @@ class FinalGradient:
     """Begins the measured layers when the gradients are those that the optimizer will use.
 
     Args:
-        capture: the rows of this step.
-        reached: the layers that a gradient reached, with the calls through which it came; a layer
-            is removed as it begins, so that its calls are released.
+        captured: the layers that a gradient reached; a layer is removed as it begins, so that its
+            rows are released.
         history: the habits that this run has shown so far.
         unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
@@ -77,23 +77,21 @@ class FinalGradient:
 
     def __init__(
         self,
-        capture: Capture,
-        reached: dict[Layer, list[Call]],
+        captured: dict[Layer, CapturedLayer],
         history: RunHistory,
         unsharded: UnshardedParameters,
         steps: ParameterSteps,
         scale: Tensor | None,
         generator: np.random.Generator,
     ) -> None:
-        self.measured: dict[str, MeasuredLayer] = {}
+        self.measured: dict[str, LayerInProgress] = {}
         self.pieces: dict[str, PieceShares] = {}
         self.without_ceiling: dict[str, list[str]] = {
             why: [] for why in (_TOO_LARGE, _IN_PARTS, _SUMMED)
         }
         self.moved: list[str] = []
         self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
-        self._capture = capture
-        self._calls = reached
+        self._captured = captured
         self._is_alone = world_size() == 1
         self._peers = unsharded.peers
         self._history = history
@@ -101,20 +99,19 @@ class FinalGradient:
         self._steps = steps
         self._scale = scale
         self._generator = generator
-        self._shared = capture.shared(reached)
         self._all_rows: dict[str, AllRows] = {}
-        self._factors = self._factors_of(reached)
+        self._factors = self._factors_of(captured)
 
     def forget(self, path: str) -> None:
         """Drop a layer from this step."""
         self.measured.pop(path, None)
         self._all_rows.pop(path, None)
 
-    def _factors_of(self, layers: Iterable[Layer]) -> dict[str, Tensor]:
+    def _factors_of(self, captured: Mapping[Layer, CapturedLayer]) -> dict[str, Tensor]:
         """Return ‖gradient now‖ / ‖gradient after backward‖ of each layer for which it is known."""
         if not self._is_alone:  # one rank holds only a part of the gradient
             return {}
-        left = {x: self._capture.layers.accumulation_of(x).left() for x in layers}
+        left = {layer: found.accumulation.left() for layer, found in captured.items()}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
             return {}
@@ -140,12 +137,9 @@ class FinalGradient:
             layer: the layer.
             parts: γ of the pieces that were all-gathered.
         """
-        calls, factor = self._calls.pop(layer), self._factors.get(layer.path)
+        captured, factor = self._captured.pop(layer), self._factors.get(layer.path)
+        calls, own = captured.calls, captured.own
         features, G = _joined_rows(calls)
-        own = None
-        if layer.path in self._shared and self._peers is None:
-            own = self._capture.layers.own_gradient(layer)
-        is_shared = layer.path in self._shared and own is None
         sampled = Sampled(
             seen=G.shape[0],
             total=sum([call.total for call in calls]),
@@ -153,13 +147,11 @@ class FinalGradient:
                 calls, self._peers, all_participate=self._unsharded.all_participate
             ),
         )
-        self.pieces[layer.path] = PieceShares(
-            {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces},
-            partial=bool(parts),
-        )
-        reason = _why_from_rows(features, shared=is_shared)
-        evidence = self._evidence(layer, calls, sampled.partition, reason, factor)
-        attainable, ceiling = self._of_ceiling(layer.path, calls, sampled.partition)
+        shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
+        self.pieces[layer.path] = shares, bool(parts)
+        reason = _why_from_rows(features, shared=captured.is_shared and own is None)
+        evidence = self._evidence(captured, sampled.partition, reason, factor)
+        attainable, ceiling = self._of_ceiling(captured, sampled.partition)
         self._keep_all_rows(layer.path, calls)
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
@@ -174,39 +166,32 @@ class FinalGradient:
             ceiling=ceiling,
             own=None if own is None else OwnDots(products(own, gamma)),
         )
-        rows = RowVectors(G, factor, joined([call.z for call in calls]))
-        places = [(call.place, call.rows) for call in calls]
-        measured = MeasuredLayer(layer, _versions(calls), features, rows, places, own, sums)
-        # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason and own is None
-        trusted = trusted and layer.path not in self._history.distrusted
-        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
-            self._move_by_rows(measured, features, gamma)
-        else:
-            self._move_by_gradient(measured, gamma)
+        measured = LayerInProgress(
+            layer,
+            _versions(calls),
+            features,
+            places=[(call.place, call.rows) for call in calls],
+            own=own,
+            sums=sums,
+            G=G,
+            factor=factor,
+            z=joined([call.z for call in calls]),
+        )
+        self._move_by_gradient(measured, gamma)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
-        self._capture.rows[layer.path].release()
+        captured.rows.release()
 
-    def _move_by_rows(self, measured: MeasuredLayer, features: DenseFeatures, gamma: Parts) -> None:
-        """Compute e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ, and the probe that tests that."""
-        rows = measured.rows
-        rows.G, rows.factor = rows.scaled(), None
-        rows.e = features.gram() @ rows.G, None
-        probed = probe(measured.layer, features, rows.G, gamma, self._generator)
-        evidence = replaced(measured.sums.evidence, probe=probed)
-        measured.sums = replaced(measured.sums, evidence=evidence)
-
-    def _move_by_gradient(self, measured: MeasuredLayer, gamma: Parts) -> None:
+    def _move_by_gradient(self, measured: LayerInProgress, gamma: Parts) -> None:
         """Compute e = Φγᵀ, and the scales of rows whose weight is computed from parameters."""
         versions, features = measured.versions, measured.features
         changed = [layer.change(gamma) for layer, _ in versions]
         by_weight, by_bias = act(versions, changed, features)
         overwritten = [g for g in gamma.values() if not is_small(g)]  # small ones are copies
-        measured.rows.e = _apart(by_weight, overwritten), _apart(by_bias, overwritten)
+        measured.e = _apart(by_weight, overwritten), _apart(by_bias, overwritten)
         if not measured.layer.is_direct:
             found = with_own_scales(versions, changed, features, self._generator)
-            measured.features, made = found
+            measured.own_scale, made = found
             measured.sums = replaced(measured.sums, made=made)
 
     def add_sums(self, lose: Fail) -> None:
@@ -218,7 +203,9 @@ class FinalGradient:
         # Their scales may be known of sampled rows only.
         made = {path for path, x in self.measured.items() if x.sums.made is not None}
         self.totals = totals.sums(
-            *(self._all_rows, self._generator, lose),
+            self._all_rows,
+            self._generator,
+            lose,
             concentrated=made,
             across=not self._is_alone,
         )
@@ -229,35 +216,31 @@ class FinalGradient:
 
     def _evidence(
         self,
-        layer: Layer,
-        calls: Sequence[Call],
+        captured: CapturedLayer,
         partition: Partition | None,
         reason: str,
         factor: Tensor | None,
     ) -> Evidence[Tensor]:
         """Collect the evidence for γ = c·GᵀΦ that was recorded while the rows were gathered."""
-        accumulated, lead = self._capture.layers.accumulation_of(layer), layer.parameters[0]
-        contributions = self._capture.layers.contributions_of(layer)
-        if True in [contribution.is_moved for contribution in contributions]:
+        layer, calls, accumulated = captured.layer, captured.calls, captured.accumulation
+        lead = layer.parameters[0]
+        if captured.is_moved:
             self.moved.append(layer.path)
         # Of ranks that compute the same rows, only the first one's entries count.
         counts = partition is None or partition.place == 0 or accumulated.is_partial_sum
         then = accumulated.entries if counts else None
-        now: list[Tensor | None] = [None] * (len(contributions) or 1)
+        now: list[Tensor | None] = [None] * (len(captured.shares) or 1)
         contributed: list[Tensor | None] = []
         if then is not None:
             now[0] = self._unsharded.entries.get(id(lead))
-        followed = self._is_alone and layer.is_direct and contributions != []
-        for place, contribution in enumerate(contributions):
-            shares = [contribution]
-            if not contribution.is_only:
-                shares = self._capture.layers.in_gradient_of(contribution)
+        followed = self._is_alone and layer.is_direct and bool(captured.shares)
+        for place, shares in enumerate(captured.shares):
             for share in shares:
                 followed &= share.is_known and share.has_rows
-            own = total_of(shares) if counts else None
-            contributed.append(own)
-            if own is not None:
-                now[place] = self._steps.entries_of(contribution.parameter)
+            total = total_of(shares) if counts else None
+            contributed.append(total)
+            if total is not None:
+                now[place] = self._steps.entries_of(shares[0].parameter)
         if then is not None and now[0] is None:
             now[0] = self._steps.entries_of(lead)
         replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
@@ -271,19 +254,19 @@ class FinalGradient:
             contributed=tuple(contributed),
             since=None if self._is_alone else accumulated.since_ended(),
             foreign=accumulated.foreign,
-            rule_error=self._capture.rows[layer.path].linear,
+            rule_error=captured.rows.linear,
             replay_error=torch.stack(replay_errors).amax() if replay_errors else None,
         )
 
     def _of_ceiling(
-        self, path: str, calls: Sequence[Call], partition: Partition | None
+        self, captured: CapturedLayer, partition: Partition | None
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
         """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
-        rows = self._capture.rows[path]
+        path, rows = captured.layer.path, captured.rows
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
         if not (is_whole or partition is None):
             self.without_ceiling[_IN_PARTS].append(path)
-        elif not is_whole and isinstance(calls[0].features, KNOWN):
+        elif not is_whole and isinstance(captured.calls[0].features, KNOWN):
             self.without_ceiling[_SUMMED].append(path)
         elif ceiling is not None and self._is_alone:
             return ceiling.cosine(), None
@@ -297,8 +280,10 @@ class FinalGradient:
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
         """Keep the sums over all rows; and those of their scales, if every call has them."""
-        of_calls = [_all_rows(call.whole, call.size) for call in calls if call.size is not None]
-        if of_calls[len(calls) - 1 :]:  # after two passes through one graph it is unknown
+        of_calls = [
+            _all_rows(call.whole, call.squares) for call in calls if call.squares is not None
+        ]
+        if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
             self._all_rows[path] = totals.joined(of_calls)
 
 
@@ -332,15 +317,15 @@ def _apart(part: Tensor | None, gradients: Collection[Tensor]) -> Tensor | None:
     return part.clone() if is_view else part
 
 
-def _all_rows(whole: Whole | None, size: Tensor) -> AllRows:
-    """Return the numbers of all rows of one call; see `Call.size`."""
-    if whole is None or whole.weight_square is None or not size.shape[1]:
-        return AllRows(None, 0.0, size[0], size[1:] if size.shape[0] > 1 else None)
+def _all_rows(whole: Whole | None, squares: Tensor) -> AllRows:
+    """Return the numbers of all rows of one call; see `Call.squares`."""
+    if whole is None or whole.weight_square is None or not squares.shape[1]:
+        return AllRows(None, 0.0, squares[0], squares[1:] if squares.shape[0] > 1 else None)
     bias, total = whole.bias_square, whole.weight_sum
     return AllRows(
         whole.weight_square.flatten(),
         bias.flatten() if isinstance(bias, Tensor) else bias,
-        size[0] if whole.trained is None else size[0] * whole.trained,
+        squares[0] if whole.trained is None else squares[0] * whole.trained,
         weight_sum=None if total is None else total.flatten(),
     )
 

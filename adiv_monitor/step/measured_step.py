@@ -1,6 +1,6 @@
 """One measured step: from sampled rows and the parameters' step to the numbers for the host.
 
-All tensors stay on the device until `part`, which makes one transfer.
+All tensors stay on the device until `contribution`, which makes one transfer.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,9 +14,8 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.selection import Layer, Selection, listed
-from adiv_monitor.capture.updates import ParameterSteps, PieceNumbers, RunHistory, weight_norms
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
@@ -26,11 +25,13 @@ from adiv_monitor.maths.sums import LayerSums
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
-from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.plain_step import act, added
+from adiv_monitor.step.layer_in_progress import LayerInProgress, products
+from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
 from adiv_monitor.step.realised import Realised
+from adiv_monitor.step.row_moves import act, added
 from adiv_monitor.step.rows_across_ranks import NOT_ALIKE
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 
@@ -38,10 +39,6 @@ _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step "
     "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
     "update nor in the applied update."
-)
-_REMOVED = (
-    "its gradient was removed after the backward pass (`zero_grad()`, `.grad = None`, a step that "
-    "was taken within it?), so the optimizer's step does not use it"
 )
 
 
@@ -76,7 +73,6 @@ class MeasuredStep:
         )
         self._realised = realised
         self._unreached: dict[str, str] = {}
-        self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
         self._refused: set[str] = set()  # paths of layers that had rows, but were refused
         self.discarded = False  # whether the step can't be measured
         self._moved: Tensor | None = None  # whether weights moved before the gradient was computed
@@ -106,12 +102,12 @@ class MeasuredStep:
         self._gradient = None  # left over from an earlier attempt at this step, which raised
         self._is_alone, self._takes_step = world_size() == 1, steps
         self._unreached.clear()
-        self._cut.clear()
         self._sums.clear()
         self._flags = Flags(gradient_scale=scale, skipped=skipped, moved=self._moved)
         if self._realised is not None and steps:
             self._realised.step_begins()
-        reached = self._reached()
+        reached = self._capture.finish()
+        self._unreached |= self._capture.unreached
         try:
             # Of all due parameters: the layers that were reached differ between ranks.
             all_participate = self._unsharded.gradients(
@@ -120,7 +116,8 @@ class MeasuredStep:
             self._put_together(reached)
             pieces = [piece for layer in reached for piece in layer.pieces]
             self._steps = ParameterSteps(
-                *(pieces, self._history),
+                pieces,
+                self._history,
                 updates=steps,
                 copy_gradient=scale is not None,
                 new=not self._history.knows({layer.path for layer in reached}),
@@ -129,8 +126,7 @@ class MeasuredStep:
             if steps:
                 self._unsharded.keep(self._steps)
             found = self._gradient = FinalGradient(
-                *(self._capture, reached, self._history, self._unsharded),
-                *(self._steps, scale, self._generator),
+                reached, self._history, self._unsharded, self._steps, scale, self._generator
             )
             made = self._unsharded.of_gradients if all_participate else None
             self._measure(tuple(reached), found.begin, made)
@@ -145,38 +141,12 @@ class MeasuredStep:
                     self._try(layer, self._finish_rows, layer.path)
 
     @property
-    def _measured(self) -> dict[str, MeasuredLayer]:
+    def _measured(self) -> dict[str, LayerInProgress]:
         return {} if self._gradient is None else self._gradient.measured
 
-    def _reached(self) -> dict[Layer, list[Call]]:
-        """Return the layers that a gradient reached, with the calls through which it came."""
-        reached: dict[Layer, list[Call]] = {}
-        others: list[tuple[Layer, bool]] = []
-        for layer in self._capture.layers.in_order():
-            rows = self._capture.rows.get(layer.path)
-            if rows is None:
-                continue
-            calls = rows.finish()
-            lead = layer.parameters[0]  # looked at first: it has a gradient nearly always
-            if calls and self._is_alone and lead.grad is None and _has_none(layer):
-                self._unreached[layer.path] = _REMOVED
-                rows.release()
-            elif calls:
-                reached[layer] = calls
-            else:
-                others.append((layer, bool(rows.calls)))
-        trained = {p for layer in reached for p in layer.parameters} if others else set()
-        for layer, called in others:
-            elsewhere = (p in trained or self._capture.trains(p) for p in layer.parameters)
-            if called and all(elsewhere):
-                self._cut.append(layer.path)
-            else:
-                self._unreached[layer.path] = _why_unreached(layer)
-        return reached
-
-    def _put_together(self, reached: dict[Layer, list[Call]]) -> None:
+    def _put_together(self, reached: dict[Layer, CapturedLayer]) -> None:
         """Merge the rows that ranks hold together; drop the layers where that fails."""
-        for layer in self._unsharded.rows(reached):
+        for layer in self._unsharded.rows({x: found.calls for x, found in reached.items()}):
             why = NOT_ALIKE if self._unsharded.all_participate or not spread(layer) else WHY_NOT
             self._lose(layer.path, Refused(why))
             del reached[layer]
@@ -190,7 +160,7 @@ class MeasuredStep:
             return
         self._steps.stepped()
         # The largest difference last, when the other layers' rows are released: it sets the peak.
-        layers = [x.layer for x in sorted(self._measured.values(), key=attrgetter("size"))]
+        layers = [x.layer for x in sorted(self._measured.values(), key=attrgetter("largest"))]
         made = partial(self._unsharded.of_updates, steps=self._steps)
         try:
             self._measure(layers, self._measure_update, made if self._unsharded.updates() else None)
@@ -245,7 +215,7 @@ class MeasuredStep:
             self._attention.discard()
 
     @torch.no_grad()
-    def part(self, number: int) -> RankContribution:
+    def contribution(self, number: int) -> RankContribution:
         """Transfer all numbers to the host at once, and return this rank's contribution.
 
         Args:
@@ -282,22 +252,6 @@ class MeasuredStep:
 
     def _capture_notes(self) -> list[str]:
         notes = self._capture.notes()
-        if self._capture.attention is not None and self._capture.attention.saw_none():
-            notes.append(
-                "No attention of trained weights was seen: only scaled_dot_product_attention and "
-                "nn.MultiheadAttention are known."
-            )
-        if self._cut:
-            notes.append(
-                f"No gradient came back through {listed(self._cut)}: these uses of weights, which "
-                "other layers train, are not part of this step."
-            )
-        if self._capture.dropped():
-            notes.append(
-                "Gradients were zeroed before a step was taken (of another loss, as in a GAN, of "
-                "SAM's first pass, or of a step that an AMP scaler skipped?): their rows are not "
-                "in this report."
-            )
         if self._gradient is not None:
             notes += [
                 f"attainable_cosine of {listed(paths)} is missing: {why}"
@@ -365,7 +319,7 @@ class MeasuredStep:
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
         whole = {**taken, **parts}
         changed = [version.change(whole, whole) for version, _ in measured.versions]
-        measured.rows.d = act(measured.versions, changed, measured.features)
+        measured.d = act(measured.versions, changed, measured.features)
         if measured.own is not None and measured.sums.own is not None:
             own = replaced(measured.sums.own, w=products(measured.own, taken))
             measured.sums = replaced(measured.sums, own=own)
@@ -380,23 +334,8 @@ class MeasuredStep:
         measured = every[path]
         expects_idle = self._history.expects_idle(path)
         sums = measured.finished(expects_idle=expects_idle, is_alone=self._is_alone)
-        rows = measured.rows
-        if self._realised is not None and rows.d is not None:
-            vectors = rows.scaled(), added(*rows.d), rows.z
-            self._realised.keep(path, *vectors, measured.calls)
+        if self._realised is not None and measured.d is not None:
+            vectors = measured.scaled(), added(*measured.d), measured.z
+            self._realised.keep(path, *vectors, measured.places)
         self._sums[path] = sums
         del every[path]
-
-
-def _has_none(layer: Layer) -> bool:
-    return all(parameter.grad is None for parameter in layer.parameters)
-
-
-def _why_unreached(layer: Layer) -> str:
-    if _has_none(layer):
-        return "no gradient reached it in this step"
-    return (
-        "its parameters have a gradient, but none came through the output of its forward pass: it "
-        "is zero, set by hand, or of an earlier step or attempt; or it comes from a use of the "
-        "weight outside the layer; or the output was changed in place as a view"
-    )

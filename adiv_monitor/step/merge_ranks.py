@@ -43,8 +43,8 @@ def prepared(
     """
     layers = {}
     for path, layer in part.layers.items():
-        partition = layer.rows.partition
-        seen, total = (partition or layer.rows).seen, (partition or layer.rows).total
+        partition = layer.sampled.partition
+        seen, total = (partition or layer.sampled).seen, (partition or layer.sampled).total
         alike = (
             generator if partition is None else _chance_of_all(part.report.step, partition, path)
         )
@@ -58,8 +58,8 @@ def prepared(
             # One rank, or group, has more than this share of the sample only with low probability.
             share = max_rows / world * (1 if partition is None else partition.count)
             bound = min(bound, (share + 4 * math.sqrt(share)) / total)
-        layer = replace(layer, rows=replace(layer.rows, keys=keys, bound=bound))
-        kept = None if max_rows is None else winners([layer.rows], None)[0]
+        layer = replace(layer, sampled=replace(layer.sampled, keys=keys, bound=bound))
+        kept = None if max_rows is None else winners([layer.sampled], None)[0]
         layer = layer if kept is None else merge_rows.pick(layer, kept)
         layers[path] = merge_rows.packed(layer)
     return replace(part, layers=layers)
@@ -119,21 +119,8 @@ def merge_ranks(
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
     scale = first.facts.gradient_scale
     layers = _in_units(layers, scale, world, rows_lost, missing=missing)
-    changes = [x for report in reports if (x := report.realised_loss_change) is not None]
-    unmeasured = _fewest([report.unmeasured for report in reports])
-    for path in incomplete:
-        unmeasured |= next((part.held[path] for part in several if path in part.held), {})
-    recovered = sum(first.report.unmeasured.values()) - sum(unmeasured.values())
-    report = replace(
-        first.report,
-        unsupported=incomplete | _unsupported(reports, layers, rows_lost),
-        notes=tuple(notes),
-        unmeasured=unmeasured,
-        coverage=first.report.coverage + recovered / max(first.elements, 1),
-        realised_loss_change=sum(changes) / len(changes) if changes else None,
-        realised_loss_changes=tuple(x for report in reports for x in report.realised_loss_changes),
-        losses=losses,
-    )
+    report = _report_together(several, layers, incomplete, rows_lost)
+    report = replace(report, notes=tuple(notes), losses=losses)
     whole = replace(
         first,
         report=report,
@@ -143,6 +130,36 @@ def merge_ranks(
         facts=_facts_together(several, layers),
     )
     return merge_attention(whole, several, generator), ranks
+
+
+def _report_together(
+    several: Sequence[RankContribution],
+    layers: Mapping[str, LayerSums[Array]],
+    incomplete: Mapping[str, str],
+    rows_lost: set[str],
+) -> StepReport:
+    """Return the report of several ranks, without notes and losses.
+
+    Args:
+        several: the contributions, the first rank's first.
+        layers: the merged layers.
+        incomplete: path → why a layer that some ranks measured is not in the report.
+        rows_lost: paths of layers of which some ranks lost rows.
+    """
+    first, reports = several[0], [part.report for part in several]
+    changes = [x for report in reports if (x := report.realised_loss_change) is not None]
+    unmeasured = _fewest([report.unmeasured for report in reports])
+    for path in incomplete:
+        unmeasured |= next((part.held[path] for part in several if path in part.held), {})
+    recovered = sum(first.report.unmeasured.values()) - sum(unmeasured.values())
+    return replace(
+        first.report,
+        unsupported={**incomplete, **_unsupported(reports, layers, rows_lost)},
+        unmeasured=unmeasured,
+        coverage=first.report.coverage + recovered / max(first.elements, 1),
+        realised_loss_change=sum(changes) / len(changes) if changes else None,
+        realised_loss_changes=tuple(x for report in reports for x in report.realised_loss_changes),
+    )
 
 
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")

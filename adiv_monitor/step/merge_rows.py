@@ -20,7 +20,6 @@ from adiv_monitor.maths.sums import (
     Blocks,
     CeilingSums,
     Common,
-    Counted,
     Dots,
     Evidence,
     LayerSums,
@@ -52,8 +51,8 @@ def counted(layer: RankSums) -> RankSums:
     if layer.common is None:
         return layer
     active = of_rows(layer, Vector.G, Vector.G) != 0
-    squares = float((layer.common.norms[active] ** 2).sum())
-    of = Counted(int(active.sum()), len(active), squares)
+    squares = (layer.common.norms[active] ** 2).sum()
+    of = float(active.sum()), float(len(active)), float(squares)
     return replace(layer, common=replace(layer.common, counted=of))
 
 
@@ -70,7 +69,7 @@ def packed(layer: RankSums) -> RankSums:
 
 def pick(layer: RankSums, kept: Index) -> RankSums:
     """Return the record with some of its rows."""
-    rows, blocks, common = layer.rows, layer.blocks, layer.common
+    rows, blocks, common = layer.sampled, layer.blocks, layer.common
     assert rows.keys is not None
     if blocks is not None:
         entry_rows = blocks.rows_of_entries(rows.seen)
@@ -87,7 +86,7 @@ def pick(layer: RankSums, kept: Index) -> RankSums:
         common = replace(common, products=common.products[kept], norms=common.norms[kept])
     return replace(
         layer,
-        rows=replace(rows, seen=len(kept), keys=rows.keys[kept]),
+        sampled=replace(rows, seen=len(kept), keys=rows.keys[kept]),
         products=layer.products[kept],
         scale=None if layer.scale is None else layer.scale[kept],
         blocks=blocks,
@@ -115,12 +114,12 @@ def once(parts: Sequence[RankSums]) -> list[RankSums]:
     """Return the records that make up all rows once; none if a part of a partition is missing."""
     kept, groups = list[RankSums](), defaultdict[int, list[RankSums]](list)
     for part in parts:
-        if part.rows.partition is None:
+        if part.sampled.partition is None:
             kept.append(part)
         else:
-            groups[part.rows.partition.first].append(part)
+            groups[part.sampled.partition.first].append(part)
     for group in groups.values():
-        shared = group[0].rows.partition
+        shared = group[0].sampled.partition
         assert shared is not None
         if len(group) < shared.count:
             return []
@@ -130,10 +129,10 @@ def once(parts: Sequence[RankSums]) -> list[RankSums]:
 
 def _with_keys(part: RankSums, generator: np.random.Generator) -> RankSums:
     """Draw keys for the rows of a rank that took all of its rows, without drawing."""
-    keys = part.rows.keys
-    if keys is None or keys.any() or part.rows.bound < np.inf:
+    keys = part.sampled.keys
+    if keys is None or keys.any() or part.sampled.bound < np.inf:
         return part
-    return replace(part, rows=replace(part.rows, keys=generator.random(len(keys))))
+    return replace(part, sampled=replace(part.sampled, keys=generator.random(len(keys))))
 
 
 def merge(
@@ -146,10 +145,10 @@ def merge(
         max_rows: largest number of rows to keep; None: all.
         generator: random generator.
     """
-    filled = [part for part in parts if part.rows.total] or list(parts[:1])
+    filled = [part for part in parts if part.sampled.total] or list(parts[:1])
     if max_rows is not None:
         filled = [_with_keys(part, generator) for part in filled]
-    kept = winners([part.rows for part in filled], max_rows)
+    kept = winners([part.sampled for part in filled], max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
     first, products = some[0], np.concatenate([part.products for part in some])
     realised, made = (
@@ -163,7 +162,7 @@ def merge(
     common, own = _every(x.common for x in some), _every(x.own for x in some)
     is_active = products[:, column_of(pairs_of(first.vectors), Vector.G, Vector.G)] != 0
     ceiling = _every(x.ceiling for x in some)
-    seen = [part.rows for part in some]
+    seen = [part.sampled for part in some]
     return LayerSums(
         first.about,
         Sampled(sum(rows.seen for rows in seen), sum(rows.total for rows in seen)),
@@ -374,9 +373,7 @@ def _common(
     known, of_each = _every(x.counted for x in several), _every(x.sum for x in several)
     if known is None or of_each is None:
         return Common(products, norms)
-    count = np.array([float(of.active) for of in known])
-    seen = np.array([float(of.seen) for of in known])
-    squares = np.array([of.squares for of in known])
+    count, seen, squares = np.array(known).T
     sums, total = np.stack(of_each), np.array([float(x.total) for x in rows])
     with np.errstate(divide="ignore", invalid="ignore"):
         active = np.where(seen > 0, total * count / seen, 0.0)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.maths.alike import Fail, raised
-from adiv_monitor.maths.readings import Judged, Measured, measure
+from adiv_monitor.maths.readings import Judged, LayerMeasures, measure
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
     REALISED,
@@ -31,6 +30,7 @@ from adiv_monitor.step.gradient_check import (
 )
 from adiv_monitor.step.merge_rows import in_units
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.weight_versions import reaches_all, resolved
 
 # A smaller factor from the gradient after the backward pass to the final one shows no scaling.
@@ -112,7 +112,9 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
 def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspected: bool) -> Judged:
     """Return a layer with the reason, if any, why its measures must use its rows alone."""
     seen, dots = layer.evidence, layer.dots
-    reason = seen.reason or speaks_against(*(seen, entries, dots.gamma_gamma, facts.gradient_scale))
+    reason = seen.reason
+    if not reason:
+        reason = speaks_against(seen, entries, dots.gamma_gamma, facts.gradient_scale)
     if reason == "unknown" and factor_of(layer) > 0:  # 0: ‖gradient after backward‖ overflowed
         layer = in_units(layer, 1 / factor_of(layer))
         seen = replaced(seen, factor=None)
@@ -238,7 +240,7 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     ]
 
 
-def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerReading:
+def _reading(layer: LayerSums[Array], found: LayerMeasures, facts: Facts) -> LayerReading:
     about, dots = layer.about, layer.dots
     values = dict(found.values)
     if found.common_unknown:
@@ -255,8 +257,8 @@ def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerRea
     factor = factor_of(layer) / layer.evidence.averaged
     return LayerReading(
         kind=about.kind,
-        rows_seen=layer.rows.seen,
-        rows_total=layer.rows.total,
+        rows_seen=layer.sampled.seen,
+        rows_total=layer.sampled.total,
         rows_without_gradient=found.idle_seen,
         gradient_factor=factor if dots.gamma_gamma > 0 else math.nan,
         features=about.features,

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from adiv_monitor.capture.updates import PieceNumbers, RunHistory
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
 from adiv_monitor.report import StepReport
+from adiv_monitor.step.parameter_steps import PieceNumbers
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import StepSums
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
@@ -23,17 +24,8 @@ _MOVED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PieceShares:
-    """The pieces of parameters that make up the dot products of a layer.
-
-    Attributes:
-        shares: by key of a piece, the share of its products that this rank counts.
-        partial: as in `Dots`.
-    """
-
-    shares: dict[int, float]
-    partial: bool = False
+# By key of a piece, the share of its products that this rank counts; and `partial` as in `Dots`.
+PieceShares = tuple[dict[int, float], bool]
 
 
 @dataclass(frozen=True)
@@ -163,7 +155,7 @@ def learn(history: RunHistory, part: RankContribution) -> None:
 
 def _has_idle_rows(layer: LayerSums[Array]) -> bool:
     if layer.totals is not None:
-        return float(layer.totals.active.sum()) < layer.rows.total
+        return float(layer.totals.active.sum()) < layer.sampled.total
     return bool((of_rows(layer, Vector.G, Vector.G) == 0).any())
 
 
@@ -236,19 +228,22 @@ def sums_by_piece(
 
 def _dots(products: PieceNumbers[float], pieces: PieceShares, gradient_scale: float) -> Dots[float]:
     """Return the dot products of all parameters of a layer, with γ in the optimizer's units."""
-    totals: list[float | None] = []
+    (shares, partial), totals = pieces, list[float | None]()
     for parts, unit in (
-        *((products.gamma_gamma, gradient_scale**2), (products.w_w, 1.0)),
-        *((products.w_gamma, gradient_scale), (products.a_a, 1.0)),
-        *((products.a_w, 1.0), (products.a_gamma, gradient_scale)),
+        (products.gamma_gamma, gradient_scale**2),
+        (products.w_w, 1.0),
+        (products.w_gamma, gradient_scale),
+        (products.a_a, 1.0),
+        (products.a_w, 1.0),
+        (products.a_gamma, gradient_scale),
     ):
         found = 0.0 if parts else None
         if found is not None:
-            for key in pieces.shares:
-                found += pieces.shares[key] * parts[key] / unit
+            for key in shares:
+                found += shares[key] * parts[key] / unit
         totals += (found,)
     gamma_gamma, w_w, w_gamma, a_a, a_w, a_gamma = totals
-    return Dots(gamma_gamma or 0.0, w_w, w_gamma, a_a, a_w, a_gamma, pieces.partial)
+    return Dots(gamma_gamma or 0.0, w_w, w_gamma, a_a, a_w, a_gamma, partial)
 
 
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
@@ -264,7 +259,7 @@ def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
     else:  # ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖ with the Jacobian J_r of a row
         gamma_gamma = dots.gamma_gamma or 1.0
         squares = squares * of_rows(layer, Vector.E, Vector.E) / gamma_gamma
-    seen, rows = layer.evidence, layer.rows
+    seen, rows = layer.evidence, layer.sampled
     factor = 1.0 if seen.factor is None else float(seen.factor)
     length = np.sqrt(np.maximum(squares, 0.0)).sum() / (factor or 1.0)
     terms = float(length * rows.total / max(rows.seen, 1))

@@ -168,7 +168,7 @@ def _told(call: Call) -> object:
     """Return the properties of a shared call that must be the same in all ranks."""
     if _is_own(call):
         return "own"
-    split, known = call.split, (call.size is not None, call.whole is not None)
+    split, known = call.split, (call.squares is not None, call.whole is not None)
     chosen = b"" if call.rows.chosen is None else call.rows.chosen.tobytes()
     lies = split and (split.features, split.output, split.gradient, split.widths)
     return call.rows.shape, zlib.crc32(chosen), lies, str(call.z.dtype), known
@@ -210,7 +210,7 @@ class _Part:
 
     def give(self, whole: Tensor) -> None:
         call, name = self._call, self._name
-        if name in ("z", "gradient", "size"):
+        if name in ("z", "gradient", "squares"):
             setattr(call, name, whole)
         elif name == "phi":
             assert isinstance(call.features, DenseFeatures)
@@ -229,7 +229,7 @@ def _parts(call: Call) -> Iterable[_Part]:
     found: list[tuple[str, Tensor | None, str, int]] = [
         ("z", call.z, split.output, outputs),
         ("gradient", call.gradient, split.gradient, outputs),
-        ("size", call.size, _squared(split.gradient), 0),
+        ("squares", call.squares, _squared(split.gradient), 0),
     ]
     if isinstance(call.features, DenseFeatures):
         found.append(("phi", call.features.phi, split.features, inputs))
@@ -257,7 +257,9 @@ def _spread(part: Tensor, dim: int | None, size: Sequence[int], peers: Peers) ->
     from torch.distributed.tensor import DTensor, Partial, Shard  # not in every build of torch
 
     made: Any = DTensor.from_local(
-        *(part, peers.mesh, [Partial() if dim is None else Shard(dim)]),
+        part,
+        peers.mesh,
+        [Partial() if dim is None else Shard(dim)],
         run_check=False,
         shape=torch.Size(size),
         stride=torch.empty(*size, device="meta").stride(),
@@ -278,7 +280,7 @@ def deal(calls: Sequence[Call], peers: Peers) -> None:
         call.pick(index)
         call.gradient = call.gradient.index_select(0, index)
         call.total = len(range(total)[share])
-        call.size = None if call.size is None else call.size[:, share]
+        call.squares = None if call.squares is None else call.squares[:, share]
         whole = call.whole
         if whole is not None:
             call.whole = replace(

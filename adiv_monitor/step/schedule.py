@@ -4,7 +4,6 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from statistics import median_low
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,14 +15,27 @@ from adiv_monitor.step.times import step_times
 _READ, _SHORTEST = 8, 16
 
 
-class Schedule(Protocol):
-    """Schedule of measured steps.
+class Schedule:
+    """Schedule that measures steps at an interval, or as often as a bound on its cost allows.
+
+    The cost is determined from two measured steps, the second after the least interval, since the
+    first includes everything that is slow in a new run. A longer interval afterwards compensates
+    for the cost of both.
+
+    Args:
+        every_n_steps: the interval; with a bound the least one.
+        max_overhead: the bound on the share, above 0 and below 1; None: no bound.
 
     Attributes:
         interval: present number of steps from one measured step to the next.
     """
 
-    interval: int
+    def __init__(self, every_n_steps: int, max_overhead: float | None) -> None:
+        bounded = max_overhead is not None
+        self.interval = self._least = max(every_n_steps, _SHORTEST) if bounded else every_n_steps
+        self._bound = max_overhead
+        self._costs: deque[float] = deque(maxlen=9)
+        self._ranks: Ranks | None = None
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
         """Start the schedule: the coming step is measured.
@@ -33,77 +45,8 @@ class Schedule(Protocol):
             parameter: a parameter of the model, on the device that trains it.
             name: name of the measured model, the same in all ranks that train together.
         """
-
-    def forward_begins(self) -> None:
-        """Record that the forward pass of a measured step begins."""
-
-    def step_ended(self, coming: int) -> bool:
-        """Record the end of a step; return whether the coming step is to be measured."""
-
-    def costs(self) -> list[float]:
-        """Return the costs of measured steps so far, in plain steps."""
-
-    def resume(self, costs: Iterable[float]) -> None:
-        """Start from the costs of a resumed run; call this before `begin`."""
-
-    def end(self) -> None:
-        """End the schedule, as no more steps are measured."""
-
-
-def make_schedule(every_n_steps: int, max_overhead: float | None) -> Schedule:
-    """Return a `Regular` schedule, or a `Bounded` one if `max_overhead` is given."""
-    if max_overhead is None:
-        return Regular(every_n_steps)
-    return Bounded(every_n_steps, max_overhead)
-
-
-class Regular:
-    """Schedule that measures every step whose number is a multiple of the interval."""
-
-    def __init__(self, every_n_steps: int) -> None:
-        self.interval = every_n_steps
-
-    def begin(self, step: int, parameter: Tensor, name: str) -> None:
-        """Do nothing: the schedule does not depend on the run."""
-
-    def forward_begins(self) -> None:
-        """Do nothing: steps are not timed."""
-
-    def step_ended(self, coming: int) -> bool:
-        """Return whether the coming step's number is a multiple of the interval."""
-        return coming % self.interval == 0
-
-    def costs(self) -> list[float]:
-        """Return an empty list: costs are not measured."""
-        return []
-
-    def resume(self, costs: Iterable[float]) -> None:
-        """Do nothing: the schedule does not depend on costs."""
-
-    def end(self) -> None:
-        """Do nothing: nothing was published to other ranks."""
-
-
-class Bounded:
-    """Schedule that measures as often as a bound on the monitor's share of training time allows.
-
-    The cost is determined from two measured steps, the second after the least interval, since the
-    first includes everything that is slow in a new run. A longer interval afterwards compensates
-    for the cost of both.
-
-    Args:
-        every_n_steps: the least interval.
-        max_overhead: the bound on the share, above 0 and below 1.
-    """
-
-    def __init__(self, every_n_steps: int, max_overhead: float) -> None:
-        self.interval = self._least = max(every_n_steps, _SHORTEST)
-        self._bound = max_overhead
-        self._costs: deque[float] = deque(maxlen=9)
-        self._ranks: Ranks | None = None
-
-    def begin(self, step: int, parameter: Tensor, name: str) -> None:
-        """Start the schedule: the coming step is measured."""
+        if self._bound is None:
+            return
         self._last = self._next = step  # step measured last, and next
         self._unpaid, self._unpaid_since = 1, step  # measured steps not yet compensated for
         self._times = step_times(parameter)
@@ -111,14 +54,17 @@ class Bounded:
 
     def forward_begins(self) -> None:
         """Record that the forward pass of a measured step begins."""
-        self._times.forward_begins()
+        if self._bound is not None:
+            self._times.forward_begins()
 
     def step_ended(self, coming: int) -> bool:
         """Record the end of a step; return whether the coming step is to be measured."""
+        if self._bound is None:
+            return coming % self.interval == 0
         since = coming - self._last
         self._times.step_ended(measured=since == 1)
         if since == _READ:
-            self._plan()
+            self._plan(self._bound)
             assert self._ranks is not None
             self._ranks.tell(self.interval, self._next)
         if since == _SHORTEST:
@@ -145,7 +91,7 @@ class Bounded:
         if self._ranks is not None:
             self._ranks.end()
 
-    def _plan(self) -> None:
+    def _plan(self, bound: float) -> None:
         """Set the interval, and the step to measure next."""
         if self._costs or self._unpaid > 1:  # after the first measured step plain steps are slow
             self._costs += self._times.costs()
@@ -153,7 +99,7 @@ class Bounded:
             self._next = self._last + self._least
             return
         # The median, not the mean: other work in a measured step only lengthens it.
-        self.interval = interval(median_low(self._costs), self._bound, self._least)
+        self.interval = interval(median_low(self._costs), bound, self._least)
         paid = self._unpaid_since + self._unpaid * self.interval
         self._next = max(self._last + self.interval, paid)
         self._unpaid, self._unpaid_since = 0, self._next

@@ -41,7 +41,7 @@ def _has_samples(sums: AttentionSums[Array]) -> bool:
 
 
 def _is_sound(layer: LayerSums[Array]) -> bool:
-    rows, blocks, common = layer.rows, layer.blocks, layer.common
+    rows, blocks, common = layer.sampled, layer.blocks, layer.common
     of_rows = [
         *(rows.keys, layer.scale),
         *(() if blocks is None else (blocks.sums, blocks.norms, blocks.largest)),

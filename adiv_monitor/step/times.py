@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,55 +13,21 @@ from torch import Tensor
 Mark = TypeVar("Mark")
 
 
-class Clock(Protocol[Mark]):
-    """Clock that measures the time between two marks."""
-
-    def now(self) -> Mark:
-        """Set a mark."""
-
-    def passed(self, start: Mark, end: Mark) -> float | None:
-        """Return seconds between two marks; None until the device has reached both."""
-
-
-class HostClock:
-    """Clock for devices that have done their work when Python goes on."""
-
-    def now(self) -> float:
-        """Return seconds of a monotonic clock."""
-        return time.perf_counter()
-
-    def passed(self, start: float, end: float) -> float:
-        """Return seconds between two marks."""
-        return end - start
-
-
-class DeviceClock:
-    """Clock for a GPU, whose work is queued asynchronously, by CUDA events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> torch.cuda.Event:
-        """Record an event in the device's current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def passed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """Return seconds between two events; None until both have happened."""
-        happened = start.query() and end.query()  # type: ignore[no-untyped-call]
-        return start.elapsed_time(end) / 1000 if happened else None
-
-
 class StepTimes(Generic[Mark]):
     """Timer of steps, each from the end of the previous step to its own end.
 
     A measured step is timed together with the next one, in which its report is completed.
+
+    Args:
+        now: sets a mark.
+        passed: returns seconds between two marks; None until the device has reached both.
     """
 
-    def __init__(self, clock: Clock[Mark]) -> None:
-        self._clock = clock
-        self._marks = [clock.now()]  # marks of the current step
+    def __init__(
+        self, now: Callable[[], Mark], passed: Callable[[Mark, Mark], float | None]
+    ) -> None:
+        self._now, self._passed = now, passed
+        self._marks = [now()]  # marks of the current step
         self._is_open = False  # whether a measured step has ended, and the next one has not
         self._waiting: deque[tuple[deque[list[float]], list[Mark]]] = deque()
         self._plain: deque[list[float]] = deque(maxlen=32)
@@ -68,19 +35,19 @@ class StepTimes(Generic[Mark]):
 
     def forward_begins(self) -> None:
         """Set a mark in a measured step: the time before it may include an evaluation."""
-        self._marks.append(self._clock.now())
+        self._marks.append(self._now())
 
     def step_ended(self, *, measured: bool) -> None:
         """Set a mark, and read the marks that the device has reached."""
         if measured:
             self._is_open = True
             return
-        self._marks.append(self._clock.now())
+        self._marks.append(self._now())
         self._waiting.append((self._measured if self._is_open else self._plain, self._marks))
         self._marks, self._is_open = self._marks[-1:], False
         while self._waiting:
             times, marks = self._waiting[0]
-            parts = [self._clock.passed(*pair) for pair in pairwise(marks)]
+            parts = [self._passed(*pair) for pair in pairwise(marks)]
             seconds = [part for part in parts if part is not None]
             if len(seconds) < len(parts):
                 break
@@ -103,6 +70,16 @@ class StepTimes(Generic[Mark]):
 
 def step_times(parameter: Tensor) -> StepTimes[float] | StepTimes[torch.cuda.Event]:
     """Return a timer for the steps of a model with this parameter."""
-    if parameter.is_cuda:
-        return StepTimes(DeviceClock(parameter.device))
-    return StepTimes(HostClock())
+    if not parameter.is_cuda:  # the device has done its work when Python goes on
+        return StepTimes(time.perf_counter, lambda start, end: end - start)
+
+    def now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(parameter.device))
+        return event
+
+    def passed(start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        happened = start.query() and end.query()  # type: ignore[no-untyped-call]
+        return start.elapsed_time(end) / 1000 if happened else None
+
+    return StepTimes(now, passed)

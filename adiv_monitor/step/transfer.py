@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import numbers_of, replaced, with_numbers
 from adiv_monitor.maths.sums import Array, LayerSums, T, Totals
 from adiv_monitor.maths.totals import by_layer
+from adiv_monitor.step.parameter_steps import PieceNumbers
 
 
 @dataclass(slots=True, eq=False)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.updates import ParameterSteps, sampled_entries
 from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.capture.weights.shards import (
     gradient_part,
@@ -23,6 +23,7 @@ from adiv_monitor.capture.weights.shards import (
 )
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 from adiv_monitor.step.collectives import Agree, Collectives
+from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rows_across_ranks import RowsAcrossRanks
 
 WHY_NOT = (

@@ -2,7 +2,8 @@
 
 A gradient step moves a weight Θ = f(θ) by JJᵀ(GᵀΦ), J = ∂Θ/∂θ. Only if JJᵀ = 1 is that a plain step
 of Θ itself, with scales ‖φ_r‖²: a mask, for example, keeps the gradient's norm, but some entries of
-φ_r have no effect. If JJᵀ is diagonal, the scales are those of `MadeFeatures`. Otherwise a row's
+φ_r have no effect. If JJᵀ is diagonal, a row alone moves its
+own output n by Σ_p a_np φ_rp² g_rn, with JJᵀ's entries a_np: that is the scale. Otherwise a row's
 own part of its move is unknown, and its measures are missing.
 
 JJᵀv for two random v determines which of the three holds (R. Freivalds 1977). The host decides
@@ -19,11 +20,10 @@ from torch import Tensor
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.made import MadeFeatures, Squared
 from adiv_monitor.features.uses import as_it_is
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, LayerSums, Made, Vector, pairs_of
-from adiv_monitor.step.plain_step import Change, WeightVersion, act, added
+from adiv_monitor.step.row_moves import Change, WeightVersion, act, added
 
 # Entries of JJᵀ below this share of the largest are compared with that: they may be its rounding.
 _SMALL = 0.01
@@ -42,8 +42,8 @@ def with_own_scales(
     changed: Sequence[Change],
     features: Features,
     generator: np.random.Generator,
-) -> tuple[MadeFeatures, Made[Tensor]]:
-    """Return the features with the scales that they have if each JJᵀ is a diagonal matrix.
+) -> tuple[Tensor | None, Made[Tensor]]:
+    """Return the scales that rows have if each JJᵀ is a diagonal matrix; None: unknown.
 
     Args:
         versions: versions of the weight, with the rows of each.
@@ -52,7 +52,7 @@ def with_own_scales(
         generator: random generator.
 
     Returns:
-        The features, and three numbers for each version: the largest deviation of JJᵀ from 1, and
+        The scales, and three numbers for each version: the largest deviation of JJᵀ from 1, and
         from a diagonal matrix, over all entries in units of the rounding error; and the negative of
         its least diagonal entry, plus the rounding error.
     """
@@ -64,9 +64,9 @@ def with_own_scales(
         numbers = torch.stack([n for n in (of_its_gain, of_its_bias) if n is not None]).amax(0)
         # If weight and bias share parameters, their joint JJᵀ is neither 1 nor diagonal.
         told.append(numbers + torch.inf if _overlap(layer.weight, layer.bias) else numbers)
-    squares = features.squared() if isinstance(features, Squared) else None
+    squares = features.squared()
     own = None if squares is None else added(*act(versions, gains, squares))
-    return MadeFeatures(features, own), Made(torch.stack(told), features.groups)
+    return own, Made(torch.stack(told), features.groups)
 
 
 def _probed(

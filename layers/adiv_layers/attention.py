@@ -76,8 +76,17 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         # The base class draws the initial weights, which the projections then take over.
         super().__init__(
-            *(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn),
-            *(kdim, vdim, batch_first, device, dtype),
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
         )
         weights, biases = self._twin_parameters()
         for name in ("in_proj_weight", "in_proj_bias", *(f"{name}_weight" for name in _NAMES)):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.features import whole
 from adiv_monitor.features.functions.conv import Geometry, patch_squares, patches
 from adiv_monitor.features.rows import Rows
@@ -18,6 +17,7 @@ from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import Array, ScaleTotals, Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 from adiv_monitor.report import MEASURES, LayerReading
+from adiv_monitor.step.parameter_steps import PieceNumbers
 from adiv_monitor.step.rank_contribution import sums_by_piece
 
 ROWS = 50

@@ -14,8 +14,8 @@ from setups import EXACT, mlp, one_step, same
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.selection import Layer
 from adiv_monitor.maths.ceiling import attainable_cosine, attainable_cosine_of_rows
 from adiv_monitor.report import QUANTILE_LEVELS
 from adiv_monitor.step.final_gradient import FinalGradient
@@ -299,12 +299,12 @@ def test_a_layers_calls_are_released_before_the_next_begins(
     begun: list[weakref.ref[Call]] = []
     alive: list[bool] = []
 
-    def evidence(self: FinalGradient, layer: Layer, calls: list[Call], *rest: Any) -> Any:
+    def evidence(self: FinalGradient, captured: CapturedLayer, *rest: Any) -> Any:
         alive.extend(ref() is not None for ref in begun)
-        begun.append(weakref.ref(calls[0]))
-        if layer.path == failing:
+        begun.append(weakref.ref(captured.calls[0]))
+        if captured.layer.path == failing:
             raise RuntimeError("no evidence")
-        return real(self, layer, calls, *rest)
+        return real(self, captured, *rest)
 
     monkeypatch.setattr(FinalGradient, "_evidence", evidence)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])

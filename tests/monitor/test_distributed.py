@@ -471,7 +471,10 @@ def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
     monitor = Monitor(net, optimizer, every_n_steps=16, max_overhead=0.1, on_error="raise")
     seconds = 0.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(times.HostClock, "now", lambda self: seconds)
+        patch.setattr(
+            "adiv_monitor.step.schedule.step_times",
+            lambda _: times.StepTimes(lambda: seconds, lambda a, b: b - a),
+        )
         if rank is not None:
             monitor.attach()
         for _ in range(100):

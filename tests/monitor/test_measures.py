@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots, measures, readings
 from adiv_monitor.maths.attention_sums import AttentionSums, MoveSums, RerunErrors
@@ -23,7 +22,7 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     share_error,
 )
-from adiv_monitor.maths.readings import Judged, Measured, measure
+from adiv_monitor.maths.readings import Judged, LayerMeasures, measure
 from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import (
     REALISED,
@@ -42,6 +41,7 @@ from adiv_monitor.maths.sums import (
     Vector,
     pairs_of,
 )
+from adiv_monitor.step.parameter_steps import PieceNumbers
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 
 
@@ -268,8 +268,8 @@ def _without(layer: LayerSums[Array], vector: Vector) -> Array:
 
 def seen_whole(judged: Judged, change: Callable[[LayerSums[Array]], Array]) -> Judged:
     layer = judged.layer
-    rows = Sampled(layer.rows.seen, layer.rows.seen)
-    return replace(judged, layer=replace(layer, rows=rows, products=change(layer)))
+    rows = Sampled(layer.sampled.seen, layer.sampled.seen)
+    return replace(judged, layer=replace(layer, sampled=rows, products=change(layer)))
 
 
 @pytest.mark.parametrize("known", ["nothing", "gradients", "sums"])
@@ -281,7 +281,7 @@ def test_layers_measured_together_are_as_measured_alone(
     tried: list[int] = []
     real = readings._measure_alike
 
-    def counted(layers: Sequence[Judged]) -> list[Measured]:
+    def counted(layers: Sequence[Judged]) -> list[LayerMeasures]:
         tried.append(len(layers))
         return real(layers)
 

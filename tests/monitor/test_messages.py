@@ -19,7 +19,6 @@ import torch.distributed as dist
 from processes import loss_of, make
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.sums import (
     About,
@@ -40,6 +39,7 @@ from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.messages import Malformed, decode, encode
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.ranks import Exchange
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.soundness import check
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -275,7 +275,7 @@ def layer(**changes: Any) -> RankContribution:
         blocks=Blocks(2, np.ones((1, 1)), np.ones(4), np.ones(4), np.ones(4), np.ones(8)),
     )
     for name, value in changes.items():
-        if name in ("rows", "blocks"):
+        if name in ("sampled", "blocks"):
             value = value and replace(getattr(found, name), **value)
         found = replace(found, **{name: value})
     facts = Facts(True, 1.0, False, False, False, False)
@@ -291,12 +291,12 @@ def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
         *({"blocks": {"sums": of}} for of in (np.ones(3), np.array(1.0))),
         *({"blocks": {"entries": of}} for of in (np.ones(7), np.ones((8, 1)))),
         *({"blocks": {"groups": groups}} for groups in (0, 2**40)),
-        *({"rows": {"seen": 3}}, {"rows": {"seen": -1}}, {"rows": {"total": 3}}),
+        *({"sampled": {"seen": 3}}, {"sampled": {"seen": -1}}, {"sampled": {"total": 3}}),
         *(
             {"blocks": {"entry_rows": of}}
             for of in (np.array([0, 1]), np.array([*range(7), 2**40]))
         ),
-        *({"rows": {"keys": None}}, {"rows": {"keys": np.zeros(3)}}, {"parameters": None}),
+        *({"sampled": {"keys": None}}, {"sampled": {"keys": np.zeros(3)}}, {"parameters": None}),
     ]
     for changes in wrong:
         with pytest.raises(Malformed):
@@ -378,7 +378,7 @@ def test_a_sound_part_that_fits_no_other_costs_no_report(
     path, fits_not = next((p, x) for p, x in other.layers.items() if x.blocks is not None)
     own.layers = {p: x for p, x in own.layers.items() if p != path}
     if name == "vectors":  # no vectors at all
-        products = np.ones((fits_not.rows.seen, 0))
+        products = np.ones((fits_not.sampled.seen, 0))
         fits_not = replace(fits_not, vectors=(), products=products, blocks=None)
     else:  # evidence of another length
         evidence = replace(fits_not.evidence, since=np.ones((1, 3)))

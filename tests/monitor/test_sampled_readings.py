@@ -18,12 +18,12 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.report import LayerReading
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.run_history import RunHistory
 
 IDLE = -100  # ignored by cross_entropy
 

@@ -14,7 +14,7 @@ from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.step.measured_layer import MeasuredLayer
+from adiv_monitor.step.layer_in_progress import LayerInProgress
 
 
 def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
@@ -128,13 +128,13 @@ def test_rows_of_a_step_are_even(
     model = Loops()
     x = torch.arange(40, dtype=torch.float64)[:, None] + torch.tensor([1.0, 0.5]).double()
     seen: list[Tensor] = []
-    original = MeasuredLayer.choose_entries
+    original = LayerInProgress.choose_entries
 
-    def spy(self: MeasuredLayer, generator: np.random.Generator) -> None:
+    def spy(self: LayerInProgress, generator: np.random.Generator) -> None:
         seen.append(self.features.phi[:, 0, 0] - 1)  # type: ignore[union-attr]
         original(self, generator)
 
-    monkeypatch.setattr(MeasuredLayer, "choose_entries", spy)
+    monkeypatch.setattr(LayerInProgress, "choose_entries", spy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     repeats = 160
     with Monitor(model, optimizer, every_n_steps=1, max_rows=10, on_error="raise") as monitor:

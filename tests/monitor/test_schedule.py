@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from setups import mlp
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import schedule, times
-from adiv_monitor.step.schedule import Bounded, interval
+from adiv_monitor.step.schedule import Schedule, interval
 from adiv_monitor.step.times import StepTimes
 
 
@@ -51,7 +52,7 @@ def test_what_costs_nothing_is_done_at_the_least_interval() -> None:
 
 def test_a_measured_step_is_timed_with_the_one_after_it() -> None:
     clock = Clock()
-    steps = StepTimes(clock)
+    steps = StepTimes(clock.now, clock.passed)
     assert steps.costs() == []
     for before, after in [(700, 9), (0, 2), (1, 1), (1, 1), (0.5, 4), (0, 1), (1, 1)]:
         measured = after in (9, 4)
@@ -67,7 +68,7 @@ def test_a_measured_step_is_timed_with_the_one_after_it() -> None:
 
 def test_a_device_that_lags_behind_is_not_waited_for() -> None:
     clock = Clock(late=3)
-    steps = StepTimes(clock)
+    steps = StepTimes(clock.now, clock.passed)
     found = []
     for number in range(8):
         if number == 0:
@@ -81,9 +82,11 @@ def test_a_device_that_lags_behind_is_not_waited_for() -> None:
 class Run:
     """A run whose plain steps take `plain` seconds, and measured ones `cost` more."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, bounded: Bounded, start: int = 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bounded: Schedule, start: int = 0) -> None:
         self.clock = Clock()
-        monkeypatch.setattr(schedule, "step_times", lambda parameter: StepTimes(self.clock))
+        monkeypatch.setattr(
+            schedule, "step_times", lambda parameter: StepTimes(self.clock.now, self.clock.passed)
+        )
         self.spent = 0.0
         self.measured = [start]
         self.step = start
@@ -110,7 +113,7 @@ class Run:
 def test_the_share_stays_within_the_bound_from_the_third_measured_step_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(monkeypatch, Bounded(50, 0.01))
+    run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(3)
     assert run._bounded.interval == 50
     for _ in range(3000):
@@ -124,17 +127,17 @@ def test_the_share_stays_within_the_bound_from_the_third_measured_step_on(
 def test_what_is_cheap_enough_is_measured_at_the_least_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(monkeypatch, Bounded(50, 0.1))
+    run = Run(monkeypatch, Schedule(50, 0.1))
     run.steps(301)
     assert run.measured == [0, 50, 100, 150, 200, 250, 300]
-    run = Run(monkeypatch, Bounded(1, 0.9))
+    run = Run(monkeypatch, Schedule(1, 0.9))
     run.steps(49)
     assert run.measured == [0, 16, 32, 48]  # a comparison needs some plain steps
 
 
 def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps compile and fill caches; an evaluation may precede any step."""
-    run = Run(monkeypatch, Bounded(50, 0.01))
+    run = Run(monkeypatch, Schedule(50, 0.01))
     chance = random.Random(0)
     run.clock.time += 1000
     run.steps(1)
@@ -149,7 +152,7 @@ def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatc
 def test_evaluation_before_every_measured_step_costs_it_a_step_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(monkeypatch, Bounded(50, 0.01))
+    run = Run(monkeypatch, Schedule(50, 0.01))
     for _ in range(4000):
         if run.measured[-1] == run.step:
             run.clock.time += 500
@@ -158,7 +161,7 @@ def test_evaluation_before_every_measured_step_costs_it_a_step_at_most(
 
 
 def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, Bounded(50, 0.01))
+    run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(2000)
     run.steps(4000, plain=3.0)  # larger images: measuring them costs the same
     assert run.intervals()[1] == 544
@@ -168,11 +171,11 @@ def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_resumed_run_knows_what_measuring_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, Bounded(50, 0.01))
+    run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(700)
     costs = run._bounded.costs()
     assert costs == pytest.approx([3, 3, 3])
-    resumed = Bounded(50, 0.01)
+    resumed = Schedule(50, 0.01)
     resumed.resume(costs)
     run = Run(monkeypatch, resumed, start=700)
     run.steps(700)
@@ -206,7 +209,8 @@ def test_a_monitor_keeps_to_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(times.HostClock, "now", lambda self: clock.now() if bound else 1 / 0)
+    timer = lambda parameter: StepTimes(clock.now, clock.passed) if bound else 1 / 0  # noqa: E731
+    monkeypatch.setattr(schedule, "step_times", timer)
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sink = Slow(clock)
@@ -239,11 +243,15 @@ def test_a_bound_is_a_share(value: object) -> None:
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), max_overhead=value)
 
 
+events: list["Event"] = []
+
+
 class Event:
     """A device's event that occurs when the test triggers it."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
+        events.append(self)
         self.happened = False
         self.stream: object = None
 
@@ -262,14 +270,20 @@ class Event:
 def test_a_device_is_asked_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    clock = times.DeviceClock(torch.device("cuda:1"))
-    start, end = clock.now(), clock.now()
-    assert clock.passed(start, end) is None
-    start.happened = True
-    assert clock.passed(start, end) is None
-    end.happened = True
-    assert clock.passed(start, end) == 0.25
-    assert end.stream == "stream of cuda:1"
+    events.clear()
+    steps = times.step_times(SimpleNamespace(is_cuda=True, device=torch.device("cuda:1")))
+    assert {event.stream for event in events} == {"stream of cuda:1"}
+    steps.forward_begins()
+    for measured in (True, False, False):
+        steps.step_ended(measured=measured)
+    assert steps.costs() == []
+    for event in events[:-1]:
+        event.happened = True
+    steps.step_ended(measured=False)
+    assert steps.costs() == []  # the plain step has not ended yet
+    events[3].happened = True
+    steps.step_ended(measured=False)
+    assert steps.costs() == [(0.25 + 0.25) / 0.25 - 2]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,11 +12,11 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.run_history import RunHistory
 
 WORDS, WIDTH, TOKENS, SEEN = 40, 12, 1024, 96
 
@@ -223,16 +223,16 @@ def test_uses_whose_parts_come_together_leave_the_rows(made: Callable[[Tensor], 
 
 def test_a_layer_alone_keeps_no_second_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For parameters with one use, only sampled entries of a second gradient are kept."""
-    from adiv_monitor.capture import layers
+    from adiv_monitor.capture import gradient_shares
 
     wholes: list[bool] = []
-    real = layers.GradientShare
+    real = gradient_shares.GradientShare
 
-    def counted(parameter: nn.Parameter, *, whole: bool = False) -> layers.GradientShare:
+    def counted(parameter: nn.Parameter, *, whole: bool = False) -> gradient_shares.GradientShare:
         wholes.append(whole)
         return real(parameter, whole=whole)
 
-    monkeypatch.setattr(layers, "GradientShare", counted)
+    monkeypatch.setattr(gradient_shares, "GradientShare", counted)
     Step(tied=False).measured(SEEN)
     assert wholes and not any(wholes)
     Step(tied=True).measured(SEEN)

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows
@@ -28,7 +27,8 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly, merge_rows
 from adiv_monitor.step.merge_ranks import prepared
-from adiv_monitor.step.rank_contribution import PieceShares, make_contribution
+from adiv_monitor.step.parameter_steps import PieceNumbers
+from adiv_monitor.step.rank_contribution import make_contribution
 from adiv_monitor.step.rows_across_ranks import NOT_ALIKE, deal, partition
 from adiv_monitor.step.transfer import Flags, StepSums
 from adiv_monitor.step.unsharded import WHY_NOT
@@ -567,7 +567,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
             nothing: PieceNumbers[Array] = PieceNumbers()
             part = make_contribution(
                 StepSums({"x": layer}, {}, Flags(), nothing, nothing, {}),
-                {"x": PieceShares({})},
+                {"x": ({}, False)},
                 {},
                 number=step_number,
                 unreached={},
@@ -575,11 +575,11 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
                 keeps_gradient=True,
             )
             kept.append(prepared(part, most, world, chance).layers["x"])
-        keys = np.concatenate([x.rows.keys for x in kept if x.rows.keys is not None])
+        keys = np.concatenate([x.sampled.keys for x in kept if x.sampled.keys is not None])
         assert len(set(keys)) == len(keys)
         whole = merge_rows.merge(kept, most, chance)
-        assert whole.rows.seen <= most
-        assert whole.rows.total == world // count * rows
+        assert whole.sampled.seen <= most
+        assert whole.sampled.total == world // count * rows
         for group in chosen:
             chosen[group] += int((whole.scale == group).sum())
     assert sum(chosen.values()) > 0.95 * 100 * most
@@ -600,7 +600,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
             call.look(
                 DenseFeatures(kept[:, None, None]), kept[:, None], Whole(every, 1.0, every.sum())
             )
-            call.gradient, call.size = kept[:, None], every[None]
+            call.gradient, call.squares = kept[:, None], every[None]
             calls.append(call)
         deal(calls, Dealer(place))
         of_all = partition(calls, Dealer(place), all_participate=True)

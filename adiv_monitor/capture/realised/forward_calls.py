@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from adiv_monitor.capture.selection import is_wrapper
+from adiv_monitor.capture.whole_modules.graph import leaves_of
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Buffers, Surroundings, version
 
@@ -274,7 +275,7 @@ class ForwardCalls:
             if output.version == version(tensor):
                 layout = tensor.shape, tensor.stride()
                 return _Given(output, layout, _offset(tensor) - output.offset)
-        if _depends_on(tensor, self.parameters):
+        if not leaves_of([tensor], ()).isdisjoint(self.parameters):
             raise NotRepeatable(
                 f"an input of {type(module).__name__} was computed, outside of the modules that "
                 "are called, from an output of one of them; move that code into a module that "
@@ -298,17 +299,3 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 
 def _offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
-
-
-def _depends_on(tensor: Tensor, parameters: Collection[int]) -> bool:
-    """Return whether the tensor's graph leads to one of these parameters, given by id."""
-    waiting, seen = [tensor.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in parameters:
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
@@ -23,7 +24,7 @@ from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
-from adiv_monitor.features.recurrent import rows_of_maps, uses_of
+from adiv_monitor.features.recurrent import maps_of, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows, joined
 from adiv_monitor.features.uses import Use
@@ -45,8 +46,8 @@ class _KnownLayers(Layers):
         raise error
 
 
-class RerunRows:
-    """Finds the layers of a captured step in a rerun and takes z of its rows. See `Takes`.
+class RerunRows(Gathering):
+    """Finds the layers of a captured step in a rerun and takes z of its rows.
 
     Args:
         model: the model.
@@ -66,15 +67,15 @@ class RerunRows:
         self._lost: dict[str, str] = {}
         self._provenance = Provenance(model, selection.parameters, first.pieces)
         guard = Guard()  # no training step runs that an error could disturb
-        self._forwards = Forwards.of(selection, guard, repeated=True)
-        names = Names(model, selection, self._forwards)
+        forwards = Forwards.of(selection, guard, repeated=True)
+        names = Names(model, selection, forwards)
         chooser = Chooser(None, np.random.default_rng(0))
         context = Context(guard)
-        self._layers = _KnownLayers(names, self._provenance, chooser, context)
-        self._layers.found = first.layers.found
-        self._without_rule = ParametersWithoutRule(selection, guard)
+        layers = _KnownLayers(names, self._provenance, chooser, context)
+        layers.found = first.layers.found
+        super().__init__(layers, forwards, ParametersWithoutRule(selection, guard))
         self._watching = Watching(
-            *(selection, self._forwards, self._layers, self._without_rule, self), repeated=True
+            selection, forwards, layers, self._without_rule, self, repeated=True
         )
 
     def attach(self) -> None:
@@ -142,11 +143,11 @@ class RerunRows:
         inputs: object,
     ) -> list[Tensor]:
         """Take z of the maps in a recurrent call."""
-        z = rows_of_maps(made, outputs[0].dtype, random)
+        rows = maps_of(made, outputs[0].dtype, random)
         for use in uses_of(made):
             layer = self._layers.of(use)
             if layer is not None:
-                self._take(layer, z[use.part], recomputed=not outputs[0].requires_grad)
+                self._take(layer, rows[use.part][1], recomputed=not outputs[0].requires_grad)
         return []
 
     def whole(

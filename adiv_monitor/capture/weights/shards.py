@@ -40,7 +40,9 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
     from torch.distributed.tensor import DTensor  # not in every build of torch
 
     return DTensor.from_local(
-        *(part, like.device_mesh, like.placements),  # type: ignore[attr-defined]
+        part,
+        like.device_mesh,  # type: ignore[attr-defined]
+        like.placements,  # type: ignore[attr-defined]
         run_check=False,
         shape=like.shape,
         stride=like.stride(),

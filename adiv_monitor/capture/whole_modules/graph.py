@@ -1,7 +1,7 @@
 """Searches of the graph that autograd keeps of a tensor."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -26,20 +26,9 @@ _MOVES = {
 }
 
 
-class Edge(NamedTuple):
-    """An edge by which a tensor's gradient reaches a leaf.
-
-    Attributes:
-        node: the node that passes on the gradient.
-        number: the index of the edge.
-        leaf: the leaf.
-        moves: the nodes on the way that reorder or reshape the gradient without computing.
-    """
-
-    node: Any
-    number: int
-    leaf: Tensor
-    moves: Sequence[Any]
+# The node that passes a gradient on to a leaf, the index of its edge, the leaf, and the nodes on
+# the way that reorder or reshape the gradient without computing.
+Edge = tuple[Any, int, Tensor, Sequence[Any]]
 
 
 def edges_to_leaves(tensors: Iterable[Tensor], stop: Collection[Any]) -> Iterator[Edge]:
@@ -67,7 +56,7 @@ def edges_to_leaves(tensors: Iterable[Tensor], stop: Collection[Any]) -> Iterato
                 above = above.next_functions[0][0]
             leaf = getattr(above, "variable", None)
             if leaf is not None:
-                yield Edge(node, number, leaf, moves)
+                yield node, number, leaf, moves
             else:
                 waiting.append(above)
 

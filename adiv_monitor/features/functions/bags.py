@@ -16,7 +16,7 @@ from adiv_monitor.features.whole import Whole
 
 
 @dataclass(frozen=True)
-class BagFeatures:
+class BagFeatures(Features):
     """Features that add up several rows of the weight.
 
     Attributes:
@@ -34,11 +34,6 @@ class BagFeatures:
     bags: int
     rows: Int[Tensor, " rows"]
     vocabulary: int
-
-    @property
-    def groups(self) -> int:
-        """Number of groups: 1."""
-        return 1
 
     def scale(self) -> Float[Tensor, "rows 1"]:
         """Return Σ (Σ share)² over the distinct tokens of every sampled bag."""
@@ -65,13 +60,6 @@ class BagFeatures:
             self.token, weight.to(self.share), first, mode="sum", per_sample_weights=self.share
         )
         return sums[self.rows]
-
-    def by_bias(self, bias: Tensor) -> None:
-        """Return None: there is no bias."""
-
-    def restrict(self, *, weight: bool, bias: bool) -> "BagFeatures":
-        """Return self: there is only the weight."""
-        return self
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """Return φ_r·Σ_k a_k φ_k of every row."""

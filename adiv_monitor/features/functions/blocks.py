@@ -15,7 +15,7 @@ from adiv_monitor.features.whole import squares
 
 
 @dataclass(frozen=True)
-class BlockFeatures:
+class BlockFeatures(Features):
     """Features that are a vector of numbers and the index of the block that multiplies it.
 
     No product gathers a weight per row: there is one product per block, over all rows.
@@ -30,11 +30,6 @@ class BlockFeatures:
     block: Int[Tensor, " rows"]
     count: int
 
-    @property
-    def groups(self) -> int:
-        """Number of groups: 1."""
-        return 1
-
     def scale(self) -> Float[Tensor, "rows 1"]:
         """Return ‖φ_r‖² of every row."""
         return squares(self.phi)[:, None]
@@ -46,16 +41,9 @@ class BlockFeatures:
             moved.addmm_(self.phi * (self.block == block)[:, None], matrix.t())
         return moved
 
-    def by_bias(self, bias: Tensor) -> None:
-        """Return None: the blocks have no bias."""
-
     def squared(self) -> "BlockFeatures":
         """Return features with φ² in place of φ."""
         return replace(self, phi=self.phi.square())
-
-    def restrict(self, *, weight: bool, bias: bool) -> "BlockFeatures":
-        """Return self: there is only the weight."""
-        return self
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """Return φ_r·Σ_k a_k φ_k of every row, with the sum over the rows of its block."""

@@ -61,12 +61,14 @@ def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(
     measure, measure_alike = readings.measure, readings._measure_alike
     seen: dict[str, readings.Judged] = {}
 
-    def noted(layers: dict[str, readings.Judged], *others: Any) -> dict[str, readings.Measured]:
+    def noted(
+        layers: dict[str, readings.Judged], *others: Any
+    ) -> dict[str, readings.LayerMeasures]:
         seen.clear()
         seen.update(layers)
         return measure(layers, *others)
 
-    def fails(layers: Sequence[readings.Judged]) -> list[readings.Measured]:
+    def fails(layers: Sequence[readings.Judged]) -> list[readings.LayerMeasures]:
         if any(numbers is seen.get("1") for numbers in layers):
             raise Fault(REASON)
         return measure_alike(layers)

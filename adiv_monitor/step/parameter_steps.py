@@ -8,29 +8,26 @@ every row of θ with a fixed vector, taken twice. The first measured step of a l
 everything, and its result decides (`RunHistory`).
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Generic
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from adiv_monitor.capture.entries import is_small
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype, to_device
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import T
+from adiv_monitor.step.run_history import RunHistory
+from adiv_monitor.step.side_by_side import Entries, SideBySide, any_differs
 
-# Parameters up to this size are processed together, and their products go to the host unreduced.
-_SMALL = 8_192
 _GOLDEN = 0.6180339887498949  # all multiples differ in their fractional part
-_RANGES, _RANGE = 16, 64
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,48 +43,6 @@ class PieceNumbers(Generic[T]):
     a_a: dict[int, T] = field(default_factory=dict)
     a_w: dict[int, T] = field(default_factory=dict)
     a_gamma: dict[int, T] = field(default_factory=dict)
-
-
-@dataclass
-class RunHistory:
-    """The run history; until the first measured step, everything is considered possible.
-
-    Attributes:
-        gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
-        weights_change: whether the weights change after the step, so a differs from u.
-        learnt: whether a first step was measured.
-        suspected: layers whose gradient seemed to exceed GᵀΦ of their rows at the last step.
-        distrusted: layers whose gradient was once not that of their rows times a known factor.
-        idle: layers that had zero-gradient rows.
-        seen: layers that were measured, or found to be unmeasurable.
-        copies: on a CPU, the copies of the last step, whose memory the next step uses again: each
-            page of new memory costs a fault, more than the copy itself.
-    """
-
-    gradient_changes: bool = True
-    weights_change: bool = True
-    learnt: bool = False
-    suspected: set[str] = field(default_factory=set)
-    distrusted: set[str] = field(default_factory=set)
-    idle: set[str] = field(default_factory=set)
-    seen: set[str] = field(default_factory=set)
-    copies: list[Tensor] = field(default_factory=list)
-
-    def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
-        """Record the changes seen; each is expected from then on, even if seen only once."""
-        if not self.learnt:
-            self.gradient_changes = self.weights_change = False
-            self.learnt = True
-        self.gradient_changes |= gradient_changed
-        self.weights_change |= weights_changed
-
-    def expects_idle(self, path: str) -> bool:
-        """Return whether it may have zero-gradient rows; its mean feature is then the sample's."""
-        return path not in self.seen or path in self.idle
-
-    def knows(self, paths: Collection[str]) -> bool:
-        """Return whether all these layers were seen before; a new one may do anything."""
-        return self.seen.issuperset(paths)
 
 
 class ParameterSteps:
@@ -139,7 +94,7 @@ class ParameterSteps:
             if p.view is None:
                 self._whole[of] = p.key
             grads[p.key] = p.own(self._parameters[of])
-        self._seen = _Entries(self._parameters)
+        self._seen = Entries(self._parameters)
         small = [p.key for p in self._small]
         self._gammas = SideBySide({key: grads[key] for key in small})
         self._befores = SideBySide({key: values[key] for key in small} if updates else {})
@@ -240,9 +195,9 @@ class ParameterSteps:
             elif p.key in self._update:
                 moved = to_compute_dtype(self._before[p.key]) - to_compute_dtype(p.value())
                 pairs += [(moved, self._update[p.key])]
-        return not bool(_any_differs(pairs))
+        return not bool(any_differs(pairs))
 
-    def _small_moves(self, applied: "SideBySide") -> list[tuple[Tensor, Tensor]]:
+    def _small_moves(self, applied: SideBySide) -> list[tuple[Tensor, Tensor]]:
         """Return the moves of small pieces, now and after the optimizer's step."""
         assert self._updates is not None
         return [(applied.flat[key], of_small) for key, of_small in self._updates.flat.items()]
@@ -264,7 +219,7 @@ class ParameterSteps:
                 for p in self._large
                 if p.key in self._stepped
             ]
-            differs = _any_differs(pairs)
+            differs = any_differs(pairs)
         else:
             found.a_a.update(applied.times(applied))
             found.a_w.update(applied.times(update))
@@ -294,7 +249,7 @@ class ParameterSteps:
         with without_autocast(rows):  # the next forward pass may use autocast
             return rows @ self._places[kind]
 
-    def _taken_from_small(self) -> "SideBySide":
+    def _taken_from_small(self) -> SideBySide:
         now = SideBySide({p.key: p.value() for p in self._small})
         return self._befores.minus(now)
 
@@ -302,116 +257,6 @@ class ParameterSteps:
     def places(self) -> dict[int, tuple[int, slice]]:
         """For each small piece by key, the product that contains it and the slice in it."""
         return self._gammas.places
-
-
-class SideBySide:
-    """Small tensors, concatenated on each device in compute precision.
-
-    Args:
-        tensors: the tensors, by the keys of pieces.
-
-    Attributes:
-        flat: the concatenated tensors of each device, by negative keys that no piece has.
-    """
-
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        kinds: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
-        for key, tensor in tensors.items():
-            kinds[tensor.device][key] = tensor
-        self._kinds = list(kinds.values())
-        self.flat = {-1 - i: _side_by_side(list(of.values())) for i, of in enumerate(self._kinds)}
-
-    @cached_property
-    def views(self) -> dict[int, Tensor]:
-        """The parts of `flat`, by the keys of pieces."""
-        found: dict[int, Tensor] = {}
-        for tensor, of in zip(self.flat.values(), self._kinds, strict=True):
-            views = _unflatten_dense_tensors(tensor, list(of.values()))  # type: ignore[no-untyped-call]
-            found.update(zip(of, views, strict=True))
-        return found
-
-    @property
-    def places(self) -> dict[int, tuple[int, slice]]:
-        """For each piece by key, the flat tensor that contains it and the slice in it."""
-        found: dict[int, tuple[int, slice]] = {}
-        for i, of in enumerate(self._kinds):
-            end = 0
-            for key, tensor in of.items():
-                start, end = end, end + tensor.numel()
-                found[key] = -1 - i, slice(start, end)
-        return found
-
-    def times(self, other: "SideBySide") -> dict[int, Tensor]:
-        """Return the elementwise products of all entries."""
-        return {key: mine * other.flat[key] for key, mine in self.flat.items()}
-
-    def minus(self, other: "SideBySide") -> "SideBySide":
-        """Return the differences; they overwrite the other tensors."""
-        for key, mine in self.flat.items():
-            torch.sub(mine, other.flat[key], out=other.flat[key])
-        return other
-
-
-def _side_by_side(tensors: list[Tensor]) -> Tensor:
-    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return to_compute_dtype(flat.clone() if len(tensors) == 1 else flat)
-
-
-class _Entries:
-    """Copies of sampled entries of many tensors, concatenated for each dtype and device."""
-
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        kinds = _sampled(tensors)
-        self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
-        self._places: dict[int, tuple[object, int, int]] = {}  # kind, start and length
-        for kind, parts in kinds.items():
-            end = 0
-            for key, part in parts.items():
-                length = part.shape[0]
-                self._places[key] = kind, end, length
-                end += length
-
-    def of(self, key: int) -> Tensor:
-        kind, start, length = self._places[key]
-        return self._flat[kind].narrow(0, start, length).flatten()
-
-    def differ(self, tensors: Mapping[int, Tensor]) -> Tensor:
-        """Return whether any of these entries of the same tensors differs now."""
-        now = _sampled(tensors).items()
-        return _any_differs(
-            [(self._flat[kind], torch.cat(list(parts.values()))) for kind, parts in now]
-        )
-
-
-def _sampled(tensors: Mapping[int, Tensor]) -> dict[object, dict[int, Tensor]]:
-    """Return the `sampled_entries` of tensors, by dtype, device and number of dimensions."""
-    kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
-    for key, tensor in tensors.items():
-        entries = sampled_entries(tensor)
-        kinds[entries.dtype, entries.device, entries.dim()][key] = entries
-    return kinds
-
-
-def _any_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return whether any entries of these pairs differ, or their shapes or devices.
-
-    Bits are compared, so NaN equals itself.
-    """
-    kinds: dict[object, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for one, other in pairs:
-        if one.shape != other.shape or one.device != other.device:
-            return torch.ones((), dtype=torch.bool)
-        kinds[one.dtype, one.device].append((one, other))
-    flags = []
-    for of_kind in kinds.values():
-        one, other = (
-            torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors[1:] else tensors[0]
-            for tensors in zip(*of_kind, strict=True)
-        )
-        flags.append((bits(one) != bits(other)).any())
-    if not flags:  # one of several ranks may have nothing to measure
-        return torch.zeros((), dtype=torch.bool)
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 
 def _copied(history: RunHistory, *several: dict[int, Tensor]) -> list[dict[int, Tensor]]:
@@ -431,40 +276,6 @@ def _copied(history: RunHistory, *several: dict[int, Tensor]) -> list[dict[int, 
 def _placed(tensor: Tensor) -> tuple[object, ...]:
     # Tensors that were made in inference mode can't be written to outside of it.
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
-
-
-def is_small(parameter: Tensor) -> bool:
-    """Return whether a parameter's products go to the host unreduced."""
-    return parameter.numel() <= _SMALL
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of the numbers as integers."""
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def sampled_entries(tensor: Tensor) -> Tensor:
-    """Return all entries, or 1,024 in evenly spaced ranges, which touch few cache lines."""
-    flat = tensor.view(-1) if tensor.is_contiguous() else _flat_in_memory(tensor)
-    count = flat.shape[0]
-    if count <= _RANGES * _RANGE:
-        return flat
-    return flat.as_strided((_RANGES, _RANGE), (count // _RANGES, 1), flat.storage_offset())
-
-
-def lies_as(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether the entries of two tensors of one shape have the same memory order."""
-    mine, others = tensor.stride(), other.stride()
-    if mine == others:
-        return True
-    strides = zip(tensor.shape, mine, others, strict=True)
-    return all(a == b for size, a, b in strides if size > 1)
-
-
-def _flat_in_memory(tensor: Tensor) -> Tensor:
-    """Return all entries in memory order."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1).contiguous()
 
 
 def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -1,0 +1,43 @@
+"""The entries of tensors by which gradients are recognised, in memory order."""
+
+import torch
+from torch import Tensor
+
+# Parameters up to this size are processed together, and their products go to the host unreduced.
+_SMALL = 8_192
+_RANGES, _RANGE = 16, 64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_small(parameter: Tensor) -> bool:
+    """Return whether a parameter's products go to the host unreduced."""
+    return parameter.numel() <= _SMALL
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bits of the numbers as integers."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def sampled_entries(tensor: Tensor) -> Tensor:
+    """Return all entries, or 1,024 in evenly spaced ranges, which touch few cache lines."""
+    flat = tensor.view(-1) if tensor.is_contiguous() else _flat_in_memory(tensor)
+    count = flat.shape[0]
+    if count <= _RANGES * _RANGE:
+        return flat
+    return flat.as_strided((_RANGES, _RANGE), (count // _RANGES, 1), flat.storage_offset())
+
+
+def lies_as(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether the entries of two tensors of one shape have the same memory order."""
+    mine, others = tensor.stride(), other.stride()
+    if mine == others:
+        return True
+    strides = zip(tensor.shape, mine, others, strict=True)
+    return all(a == b for size, a, b in strides if size > 1)
+
+
+def _flat_in_memory(tensor: Tensor) -> Tensor:
+    """Return all entries in memory order."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1).contiguous()

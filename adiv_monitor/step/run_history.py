@@ -1,0 +1,48 @@
+"""What measured steps showed about a run, which later steps rely on."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class RunHistory:
+    """The run history; until the first measured step, everything is considered possible.
+
+    Attributes:
+        gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
+        weights_change: whether the weights change after the step, so a differs from u.
+        learnt: whether a first step was measured.
+        suspected: layers whose gradient seemed to exceed GᵀΦ of their rows at the last step.
+        distrusted: layers whose gradient was once not that of their rows times a known factor.
+        idle: layers that had zero-gradient rows.
+        seen: layers that were measured, or found to be unmeasurable.
+        copies: on a CPU, the copies of the last step, whose memory the next step uses again: each
+            page of new memory costs a fault, more than the copy itself.
+    """
+
+    gradient_changes: bool = True
+    weights_change: bool = True
+    learnt: bool = False
+    suspected: set[str] = field(default_factory=set)
+    distrusted: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+    copies: list[Tensor] = field(default_factory=list)
+
+    def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
+        """Record the changes seen; each is expected from then on, even if seen only once."""
+        if not self.learnt:
+            self.gradient_changes = self.weights_change = False
+            self.learnt = True
+        self.gradient_changes |= gradient_changed
+        self.weights_change |= weights_changed
+
+    def expects_idle(self, path: str) -> bool:
+        """Return whether it may have zero-gradient rows; its mean feature is then the sample's."""
+        return path not in self.seen or path in self.idle
+
+    def knows(self, paths: Collection[str]) -> bool:
+        """Return whether all these layers were seen before; a new one may do anything."""
+        return self.seen.issuperset(paths)
