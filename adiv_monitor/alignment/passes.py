@@ -93,7 +93,9 @@ def run_probe(
             stack.enter_context(torch.no_grad())
             for device_type in {"cpu", *(device.type for device in others)}:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-            stack.enter_context(parametrize.cached())  # so that a weight is one tensor throughout
+            # So that a weight is one tensor throughout. `untouched` resets it. The generator of
+            # `parametrize.cached()`, left by an interrupt, would count down once more when it dies.
+            parametrize._cache_enabled = 1
             _evaluating(modules)
             seeing = stack.enter_context(_seeing(model, found, entrywise, called))
             # The model may change its arguments in place.

@@ -155,13 +155,15 @@ class Capture:
             else:
                 self.unreached[layer.path] = _why_unreached(layer)
         shared = self.layers.shared(reached, self._without_rule.unmeasured)
-        knows_own = self._selection.peers is None
-        return {
-            layer: self._gathering.captured(
-                layer, calls, is_shared=layer.path in shared, knows_own=knows_own
-            )
-            for layer, calls in reached.items()
-        }
+        captured, knows_own = self._gathering.captured, self._selection.peers is None
+        found: dict[Layer, CapturedLayer] = {}
+        for layer, calls in reached.items():
+            is_shared = layer.path in shared
+            try:
+                found[layer] = captured(layer, calls, is_shared=is_shared, knows_own=knows_own)
+            except Exception as error:
+                self.layers.failed(layer.path, error)
+        return found
 
     def _trains(self, parameter: nn.Parameter) -> bool:
         """Return whether an unmeasured use of the parameter received a gradient."""

@@ -186,6 +186,29 @@ class DenseFeatures(Features):
         assert self.phi is not None
         return self.phi.new_full((len(self.phi), 1), self.bias)
 
+    @property
+    def has_gram(self) -> bool:
+        """Whether M = ΦΦᵀ is a single (rows, rows) matrix."""
+        return self.groups == 1 and self.weight_gain is None and not self.mixes_rows
+
+    def gram(self) -> Float[Tensor, "rows rows"]:
+        """Return M = ΦΦᵀ; requires a single group."""
+        if self.phi is None or isinstance(self.bias, Tensor):
+            columns = self.columns()[:, 0]
+            return columns @ columns.T
+        gram = self.phi[:, 0] @ self.phi[:, 0].T
+        return gram if self.bias is None else gram.add_(self.bias**2)
+
+    def times(self, v: Float[Tensor, " columns"]) -> Float[Tensor, " rows"]:
+        """Return Φ v; requires a single group; the last entry of v belongs to the bias."""
+        width = 0 if self.phi is None else self.phi.shape[2]
+        moved = None if self.phi is None else self.phi[:, 0] @ v[:width]
+        if self.bias is None:
+            assert moved is not None
+            return moved
+        bias = self.bias[:, 0] if isinstance(self.bias, Tensor) else self.bias
+        return bias * v[width] if moved is None else moved + bias * v[width]
+
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k of every row, its product with the active rows' sum."""
         if self.phi is None:

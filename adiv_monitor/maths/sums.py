@@ -308,6 +308,7 @@ class Evidence(Generic[T]):
         since: the first parameter's entries now and at the end of the last pass; for parts that
             travel between ranks, their factor and what is not a multiple, for each rank.
         foreign: norm of the gradient that was there before the rows'.
+        probe: γv − Gᵀ(Φv) and γv, see `plain_step.probe`.
         rule_error: relative difference of the layer's output from the output by its rule.
         replay_error: relative difference of a rerun call's output from the original.
     """
@@ -323,6 +324,7 @@ class Evidence(Generic[T]):
     contributed: tuple[T | None, ...] = ()
     since: T | None = None
     foreign: T | None = None
+    probe: T | None = None
     rule_error: T | None = None
     replay_error: T | None = None
 

@@ -124,7 +124,8 @@ def untouched(
     buffers = {module: dict(module._buffers.items()) for module in modules}
     contents = Contents(modules)
     scripted = {m: m.training for m in modules if isinstance(m, torch.jit.ScriptModule)}
-    modes, cached, eager = function_modes(), parametrize._cache_enabled, forced_eager()
+    cached = parametrize._cache_enabled, parametrize._cache
+    modes, eager = function_modes(), forced_eager()
     deterministic, outside = torch.get_deterministic_debug_mode(), _rerun.under_way
     thread = ThreadState(whole=True)
     restored = False
@@ -132,7 +133,7 @@ def untouched(
     def put_back() -> None:
         _rerun.under_way = outside
         eager.leave()
-        parametrize._cache_enabled = cached
+        parametrize._cache_enabled, parametrize._cache = cached
         set_function_modes(modes)
         thread.put_back()
         if torch.get_deterministic_debug_mode() != deterministic:
@@ -152,7 +153,7 @@ def untouched(
 
     try:
         set_function_modes(())
-        parametrize._cache_enabled = 0
+        parametrize._cache_enabled, parametrize._cache = 0, {}
         _rerun.under_way = True
         with eager, torch.inference_mode(False), torch.enable_grad():
             found = run()

@@ -37,7 +37,7 @@ from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.layer_in_progress import LayerInProgress, products
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import WeightVersion, act
+from adiv_monitor.step.row_moves import WeightVersion, act, gram_is_less, probe
 from adiv_monitor.step.rows_across_ranks import partition
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.unsharded import UnshardedParameters
@@ -177,10 +177,26 @@ class FinalGradient:
             factor=factor,
             z=joined([call.z for call in calls]),
         )
-        self._move_by_gradient(measured, gamma)
+        # With several ranks γ also holds the rows of the others.
+        trusted = self._is_alone and not reason and own is None
+        trusted = trusted and layer.path not in self._history.distrusted
+        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
+            self._move_by_rows(measured, features, gamma)
+        else:
+            self._move_by_gradient(measured, gamma)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
         captured.rows.release()
+
+    def _move_by_rows(
+        self, measured: LayerInProgress, features: DenseFeatures, gamma: Parts
+    ) -> None:
+        """Compute e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ, and the probe that tests that."""
+        measured.G, measured.factor = measured.scaled(), None
+        measured.e = features.gram() @ measured.G, None
+        probed = probe(measured.layer, features, measured.G, gamma, self._generator)
+        evidence = replaced(measured.sums.evidence, probe=probed)
+        measured.sums = replaced(measured.sums, evidence=evidence)
 
     def _move_by_gradient(self, measured: LayerInProgress, gamma: Parts) -> None:
         """Compute e = Φγᵀ, and the scales of rows whose weight is computed from parameters."""

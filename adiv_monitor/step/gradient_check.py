@@ -150,7 +150,13 @@ def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: 
         return "edited"
     if earlier_share(seen, gamma) > 0:
         return "earlier"
-    return contributed(seen, found, factor * scale)
+    if reason := contributed(seen, found, factor * scale):
+        return reason
+    if seen.probe is not None:
+        difference, whole = np.linalg.norm(seen.probe, axis=1)
+        if difference > 10 * seen.tolerance * whole + factor * seen.rounding:
+            return "more"
+    return ""
 
 
 def earlier_share(seen: Evidence[Array], gamma: float) -> float:

@@ -1,14 +1,17 @@
 """Readings of models agree with the definitions, computed by hand from unfolded inputs."""
 
 import copy
+import gc
 import math
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from adiv_monitor.alignment import Alignment, Probe, log_alignment, spectral_alignment
@@ -519,6 +522,35 @@ def test_a_reading_changes_nothing() -> None:
     assert all(torch.equal(plain[1][key], read[1][key]) for key in plain[1])
     assert torch.equal(plain[2], read[2])
     assert plain[3] == read[3]
+
+
+def test_weights_that_the_training_caches_stay_its_own() -> None:
+    """`parametrize.cached()` around a step: no reading takes its weights, or leaves others."""
+    model = nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))
+    alignment = Alignment(model, Probe(torch.randn(8, 4)))
+    with parametrize.cached():
+        held = model[0].weight
+        alignment.read()
+        assert model[0].weight is held and held.requires_grad
+    assert model[0].weight is not held
+
+
+def test_an_interrupt_leaves_no_weights_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt before `with` blocks are left; what they hold dies with its traceback."""
+
+    class Interrupted(ExitStack):
+        def __exit__(self, *error: object) -> bool:
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))
+    alignment = Alignment(model, Probe(torch.randn(8, 4)))
+    with monkeypatch.context() as patch:
+        patch.setattr("adiv_monitor.alignment.passes.ExitStack", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            alignment.read()
+    gc.collect()
+    assert model[0].weight is not model[0].weight
+    alignment.read()
 
 
 def test_what_a_probe_can_not_be() -> None:

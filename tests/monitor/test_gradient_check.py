@@ -112,8 +112,9 @@ def test_entries_of_another_number_are_not_compared() -> None:
 
 
 def test_nothing_speaks_against_the_gradient_of_the_rows() -> None:
+    probe = np.array([[0.0, 0.0], [3.0, 4.0]])
     known = replace(handed_on((GAMMA, GAMMA)), then=GAMMA, foreign=np.array(0))
-    assert against(SEEN) == against(known) == ""
+    assert against(SEEN) == against(replace(known, probe=probe)) == ""
 
 
 @pytest.mark.parametrize("gamma", [0.0, math.inf, math.nan])
@@ -133,6 +134,13 @@ def test_an_edited_gradient(rest: float, reason: str) -> None:
 def test_what_was_there_before_the_rows(factor: float, share: float, reason: str) -> None:
     held = share * SEEN.tolerance * math.sqrt(SQUARE) / factor
     assert against(replace(SEEN, foreign=np.array(held)), factor) == reason
+
+
+@pytest.mark.parametrize(("share", "reason"), [(0.9, ""), (1.1, "more")])
+def test_a_probe(share: float, reason: str) -> None:
+    whole = np.array([3.0, 4.0])
+    probe = np.array([10 * share * SEEN.tolerance * whole, whole])
+    assert against(replace(SEEN, probe=probe)) == reason
 
 
 @pytest.mark.parametrize(("rest", "reason"), [(0.9, ""), (1.1, "more")])
@@ -210,6 +218,7 @@ OTHER = across(GAMMA, 1.0)
         handed_on((0 * GAMMA, OTHER)),
         handed_on((GAMMA, 0 * GAMMA)),
         replace(SEEN, foreign=np.array(10.0)),
+        replace(SEEN, probe=np.array([[30.0, 0.0], [3.0, 4.0]])),
     ],
 )
 def test_a_gradient_that_may_be_rounding_leads_to_no_conclusion(
@@ -222,6 +231,7 @@ def test_a_gradient_that_may_be_rounding_leads_to_no_conclusion(
         rounded,
         now=tuple(None if now is None else 1e4 * now for now in rounded.now),
         foreign=None if rounded.foreign is None else 1e4 * rounded.foreign,
+        probe=None if rounded.probe is None else 1e4 * rounded.probe,
     )
     is_zero = any(now is not None and not now.any() for now in found.now)
     if found.then is None and not is_zero:
