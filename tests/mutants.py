@@ -51,6 +51,8 @@ _MONITOR_TESTS = {
     "maths/totals.py": ["test_all_rows", "test_uneven_rows", *_MEASURED],
     "capture/sampling.py": ["test_sampling"],
     "step/parameter_steps.py": ["test_distributed", "test_sharded", *_COURSE],
+    "step/side_by_side.py": ["test_distributed", "test_sharded", *_COURSE],
+    "capture/entries.py": ["test_gradients", *_COURSE],
     "capture/accumulation.py": ["test_distributed", *_COURSE],
     "capture/gradient_shares.py": ["test_contributions", *_COURSE],
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules", "test_trace"],

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from adiv_monitor.alignment.passes import run_probe
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.forwards import FunctionToCall
-from adiv_monitor.features.scores import attention
 
 _MOST_SAMPLES = 8
 _ROUNDING = 0.01
@@ -83,9 +82,14 @@ class _Watch:
 
 def _fused(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, int, float]:
     """Products of queries and keys, their size, and the scale."""
-    found = attention(*args, **kwargs)
-    query, key = found.query[:_MOST_SAMPLES].detach(), found.key[:_MOST_SAMPLES].detach()
-    return query @ key.mT, query.shape[-1], found.scale
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, scale = given["query"], given["key"], given.get("scale")
+    query, key = query[:_MOST_SAMPLES].detach(), key[:_MOST_SAMPLES].detach()
+    if given.get("enable_gqa"):
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    d = query.shape[-1]
+    return query @ key.mT, d, d**-0.5 if scale is None else float(scale)
 
 
 def scale_named(head_sizes: Mapping[int, int], scales: Mapping[int, float]) -> str:

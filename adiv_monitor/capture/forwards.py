@@ -128,7 +128,7 @@ class _Running(threading.local):
 
 
 class Watcher:
-    """Receives the events of the running forward calls; by default it does nothing."""
+    """Receives the events of the running forward calls; by default it only executes calls."""
 
     def called(self, call: FunctionToCall) -> Any:
         """Execute a call of a torch function and return its result."""

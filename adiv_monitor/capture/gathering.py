@@ -49,7 +49,7 @@ from adiv_monitor.rerun.twin import Arguments
 
 
 class Gathering:
-    """Chooses rows of the uses that are seen in a forward pass, and puts hooks on their outputs.
+    """Chooses rows of uses and puts hooks on their outputs. See `Takes`.
 
     Args:
         layers: the layers.
@@ -119,20 +119,7 @@ class Gathering:
         split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
-        """Gather rows of a use and put a hook on its output; `_on_gradient` receives its G.
-
-        Args:
-            use: the use.
-            output: the result of the function.
-            known: the layer or its path, if already known.
-            checked: whether the use is certain to describe the output.
-            split: how the ranks share the call, if `use` is this rank's part of it.
-            inputs: the autograd nodes that produced the function's inputs other than weights; None:
-                not known.
-
-        Returns:
-            The call, if the layer is watched.
-        """
+        """Gather rows of a use and put a hook on its output; `_on_gradient` receives its G."""
         layer = self._layers.of(use, known)
         if layer is None:
             return None
@@ -168,7 +155,7 @@ class Gathering:
         random: Randomness | None,
         inputs: Collection[Any],
     ) -> list[Tensor]:
-        """Choose rows of the maps in a recurrent call; return the weights that they account for."""
+        """Choose rows of the maps in a recurrent call and put hooks on its outputs."""
         if made.refusal is not None:
             raise Refused(made.refusal)
         calls: dict[str, Call] = {}
@@ -205,16 +192,7 @@ class Gathering:
         tensors: list[Tensor],
         inputs: Collection[Any],
     ) -> None:
-        """Gather rows of a module that has run and is measured as a whole, and hook its output.
-
-        Args:
-            module: the module.
-            names: the names of the parameters to measure.
-            arguments: the arguments of its forward.
-            outputs: determines which tensors of the output are z.
-            tensors: these tensors.
-            inputs: see `use`.
-        """
+        """Gather rows of a module that is measured as a whole and hook its output."""
         left = [module.get_parameter(name) for name in names]
         if any(map(is_shard, tensors)):  # taking rows of a shard could need a collective
             self._without_rule.refuse(left, NO_RULE)
@@ -290,7 +268,7 @@ class Gathering:
         Args:
             layer: the layer of the call.
             outputs: the result of the call.
-            inputs: see `use`.
+            inputs: see `Takes.use`.
             call: the call, if its rows arrive before its contribution.
         """
         contributions = self._shares.of(layer)

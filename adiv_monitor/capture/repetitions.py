@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.capture.forwards import Forwards, Function
-from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.tape import whole_of
 from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
@@ -84,7 +84,7 @@ class Repetitions:
         forwards: Forwards,
         layers: Layers,
         provenance: Provenance,
-        takes: Gathering,
+        takes: Takes,
         noting: Noting,
     ) -> None:
         self._forwards = forwards

@@ -8,7 +8,6 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall, Watcher
-from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
 from adiv_monitor.capture.layer_rows import Call
@@ -16,6 +15,7 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.split_calls import Split, uses_of_parts
+from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.trace import Called, Known, Record, versions
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
@@ -57,7 +57,7 @@ class Watching(Watcher):
         forwards: Forwards,
         layers: Layers,
         without_rule: ParametersWithoutRule,
-        takes: Gathering,
+        takes: Takes,
         *,
         repeated: bool = False,
     ) -> None:

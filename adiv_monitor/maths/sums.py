@@ -215,6 +215,21 @@ class Totals(Generic[T]):
     weight_sum: T | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Counts over the sampled rows of a rank, before some are left out.
+
+    Attributes:
+        active: number of active rows.
+        seen: number of rows.
+        squares: Σ ‖φ_W‖² of the active rows.
+    """
+
+    active: int
+    seen: int
+    squares: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Common(Generic[T]):
     """Sums for `common_share`: how similar the features of the active rows are.
@@ -223,14 +238,13 @@ class Common(Generic[T]):
         products: φ_r·Σ_k φ_k of every row, with the sum over the sampled active rows.
         norms: ‖φ_W‖ of every row.
         sum: Σ_k φ_k; None if no other rank needs it.
-        counted: of the rows of the sum, the number of active ones, that of all, and Σ ‖φ_W‖² of the
-            active ones; None if these are the rows of the record.
+        counted: counts over the rows of the sum; None if these are the rows of the record.
     """
 
     products: T
     norms: T
     sum: T | None = None
-    counted: tuple[float, ...] | None = None
+    counted: Counted | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

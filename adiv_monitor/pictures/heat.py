@@ -223,11 +223,14 @@ def _name_rows(
 def _steps(
     picture: Picture, left: float, top: float, width: float, steps: tuple[int, ...], font: Font
 ) -> None:
-    """Draw the numbers of at most five steps below a grid, equally far apart, the first first."""
-    regular = range(0, len(steps), max(-(-(len(steps) - 1) // 4), 1))
-    chosen = dict.fromkeys([0, regular[-1], regular[len(regular) // 2], *regular])
-    each = width / len(steps)
-    _row(picture, left, top, width, {(i + 0.5) * each: f"{steps[i]:,}" for i in chosen}, font)
+    """Draw the numbers of at most five steps below a grid, equally far apart, from the first on."""
+    each, last = width / len(steps), len(steps) - 1
+    for between in (4, 3, 2, 1):
+        regular = range(0, len(steps), max(-(-last // between), 1))
+        labels = {(i + 0.5) * each: f"{steps[i]:,}" for i in regular}
+        if len(_placed(left, top, width, labels, font)) == len(labels):
+            break
+    _row(picture, left, top, width, labels, font)
 
 
 def _bar(
@@ -252,14 +255,22 @@ def _row(
     picture: Picture, left: float, top: float, width: float, labels: dict[float, str], font: Font
 ) -> None:
     """Draw labels centred at their places, within the width; earlier labels take precedence."""
-    kept: list[Box] = []
+    for box, words in _placed(left, top, width, labels, font):
+        picture.text(box.left, top, words, font)
+
+
+def _placed(
+    left: float, top: float, width: float, labels: dict[float, str], font: Font
+) -> list[tuple[Box, str]]:
+    """Return the labels that `_row` has room for."""
+    kept: list[tuple[Box, str]] = []
     for place, words in labels.items():
         wide = font.width(words)
         begin = min(max(place - wide / 2, 0), width - wide)
         box = Box(left + begin, top, left + begin + wide, top + font.line)
-        if wide <= width and not any(box.overlaps(other, _APART) for other in kept):
-            kept.append(box)
-            picture.text(box.left, top, words, font)
+        if wide <= width and not any(box.overlaps(other, _APART) for other, _ in kept):
+            kept.append((box, words))
+    return kept
 
 
 def _legend(picture: Picture, top: float, measures: Sequence[str], font: Font) -> None:

@@ -7,7 +7,7 @@ collective that was agreed on (`Collectives.settle`).
 
 import math
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,13 @@ from torch import Tensor
 from adiv_monitor.capture.weights.shards import part_of, sharded_as
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 
-# (point, participates=True) → whether all ranks participate in it; waits for them if this one does.
-Agree = Callable[..., bool]
+
+class Agree(Protocol):
+    """Function that returns whether all ranks participate in the point of this name."""
+
+    def __call__(self, point: str, *, participates: bool = True) -> bool:
+        """Wait for the other ranks; or decline, without waiting, if `participates` is False."""
+        ...
 
 
 class Collectives:

@@ -20,6 +20,7 @@ from adiv_monitor.maths.sums import (
     Blocks,
     CeilingSums,
     Common,
+    Counted,
     Dots,
     Evidence,
     LayerSums,
@@ -51,8 +52,8 @@ def counted(layer: RankSums) -> RankSums:
     if layer.common is None:
         return layer
     active = of_rows(layer, Vector.G, Vector.G) != 0
-    squares = (layer.common.norms[active] ** 2).sum()
-    of = float(active.sum()), float(len(active)), float(squares)
+    squares = float((layer.common.norms[active] ** 2).sum())
+    of = Counted(int(active.sum()), len(active), squares)
     return replace(layer, common=replace(layer.common, counted=of))
 
 
@@ -373,7 +374,9 @@ def _common(
     known, of_each = _every(x.counted for x in several), _every(x.sum for x in several)
     if known is None or of_each is None:
         return Common(products, norms)
-    count, seen, squares = np.array(known).T
+    count = np.array([float(of.active) for of in known])
+    seen = np.array([float(of.seen) for of in known])
+    squares = np.array([of.squares for of in known])
     sums, total = np.stack(of_each), np.array([float(x.total) for x in rows])
     with np.errstate(divide="ignore", invalid="ignore"):
         active = np.where(seen > 0, total * count / seen, 0.0)

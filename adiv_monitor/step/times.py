@@ -73,9 +73,11 @@ def step_times(parameter: Tensor) -> StepTimes[float] | StepTimes[torch.cuda.Eve
     if not parameter.is_cuda:  # the device has done its work when Python goes on
         return StepTimes(time.perf_counter, lambda start, end: end - start)
 
+    device = parameter.device
+
     def now() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(parameter.device))
+        event.record(torch.cuda.current_stream(device))
         return event
 
     def passed(start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:

@@ -2,9 +2,9 @@
 
 A gradient step moves a weight Θ = f(θ) by JJᵀ(GᵀΦ), J = ∂Θ/∂θ. Only if JJᵀ = 1 is that a plain step
 of Θ itself, with scales ‖φ_r‖²: a mask, for example, keeps the gradient's norm, but some entries of
-φ_r have no effect. If JJᵀ is diagonal, a row alone moves its
-own output n by Σ_p a_np φ_rp² g_rn, with JJᵀ's entries a_np: that is the scale. Otherwise a row's
-own part of its move is unknown, and its measures are missing.
+φ_r have no effect. If JJᵀ is diagonal, a row alone moves its own output n by Σ_p a_np φ_rp² g_rn,
+with JJᵀ's entries a_np: that is the scale. Otherwise a row's own part of its move is unknown, and
+its measures are missing.
 
 JJᵀv for two random v determines which of the three holds (R. Freivalds 1977). The host decides
 that later, so that it does not wait for the device.

@@ -196,9 +196,9 @@ class Sweep:
         mine = [run for run in runs if run["arm"] == arm]
         for name, value in {**self.about, "advice": advice}.items():
             for run in mine if name == "advice" else runs:
-                if run[name] != value:
+                if run.get(name) != value:
                     raise OtherRuns(
-                        f"{self.file} holds runs of another {name}: {run[name]!r}, expected "
+                        f"{self.file} holds runs of another {name}: {run.get(name)!r}, expected "
                         f"{value!r}; choose another --out"
                     )
         done = {(run["learning_rate"], run["seed"]) for run in mine}

@@ -12,6 +12,7 @@ import torch
 from cases import CASES, loss_of
 from setups import EXACT, mlp, one_step, same
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.captured_layer import CapturedLayer
@@ -36,6 +37,62 @@ def test_calls_without_rows_are_no_calls() -> None:
     assert found.layers[""].rows_total == 30
     few = one_step(model, lambda m: backward(m, parts), max_rows=8)
     assert few.layers[""].rows_seen == 8
+
+
+NORMS = {
+    "batch": lambda: nn.BatchNorm1d(8),
+    "batch, evaluated": lambda: nn.BatchNorm1d(8).eval(),
+    "layer": lambda: nn.LayerNorm(8),
+    "rms": lambda: nn.RMSNorm(8),
+    "group": lambda: nn.GroupNorm(2, 8),
+    "instance": lambda: nn.Sequential(nn.Unflatten(0, (1, -1)), nn.InstanceNorm1d(16, affine=True)),
+    "linear": lambda: nn.Linear(8, 8),
+    "bilinear": lambda: OfItself(nn.Bilinear(8, 8, 4)),
+    "gain": lambda: nn.PReLU(8),
+    "einsum": lambda: Function(
+        "w", torch.randn(4, 8), lambda w, x: torch.einsum("bi,oi->bo", x, w)
+    ),
+    "offset": lambda: Function("w", torch.randn(8), lambda w, x: x + w),
+    "product": lambda: Function("w", torch.randn(8), lambda w, x: x * w),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, groups=2)),
+    "weight norm": lambda: weight_norm(nn.Linear(8, 8)),
+}
+
+
+class Function(nn.Module):
+    def __init__(self, name: str, value: Tensor, function: Any) -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(value))
+        self.name, self.function = name, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(getattr(self, self.name), x)
+
+
+class OfItself(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_forward_pass_that_is_thrown_away_keeps_no_tensor(name: str) -> None:
+    """What is upstream of a layer dies with the output: of it, the monitor holds no graph."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), NORMS[name](), nn.Tanh())
+    alive: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda m, args, out: alive.append(weakref.ref(out)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for number in range(3):
+            out = model(torch.randn(16, 8))
+            del out
+            assert [ref() for ref in alive] == [None] * (number + 1)
+        model(torch.randn(16, 8)).square().sum().backward()
+        optimizer.step()
+    assert monitor.latest.coverage == 1
 
 
 def test_tokens_that_are_changed_after_the_look_up() -> None:

@@ -94,6 +94,12 @@ def test_numbers_of_steps_are_equally_far_apart(steps: int) -> None:
     shown = sorted({known[words] for _, words in heat_picture(found).texts if words in known})
     assert shown[0] == 0 and len(shown) >= min(steps, 3)
     assert len(set(np.diff(shown))) <= 1
+    panels = [filled(measure, 3, steps) for measure in OVERVIEW]
+    texts = overview_picture(panels, "Nothing", ["• all"], ()).texts
+    of_first = [(box.left, known[words]) for box, words in texts if words in known]
+    ends = [i for i, (_, step) in enumerate(of_first) if step == 0][1:]
+    numbers = [step for _, step in of_first[: ends[0] if ends else None]]
+    assert numbers[0] == 0 and len(set(np.diff(numbers))) <= 1
 
 
 def test_a_long_path_keeps_its_number() -> None:

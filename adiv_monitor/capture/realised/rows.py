@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
-from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
@@ -46,8 +45,8 @@ class _KnownLayers(Layers):
         raise error
 
 
-class RerunRows(Gathering):
-    """Finds the layers of a captured step in a rerun and takes z of its rows.
+class RerunRows:
+    """Finds the layers of a captured step in a rerun and takes z of its rows. See `Takes`.
 
     Args:
         model: the model.
@@ -67,15 +66,20 @@ class RerunRows(Gathering):
         self._lost: dict[str, str] = {}
         self._provenance = Provenance(model, selection.parameters, first.pieces)
         guard = Guard()  # no training step runs that an error could disturb
-        forwards = Forwards.of(selection, guard, repeated=True)
-        names = Names(model, selection, forwards)
+        self._forwards = Forwards.of(selection, guard, repeated=True)
+        names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
         context = Context(guard)
-        layers = _KnownLayers(names, self._provenance, chooser, context)
-        layers.found = first.layers.found
-        super().__init__(layers, forwards, ParametersWithoutRule(selection, guard))
+        self._layers = _KnownLayers(names, self._provenance, chooser, context)
+        self._layers.found = first.layers.found
+        self._without_rule = ParametersWithoutRule(selection, guard)
         self._watching = Watching(
-            selection, forwards, layers, self._without_rule, self, repeated=True
+            selection,
+            self._forwards,
+            self._layers,
+            self._without_rule,
+            self,
+            repeated=True,
         )
 
     def attach(self) -> None:
@@ -143,6 +147,8 @@ class RerunRows(Gathering):
         inputs: object,
     ) -> list[Tensor]:
         """Take z of the maps in a recurrent call."""
+        if made.refusal is not None:  # it was refused in the step, too
+            return []
         rows = maps_of(made, outputs[0].dtype, random)
         for use in uses_of(made):
             layer = self._layers.of(use)

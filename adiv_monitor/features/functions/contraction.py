@@ -11,7 +11,7 @@ The result's other letters are rows.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -110,7 +110,8 @@ def contraction(
         square, summed = found if factor == 1 else (factor**2 * found[0], factor * found[1])
         return Whole(square, (of_bias or 0.0) ** 2, summed)
 
-    return Use("linear", weight.tensor, bias, features, form.layout, whole, form.shaped)
+    bare = replace(form, data=())  # a step keeps layout and shape: the data would live as long
+    return Use("linear", weight.tensor, bias, features, bare.layout, whole, bare.shaped)
 
 
 @dataclass(frozen=True)

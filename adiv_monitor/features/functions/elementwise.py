@@ -5,16 +5,19 @@ that the normaliser itself uses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, joined, to_compute_dtype, to_device
+from adiv_monitor.features.rows import Rows, compute_dtype, joined, to_compute_dtype, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
-from adiv_monitor.features.whole import LateScales, in_parts
+from adiv_monitor.features.whole import LateScales, hooks_keep, in_parts
+
+# Autograd nodes that save the batch's mean and 1/√(var + ε) for the backward pass.
+_KEEP_MOMENTS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 
 
 def gain(
@@ -172,24 +175,57 @@ def batch_norm(
     if call.of_model(input):  # a weight that is standardised
         return None
 
-    running = None
-    if not training and running_mean is not None and running_var is not None:
-        running = running_mean, running_var
+    if training or running_mean is None or running_var is None:
+        return _by_batch(call.result, input, weight, bias, eps)
+    return _by_running(input, running_mean, running_var, weight, bias, eps)
 
-    @cache
-    def moments() -> tuple[Tensor, Tensor, Tensor]:
-        if running is None:
-            return _moments(_by_channel(input))
-        return running[0], torch.zeros_like(running[0]), running[1]
+
+def _by_running(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Use:
+    """Return the use of γ and δ where the running statistics normalise."""
 
     def normalised(rows: Rows) -> Tensor:
-        return _normalised(rows, input, eps, *moments())
+        shift = torch.zeros_like(running_mean)
+        return _normalised(rows, input, eps, running_mean, shift, running_var)
 
-    def every(x: Tensor, *_: Tensor) -> Iterator[Tensor]:
-        mean, shift, variance = map(to_compute_dtype, moments())
-        return _parts_normalised(x, mean, shift, (variance + eps).rsqrt())
+    def every(x: Tensor, mean: Tensor, variance: Tensor) -> Iterator[Tensor]:
+        mean = to_compute_dtype(mean)
+        reciprocal = (to_compute_dtype(variance) + eps).rsqrt()
+        return _parts_normalised(x, mean, torch.zeros_like(mean), reciprocal)
 
-    return gain(weight, bias, normalised, every, [input, *(running or ())])
+    return gain(weight, bias, normalised, every, [input, running_mean, running_var])
+
+
+def _by_batch(
+    result: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Use:
+    """Return the use of γ and δ where the batch's own statistics normalise."""
+    kept = _kept_moments(result)
+    shifts: list[Tensor] = []  # the rounding error of the saved mean
+
+    def normalised(rows: Rows) -> Tensor:
+        if kept is None:
+            return _normalised(rows, input, eps, *_moments(_by_channel(input)))
+        mean, reciprocal = kept
+        shifts.append(_parts_mean(_by_channel(input), mean))
+        return rows.take(input.movedim(1, -1)).sub_(mean).sub_(shifts[-1]).mul_(reciprocal)
+
+    def every(x: Tensor) -> Iterator[Tensor]:
+        if kept is None:
+            mean, shift, variance = _moments(_by_channel(x))
+            reciprocal = (variance + eps).rsqrt()
+        else:
+            mean, reciprocal = kept
+            shift = shifts[0] if shifts else _parts_mean(_by_channel(x), mean)
+        return _parts_normalised(x, mean, shift, reciprocal)
+
+    return gain(weight, bias, normalised, every, [input])
 
 
 def _parts_normalised(
@@ -216,6 +252,27 @@ def _normalised(
         shift, variance = shift.to(x.dtype), variance.to(x.dtype)
         return functional.batch_norm(x, shift, variance, eps=eps)
     return x.sub_(shift).mul_((to_compute_dtype(variance) + eps).rsqrt())
+
+
+def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the batch's mean and 1/√(var + ε) that batch_norm saved; None if unavailable.
+
+    They are unavailable if saved-tensor hooks are active.
+    """
+    node: Any = result.grad_fn
+    if node is None or node.name() not in _KEEP_MOMENTS or not node._saved_training:
+        return None
+    if hooks_keep():
+        return None
+    mean, reciprocal = node._saved_result1, node._saved_result2
+    # In pure half precision, the saved statistics are rounded to half precision as well.
+    return (mean, reciprocal) if mean.dtype == compute_dtype(result) else None
+
+
+def _parts_mean(x: Tensor, pivot: Tensor) -> Tensor:
+    """Return mean − pivot over all but the second of three dimensions: a mean's rounding error."""
+    means = [(to_compute_dtype(part) - pivot[:, None]).mean(2) for part in in_parts(x)]
+    return joined(means).mean(0)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

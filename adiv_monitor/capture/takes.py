@@ -1,0 +1,73 @@
+"""What a watched forward pass hands its uses to."""
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.split_calls import Split
+from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.uses import Use
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.twin import Arguments
+
+
+class Takes(Protocol):
+    """Receives the uses that are seen in a forward pass."""
+
+    def use(
+        self,
+        use: Use,
+        output: Tensor,
+        known: Layer | str | None = None,
+        *,
+        checked: bool = True,
+        split: Split | None = None,
+        inputs: Collection[Any] | None = None,
+    ) -> Call | None:
+        """Take a use and the function's result; return the call if the layer is watched.
+
+        Args:
+            use: the use.
+            output: the result of the function.
+            known: the layer or its path, if already known.
+            checked: whether the use is certain to describe the output.
+            split: how the ranks share the call, if `use` is this rank's part of it.
+            inputs: the autograd nodes that produced the function's inputs other than weights; None:
+                not known.
+        """
+        ...
+
+    def maps(
+        self,
+        made: RecurrentCall,
+        outputs: tuple[Tensor, ...],
+        random: Randomness | None,
+        inputs: Collection[Any],
+    ) -> list[Tensor]:
+        """Take a recurrent call and return the weights that its uses account for; see `use`."""
+        ...
+
+    def whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+        inputs: Collection[Any],
+    ) -> None:
+        """Take a module that has run and is to be measured as a whole.
+
+        Args:
+            module: the module.
+            names: the names of the parameters to measure.
+            arguments: the arguments of its forward.
+            outputs: determines which tensors of the output are z.
+            tensors: these tensors.
+            inputs: see `use`.
+        """
+        ...
