@@ -72,7 +72,7 @@ class BackwardHooks:
 
     # --- hooks -----------------------------------------------------------------------------------
 
-    def of(
+    def for_layers(
         self, paths: Sequence[str], function: Callable[..., None], *args: Any
     ) -> Callable[..., None]:
         """Return a hook that calls a function for some layers, with these arguments first."""
@@ -123,7 +123,7 @@ class BackwardHooks:
 
     # --- the gradients of parameters -------------------------------------------------------------
 
-    def follow(self, layer: Layer) -> None:
+    def follow_gradient(self, layer: Layer) -> None:
         """Follow the gradient of a watched layer's first parameter."""
         parameter = layer.parameters[0]
         key = id(parameter)

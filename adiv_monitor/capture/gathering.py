@@ -179,7 +179,7 @@ class Gathering:
             call.hook, call.replay = weakref.ref(late), weakref.WeakMethod(late.settle)
             self._layers.rows[call.layer.path].add(call)
         paths = [call.layer.path for call in calls.values()]
-        late.watch(outputs, partial(self._backward.of, paths))
+        late.watch(outputs, partial(self._backward.for_layers, paths))
         self._late.add(late)
         return used
 
@@ -277,7 +277,7 @@ class Gathering:
                 contribution.is_known = False
         elif contributions:
             path = layer.path
-            arrive = self._backward.of([path], Gathering._on_handed, self, path, call)
+            arrive = self._backward.for_layers([path], Gathering._on_handed, self, path, call)
             watched = self._layers.rows
             self._followed += follow(outputs, inputs, contributions, path, arrive, watched)
 
@@ -308,7 +308,7 @@ class Gathering:
                 self._shares.own(path, contribution.parameter).arrive(gradient)
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
-        self._backward.follow(layer)
+        self._backward.follow_gradient(layer)
         return self._layers.new_call(layer, shape, device, self._forwards.number)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
@@ -337,7 +337,7 @@ class Gathering:
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call
     ) -> Callable[[Tensor], None]:
         """Return the hook that receives the gradient of a call's output."""
-        arrive = self._backward.of([path], Gathering._on_gradient, self, layout, call)
+        arrive = self._backward.for_layers([path], Gathering._on_gradient, self, layout, call)
         call.hook = weakref.ref(arrive)
         return arrive
 
