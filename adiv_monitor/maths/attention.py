@@ -44,17 +44,25 @@ def attention_scale_mean(scales: ScaleSums[Array], rest: float) -> Estimate:
 
 
 def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
-    """std(D_ts) / mean(D_ts) over the active scores, ≥ 0; arguments of `attention_scale_mean`."""
+    """std(D_ts) / mean(D_ts) over the active scores, ≥ 0, minus its bias of order 1/samples.
+
+    Arguments are those of `attention_scale_mean`.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         shift, variance = (moment[:, None] for moment in _moments(scales))
         mean = scales.pivot + shift
         value = np.sqrt(variance) / mean
         # d log cv = dv/2v − dm/m, of every sample
-        of_mean = (scales.sum - shift * scales.count) / mean
+        of_mean = (scales.sum - shift * scales.count) / mean / _per_sample(scales)
         deviation = scales.square - 2 * shift * scales.sum + (shift**2 - variance) * scales.count
-        of_variance = np.where(variance > 0, deviation / variance, 0.0)
-        influence = value * (of_variance / 2 - of_mean) / _per_sample(scales)
-    return Estimate(value[:, 0], _error(influence, rest))
+        of_variance = np.where(variance > 0, deviation / variance, 0.0) / _per_sample(scales)
+        influence = value * (of_variance / 2 - of_mean)
+        # The second-order terms, as in `measures.scale_cv_of_rows`.
+        second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
+        lacking = np.where(variance > 0, (of_mean / value) ** 2, 0.0)
+        bias = _variance(second - lacking / 2, rest)
+    known = np.where(np.isfinite(bias), bias, 0.0)  # of one sample it is not
+    return Estimate(value[:, 0] * (1 - known), _error(influence, rest))
 
 
 def _moments(scales: ScaleSums[Array]) -> tuple[PerLayer, PerLayer]:
@@ -72,13 +80,18 @@ def _per_sample(scales: ScaleSums[Array]) -> Float[np.ndarray, "layers 1"]:
 
 def _error(influence: PerRow, rest: float) -> PerLayer:
     """Return the standard error of a ratio of means over samples; 0 if `rest` is 0."""
-    samples = influence.shape[1]
-    if not rest:
-        return np.zeros(len(influence))
     with np.errstate(divide="ignore", invalid="ignore"):
-        squares = (influence**2).sum(1)
-        error: PerLayer = np.sqrt(rest * squares / np.float64(samples * (samples - 1)))
+        error: PerLayer = np.sqrt(_variance(influence**2, rest))
     return error
+
+
+def _variance(products: PerRow, rest: float) -> PerLayer:
+    """Return the covariance of two means over samples, given products of influences; 0: known."""
+    samples = products.shape[1]
+    if not rest or samples < 2:
+        return np.zeros(len(products)) if not rest else np.full(len(products), np.nan)
+    found: PerLayer = rest * products.sum(1) / (samples * (samples - 1))
+    return found
 
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:

@@ -325,9 +325,9 @@ def quantiles(
     whichever is larger (Woodruff 1952): near an end few entries lie within one. A quantile among
     equal entries jumps from these to the next value. There the error is the distance to the farther
     of the two quantiles k standard errors away, divided by k, the largest for k = 1, 2, 3. And n
-    equal entries do not exclude that up to 3/n of all rows differ (rule of three): where that
-    reaches the level, the error is half the distance to the end. NaN for one entry of several. All
-    NaN without entries.
+    entries do not exclude that up to 3/n of all rows lie beyond them (rule of three): where that
+    reaches the level, the error is at least half the distance to the end. NaN for one entry of
+    several. All NaN without entries.
 
     Args:
         values: the entries; NaN is ignored.
@@ -360,7 +360,9 @@ def quantiles(
         unseen = 3 * np.broadcast_to(share, len(values))[:, None]
         to_ends = np.where(at <= unseen, _distance(ends.least, found), 0.0)
         to_ends = np.maximum(to_ends, np.where(1 - at <= unseen, _distance(found, ends.most), 0.0))
-        error = np.where((error <= alike) & (width > 0), np.maximum(error, to_ends / 2), error)
+        # Where no end is known, entries that differ tell more than nothing.
+        known = np.where((error <= alike) | np.isfinite(to_ends), to_ends, 0.0)
+        error = np.where(width > 0, np.maximum(error, known / 2), error)
     alone = (counts == 1) & (width > 0)  # one row of several has no spread
     error = np.where(width == 0, 0.0, error)  # also where the quantile is not finite
     return found, np.where(alone, np.nan, error)

@@ -32,8 +32,9 @@ from adiv_monitor.max_lr.stability import feature_change, gradient_exponents
 Objective = Literal["pareto", "sum", "max-min"]
 Status = Literal["optimal", "infeasible", "unstable at initialisation", "not finite", "failed"]
 Given = float | Sequence[float | None] | None
-# One program minimises the sum first and the largest excess second. At every vertex, trading the
-# sum for the excess costs far more than this share, so two programs would give the same result.
+# One program minimises the sum first and the largest excess second. Unless weights of layers are
+# nearly equal, trading the sum for the excess costs far more than this share, so two programs would
+# give the same result; else the sum is off by this share at most.
 _TIE_BREAK = 1e-4
 _ROUNDING = 1e-3  # a measured alignment may exceed 1 by this much
 

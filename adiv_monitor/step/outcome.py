@@ -35,6 +35,8 @@ from adiv_monitor.step.weight_versions import reaches_all, resolved
 
 # A smaller factor from the gradient after the backward pass to the final one shows no scaling.
 _ZEROED = 1e-20
+# Reasons that say that γ is not the gradient of the loss; with the others it is, or may be.
+_NOT_THE_LOSSES = ("weighed", "edited", "earlier", "apart")
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
     "ranks": "Rows of {} are missing from other ranks",
@@ -126,6 +128,8 @@ def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspect
         own_w = math.nan if layer.own.w is None else factor_of(layer) * float(layer.own.w[0])
     elif seen.reason != "shared":
         own_gamma, own_w = dots.gamma_gamma, math.nan if dots.w_gamma is None else dots.w_gamma
+    if reason in _NOT_THE_LOSSES:
+        own_w = math.nan  # −⟨γ, ΔΘ⟩ is not the descent of the loss, which only the rows know
     exact = not reason and not facts.gradient_lost
     return Judged(layer, exact, suspected, own_gamma, own_w)
 

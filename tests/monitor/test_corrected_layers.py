@@ -152,6 +152,33 @@ def test_attention_projections_are_measured() -> None:
     assert scales["v_proj"] > 2
 
 
+@pytest.mark.parametrize("max_rows", [None, 64], ids=["all-rows", "sampled"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("form", ["proportional", "disproportional", "batch"])
+def test_the_descent_of_a_gradient_only_layer_is_the_losses_own(
+    form: str, momentum: float, max_rows: int | None
+) -> None:
+    """Its γ is not the gradient of the loss, so that −⟨γ, ΔΘ⟩ is not what the loss falls by."""
+    torch.manual_seed(0)
+    model = GradientOnlyLinear(5, 3, form=form).double()
+    rows = 12 if max_rows is None else 512
+    x = torch.randn(rows, 5, dtype=torch.float64) * torch.randn(rows, 1, dtype=torch.float64).exp()
+    y = torch.randn(rows, 3, dtype=torch.float64) + 5
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=momentum)
+    with Monitor(model, optimizer, every_n_steps=1, max_rows=max_rows, seed=0) as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        fallen = float(loss - (model(x) - y).square().mean())
+    reading = monitor.latest.layers[""]
+    error = reading.standard_error.get("descent", 0.0)
+    assert (error > 0) is (max_rows is not None)
+    assert reading.descent == pytest.approx(fallen, rel=1e-4, abs=4 * error)
+
+
 @pytest.mark.parametrize("kind", [GradientOnlyLinear, AffineLikeLinear, NormLikeLinear])
 def test_accumulated_micro_batches_keep_the_gains_apart(kind: type[nn.Module]) -> None:
     """Concatenated rows of several calls keep their own gains and the scales of their biases."""

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from adiv_monitor.maths import measures
+from adiv_monitor.maths.attention import attention_scale_cv
+from adiv_monitor.maths.attention_sums import ScaleSums
 from adiv_monitor.maths.estimates import (
     Ends,
     Estimate,
@@ -146,12 +148,13 @@ def test_scales_that_are_all_the_same_do_not_spread() -> None:
     assert measures.scale_cv_of_rows(zero, zero, np.ones(1), np.ones(1), sample) == (0, 0)
 
 
-def test_one_row_has_nothing_in_common_with_others() -> None:
-    """With one active sampled row of many, pairs are unknown: only its own square counts."""
+def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
+    """With one active sampled row of many, pairs are unknown."""
     active = np.array([[True, False, False]])
     rows, sample = np.array([[4.0, 0.0, 0.0]]), of_all(100, active)
     found = measures.common_share_of_rows(rows, rows, np.array([20.0]), sample)
-    assert found.value == pytest.approx(1 / 20)
+    assert np.isnan(found.value) and np.isnan(found.error)
+    assert measures.common_share_of_rows(rows, rows, np.array([1.0]), sample) == (1, 0)
 
 
 def test_what_is_lost_to_rounding_is_divided_by_without_a_word() -> None:
@@ -421,6 +424,31 @@ def test_cosines_of_one_output_know_that_rows_may_be_others(seen: int, negative:
     assert ((np.abs(value - truth) > 3 * error + 1e-6).mean(0) < 0.02).all()
     # No sign is asserted that may be wrong.
     assert ((np.abs(value) > 2 * error) & (value * truth < 0)).mean(0).max() < 0.02
+
+
+@pytest.mark.parametrize("seen", [4, 10, 20, 50, 64, 128])
+def test_quantiles_of_few_rows_know_that_the_tail_lies_beyond_them(seen: int) -> None:
+    """Of ten rows, none may be among the lowest 5 %: the outermost two do not bound that."""
+    random = np.random.default_rng(1)
+    cosines, levels = np.tanh(random.normal(0.3, 0.5, 4000)), (0.05, 0.5, 0.95)
+    index = np.stack([random.choice(4000, seen, replace=False) for _ in range(DRAWS)])
+    share = Sample(np.full(DRAWS, 4000.0), np.ones((DRAWS, seen), dtype=bool)).variance_share
+    value, error = quantiles(cosines[index], levels, share, Ends(-1.0, 1.0))
+    outside = np.abs(value - np.quantile(cosines, levels)) > 3 * error
+    assert (outside.mean(0) < (0.08 if seen == 4 else 0.02)).all()
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.4])
+def test_the_variation_of_attentions_scales_is_not_biased(spread: float) -> None:
+    """Eight samples of many, whose scales have a mean and a variance of their own."""
+    random = np.random.default_rng(2)
+    scales = random.lognormal(0, spread, (2000, 1)) * random.lognormal(0, 0.5, (2000, 30))
+    index = np.stack([random.choice(2000, 8, replace=False) for _ in range(DRAWS)])
+    some, none = scales[index], np.zeros(())
+    sums = ScaleSums(none, np.full((DRAWS, 8), 30.0), some.sum(2), (some**2).sum(2), none, 1.0)
+    found = attention_scale_cv(sums, 1 - 8 / 2000).value
+    truth = scales.std() / scales.mean()
+    assert found.mean() == pytest.approx(truth, abs=0.15 * found.std())
 
 
 def test_what_a_sample_that_is_all_alike_leaves_open() -> None:
