@@ -304,7 +304,7 @@ def common_share_of_rows(
         second = (ratio[:, None] * of_mean**2 - of_pairs * of_mean).sum(1)
         value = (ratio - bias_by_chance(share, second)) * (1 - rest) + rest
     alone = (n == 1) & ~whole  # one row says nothing about what it has in common with others
-    return Estimate(np.where(alone, np.nan, np.clip(value, 0, 1)), np.where(alone, np.nan, error))
+    return Estimate(np.clip(value, 0, 1), np.where(alone, np.nan, error))
 
 
 # --- the parameter step: dot products of vectors that hold all parameters of the layer ---------

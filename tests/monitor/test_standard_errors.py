@@ -149,11 +149,11 @@ def test_scales_that_are_all_the_same_do_not_spread() -> None:
 
 
 def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
-    """With one active sampled row of many, pairs are unknown."""
+    """With one active sampled row of many, pairs are unknown: only its own square counts."""
     active = np.array([[True, False, False]])
     rows, sample = np.array([[4.0, 0.0, 0.0]]), of_all(100, active)
     found = measures.common_share_of_rows(rows, rows, np.array([20.0]), sample)
-    assert np.isnan(found.value) and np.isnan(found.error)
+    assert found.value == pytest.approx(1 / 20) and np.isnan(found.error)
     assert measures.common_share_of_rows(rows, rows, np.array([1.0]), sample) == (1, 0)
 
 
