@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from adiv_monitor.features.rows import Index
-from adiv_monitor.rerun.derivatives import tolerance
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 T = TypeVar("T")
@@ -345,7 +344,8 @@ class Evidence(Generic[T]):
     @property
     def tolerance(self) -> float:
         """Largest difference by rounding of two equal sums, relative to their terms."""
-        return tolerance(self.precision)
+        # Matrix products of float32 may be computed with fewer digits (TensorFloat-32).
+        return 1e-9 if self.precision < 1e-15 else max(1e-3, 4 * self.precision)
 
     @property
     def rounding(self) -> float:

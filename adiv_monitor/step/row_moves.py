@@ -65,7 +65,7 @@ def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[Dense
     rows, outputs = G.shape
     width = sum(layer.sizes) / outputs if outputs else 0
     saved = rows * (width * outputs - rows * (width + outputs))
-    return features.has_gram and saved > (_AS_LAUNCHES if G.is_cuda else _AS_CHECK)
+    return saved > (_AS_LAUNCHES if G.is_cuda else _AS_CHECK) and features.has_gram
 
 
 def probe(
