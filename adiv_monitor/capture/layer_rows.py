@@ -96,7 +96,7 @@ class Call:
             replay()
 
     def arrive(self, gradient: Tensor, squares: Tensor | None, precision: float) -> None:
-        """Keep ∂L/∂z of the chosen rows and the sizes of all rows until the parameters accumulate.
+        """Keep ∂L/∂z of the chosen rows and ‖g_r‖² of all until the parameters accumulate.
 
         If the backward pass reaches no parameter (an attack on the input, for example, or a frozen
         layer), the next pass replaces this gradient.

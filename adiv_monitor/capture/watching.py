@@ -281,12 +281,12 @@ class Watching(Watcher):
         if gradients and function in RECURRENT:
             self._is_special()
             return self._recurrent(to_call, trained, data)
-        provenance, end, inputs = self._provenance, None, set[Any]()
+        provenance, begun, inputs = self._provenance, None, set[Any]()
         # Changes cannot be tracked through a view that reads memory as another dtype.
         is_data = bool(data) or any(map(is_retyped, trained))
         if not is_data and has_data(trained[0]):
             with self._noting(trained):
-                end = provenance.tape.begin(function, args, kwargs, gradients=gradients)
+                begun = provenance.tape.begin(function, args, kwargs, gradients=gradients)
         elif gradients and has_data(trained[0]):
             with self._noting(trained):
                 inputs = _made(data)
@@ -301,9 +301,9 @@ class Watching(Watcher):
         if gradients and isinstance(made, Tensor):
             call = FunctionCall(made, provenance.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained, inputs)
-        if end is not None:
+        if begun is not None:
             with self._noting(trained):
-                end([] if used else tensors_in(result))
+                provenance.tape.end(begun, [] if used else tensors_in(result))
         if (gradients and not used) or kept is not args:
             self._is_special()
         if is_data or used:
@@ -342,8 +342,8 @@ class Watching(Watcher):
             if len(layers) < len(found) or is_in_place(name) or "out" in kwargs:
                 self._is_special()
             elif found:
-                made = call.result, versions(args, kwargs, call.result)
-                called = Called(name, args, kwargs, *made, layers)
+                at = versions(args, kwargs, call.result)
+                called = Called(name, args, kwargs, call.result, at, layers)
                 self._forwards.forward.called.append(called)
         return used
 

@@ -58,7 +58,9 @@ def corrected(
 
 
 @register_features(
-    *(PatchNormConv1d, PatchNormConv2d, PatchNormConv3d),
+    PatchNormConv1d,
+    PatchNormConv2d,
+    PatchNormConv3d,
     kind="PatchNorm",
     layout=_spatial_last,
     whole=_whole_patches,
@@ -79,8 +81,8 @@ def _factors(module: Corrected, square: Tensor) -> tuple[Tensor, Tensor]:
     Affine-like: φ = [αx, β]/√(α²‖x‖² + β²). Norm-like: φ = [x/‖x‖, 1], or [αx/s, β] with
     s = √(α²‖x‖²/(1 − β²)).
     """
-    if not isinstance(module, AffineLikeLinear) and (
-        isinstance(module, NormLikeLinear) or module.form == "norm-like"
+    if isinstance(module, NormLikeLinear) or (
+        isinstance(module, PatchNorm) and module.form == "norm-like"
     ):
         length = square.sqrt().clamp(min=module.eps)
         gain = norm_like_gain(module.alpha, module.beta) / length

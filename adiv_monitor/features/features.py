@@ -25,7 +25,7 @@ class Features:
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Return Φ_W Wᵀ for a tensor shaped like the weight; None if the weight is not trained."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define by_weight")
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Return φ_b ⊗ b for a tensor shaped like the bias; None if there is no trained bias."""
@@ -41,11 +41,11 @@ class Features:
 
     def pick(self, rows: Tensor) -> "Features":
         """Return the features of some of the rows."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define pick")
 
     def joined(self, others: Sequence["Features"]) -> "Features":
         """Return the features of these rows and those of other calls of the same layer."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define joined")
 
     # --- products of the rows with their sum, for `common_share` ---------------------------------
 
@@ -55,11 +55,11 @@ class Features:
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_W,k as a vector; only if `mean_products` is not None."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define weight_sum")
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
         """Return ‖φ_W,r‖ of every row; only if `mean_products` is not None."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define weight_norms")
 
 
 @dataclass(frozen=True)

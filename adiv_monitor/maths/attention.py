@@ -88,8 +88,10 @@ def _error(influence: PerRow, rest: float) -> PerLayer:
 def _variance(products: PerRow, rest: float) -> PerLayer:
     """Return the covariance of two means over samples, given products of influences; 0: known."""
     samples = products.shape[1]
-    if not rest or samples < 2:
-        return np.zeros(len(products)) if not rest else np.full(len(products), np.nan)
+    if not rest:
+        return np.zeros(len(products))
+    if samples < 2:
+        return np.full(len(products), np.nan)
     found: PerLayer = rest * products.sum(1) / (samples * (samples - 1))
     return found
 

@@ -356,7 +356,8 @@ def _of_update(x: _StackedLayers, G_G: Sum) -> dict[str, Estimate]:
         nothing = Sum(np.zeros_like(d_d.total), np.zeros_like(d_d.spread))
         of_weight, of_bias = (nothing, d_d) if x.layers[0].about.bias_alone else (d_d, nothing)
     rate = measures.effective_lr(d_G, G_G, x.sample)
-    # What the gradient holds besides these rows is part of the loss as well: no check is needed.
+    # What γ holds besides these rows is part of the loss, too. If γ is not its gradient, `own_w` is
+    # NaN, and the rows alone count.
     descent = measures.descent(over_rows(x.per_row(D, G), x.sample, x.own_w), x.sample)
     in_units = x.known_unit | ~np.isnan(x.own_w)
     return {

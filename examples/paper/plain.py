@@ -151,8 +151,8 @@ def compare(
         del seconds[0]  # in which a GPU's libraries and graph are made ready
         return count * len(rows) / statistics.median(seconds)
 
-    of_all = speed(stacked, len(networks)), speed(least, len(networks))
-    return speed(plainly, len(models)), *of_all
+    loop = speed(plainly, len(models))
+    return loop, speed(stacked, len(networks)), speed(least, len(networks))
 
 
 def now(device: str) -> float:

@@ -607,12 +607,16 @@ def test_a_replay_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPa
     assert report.coverage < 0.2
 
 
-def test_masks_that_cannot_be_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("realised", [False, True])
+def test_masks_that_cannot_be_drawn_again(realised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rerun draws them either; that of the other layers goes on."""
     monkeypatch.setattr(recurrent_call, "_refusal", lambda input: "the kernel draws them itself")
     fused, _ = nets("gru", num_layers=2, dropout=0.5)
-    report = one_step(fused, lambda net: net(padded()).backward())
+    report = one_step(fused, lambda net: net(padded()).backward(), realised=realised)
     assert report.layers.keys() == {"head"}
+    assert (report.layers["head"].realised_cosine is not None) is realised
     assert report.unsupported == {"rnn": "the kernel draws them itself"}
+    assert report.notes == ()
 
 
 def test_a_replay_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

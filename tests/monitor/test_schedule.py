@@ -209,8 +209,11 @@ def test_a_monitor_keeps_to_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    timer = lambda parameter: StepTimes(clock.now, clock.passed) if bound else 1 / 0  # noqa: E731
-    monkeypatch.setattr(schedule, "step_times", timer)
+    monkeypatch.setattr(
+        schedule,
+        "step_times",
+        lambda parameter: StepTimes(clock.now, clock.passed) if bound else 1 / 0,
+    )
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sink = Slow(clock)

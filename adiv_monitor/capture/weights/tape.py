@@ -110,6 +110,20 @@ class Recorded:
             return self.function(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class PendingCall:
+    """A call that is about to be made."""
+
+    function: Function
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    gradients: bool
+    given: Mapping[Ref, Tensor]
+    versions: Mapping[Ref, int]
+    randomness: Randomness
+
+
 class Tape:
     """Records calls that compute tensors from parameters.
 
@@ -158,13 +172,8 @@ class Tape:
         kwargs: Mapping[str, Any],
         *,
         gradients: bool,
-    ) -> Callable[[list[Tensor]], None]:
-        """Prepare to record a call, all of whose tensors come from the model.
-
-        Returns:
-            A function that records the call, given its results unless they are data, if it wrote to
-            a tensor or its result depends on parameters.
-        """
+    ) -> PendingCall:
+        """Prepare to record a call, all of whose tensors come from the model."""
         name = function.__name__
         given: dict[Ref, Tensor] = {}
         if name in _CASTS:
@@ -180,45 +189,53 @@ class Tape:
         versions = {found: tensor._version for found, tensor in given.items()}
         device = next(tensor.device for tensor in given.values() if tensor.requires_grad)
         randomness = Randomness([device])
+        return PendingCall(function, name, refs, named, gradients, given, versions, randomness)
 
-        def end(results: list[Tensor]) -> None:
-            written = {r.root.key for r, t in given.items() if t._version != versions[r]}
-            known, made = {id(whole_of(tensor)) for tensor in given.values()}, []
-            for tensor in results:
-                made.append(None if id(whole_of(tensor)) in known else self._new(tensor))
-                known.add(id(whole_of(tensor)))
-            if not written and not any(made):
-                self._let_go(given)
-                return
-            parameters = frozenset[int]().union(*(self._parameters_of(r.root) for r in given))
-            drew, made_by, options = not randomness.is_still(randomness.now()), function, named
-            if name in _CASTS:
-                (cast,) = results
-                dtype = compute_dtype(cast) if cast.is_floating_point() else cast.dtype
-                made_by, options = _moved, {"dtype": dtype, "device": cast.device}
-            recorded = Recorded(
-                number=next(self._numbers),
-                function=made_by,
-                name=name,
-                args=refs,
-                kwargs=options,
-                reads=tuple(given),
-                made=tuple(made),
-                written=frozenset(written),
-                gradients=gradients,
-                randomness=randomness if drew else None,
-                drawn_for=results[0].dtype if drew and results else None,
-            )
-            for key in {root.key for root in made if root is not None} | written:
-                self._touching[key].append(recorded)
-                self._parameters[key] = self._parameters.get(key, frozenset()) | parameters
-            self._ended |= dict.fromkeys(parameters, name)
+    def end(self, call: PendingCall, results: Iterable[Tensor]) -> None:
+        """Record a call that wrote to a tensor or whose result depends on parameters.
 
-        return end
+        Args:
+            call: the call.
+            results: its results, unless they are data.
+        """
+        written = {r.root.key for r, t in call.given.items() if t._version != call.versions[r]}
+        known = {id(whole_of(tensor)) for tensor in call.given.values()}
+        results, made = list(results), []
+        for tensor in results:
+            made.append(None if id(whole_of(tensor)) in known else self._new(tensor))
+            known.add(id(whole_of(tensor)))
+        if not written and not any(made):
+            self._let_go(call)
+            return
+        parameters = frozenset[int]().union(*(self._parameters_of(ref.root) for ref in call.given))
+        drew = not call.randomness.is_still(call.randomness.now())
+        function, args, kwargs = call.function, call.args, call.kwargs
+        if call.name in _CASTS:
+            (cast,) = results
+            dtype = compute_dtype(cast) if cast.is_floating_point() else cast.dtype
+            kwargs = {"dtype": dtype, "device": cast.device}
+            function = _moved
+        recorded = Recorded(
+            number=next(self._numbers),
+            function=function,
+            name=call.name,
+            args=args,
+            kwargs=kwargs,
+            reads=tuple(call.given),
+            made=tuple(made),
+            written=frozenset(written),
+            gradients=call.gradients,
+            randomness=call.randomness if drew else None,
+            drawn_for=results[0].dtype if drew and results else None,
+        )
+        for key in {root.key for root in made if root is not None} | written:
+            self._touching[key].append(recorded)
+            self._parameters[key] = self._parameters.get(key, frozenset()) | parameters
+        self._ended |= dict.fromkeys(parameters, call.name)
 
-    def _let_go(self, given: Mapping[Ref, Tensor]) -> None:
+    def _let_go(self, call: PendingCall) -> None:
         """Release the constants of a call that is not recorded."""
-        for ref, tensor in given.items():
+        for ref, tensor in call.given.items():
             if ref.root.constant is not None and ref.root.key not in self._touching:
                 self._roots.pop(id(whole_of(tensor)), None)
 
