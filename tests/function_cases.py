@@ -680,6 +680,15 @@ case(
 )
 case("set-mask", lambda p, x, m: written(x, m, p.w), (4,), mask(2, 3), constant(-1, part=masked))
 case(
+    "set-mask-of-view",
+    lambda p, x, m: written(
+        (x.contiguous() * 1.0).view(3, 2, 4).transpose(0, 1), m, p.w, copy=False
+    ),
+    (4,),
+    mask(2, 3),
+    constant(-1, part=masked),
+)
+case(
     "set-entries",
     lambda p, x, m: written(x, m, p.w),
     (),

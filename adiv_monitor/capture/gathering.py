@@ -39,7 +39,7 @@ from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
-from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.rows import Rows, behind_view
 from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.features.whole import hooks_keep, squares
 from adiv_monitor.maths import ceiling
@@ -138,7 +138,7 @@ class Gathering:
         self._follow_shares(layer, [output], inputs, call)
         if self._attention is not None:
             self._attention.last_used = layer.pieces[0].parameter
-        viewed = _viewed(output)
+        viewed = behind_view(output)
         layout = use.layout
         if viewed is not output:
             layout = partial(_as_view, use.layout, output.shape, output.stride())
@@ -388,20 +388,6 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
         if own is not None:
             return rows.take(gradient), own
     return rows.take(gradient), squares(gradient).reshape(1, -1)
-
-
-def _viewed(output: Tensor) -> Tensor:
-    """Return the tensor of which the output is a view of all entries, or else the output itself.
-
-    A change of a view in place, such as by `relu_`, replaces the view's node in the graph, and then
-    hooks on the view are not called; those on the tensor that it views are.
-    """
-    base = output._base
-    if base is None or base.is_leaf or type(base) is not Tensor or base.layout != torch.strided:
-        return output
-    alike = base.is_contiguous() and base.numel() == output.numel()
-    whole = alike and torch.ops.aten.is_non_overlapping_and_dense(output)
-    return base if whole else output
 
 
 def _as_view(

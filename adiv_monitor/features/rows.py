@@ -101,6 +101,20 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def behind_view(output: Tensor) -> Tensor:
+    """Return the tensor of which the output is a view of all entries, or else the output itself.
+
+    A change of a view in place, such as by `relu_`, replaces the view's node in the graph, and then
+    hooks on the view are not called; those on the tensor that it views are.
+    """
+    base = output._base
+    if base is None or base.is_leaf or type(base) is not Tensor or base.layout != torch.strided:
+        return output
+    alike = base.is_contiguous() and base.numel() == output.numel()
+    whole = alike and torch.ops.aten.is_non_overlapping_and_dense(output)
+    return base if whole else output
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of measures of a tensor: float32, or float64 if the tensor is float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

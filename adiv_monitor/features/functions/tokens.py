@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.features.functions.broadcast import gain, offset, own_dims
+from adiv_monitor.features.rows import behind_view
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
@@ -73,9 +74,9 @@ def masked_fill(call: FunctionCall, input: Tensor, mask: Tensor, value: object) 
 def assignment(call: FunctionCall, input: Tensor, index: object, value: object) -> list[Use]:
     """x[index] = p, for an index of slices and numbers, or a mask.
 
-    There is no use if x is a view: it gets no gradient from other reads of its base tensor.
+    There is no use if x is a view of a part: it gets no gradient from other reads of its base.
     """
-    if input._base is not None:
+    if input._base is not None and behind_view(input) is input:
         return []
     if call.is_weight(input) and call.has_data(value):
         return _kept(input, index)
