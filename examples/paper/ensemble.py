@@ -7,12 +7,12 @@ normalisers and `adiv_layers`, each with an optimizer of its own: Adam, or plain
 
 Nearly all of the cost is in the first map, 3072 inputs wide. Its weights lie in banks of networks
 that see the same input; a bank's gradient is one matrix product, which the optimizer consumes while
-it is still in the cache. The rest is small: all networks as one stack, differentiated by autograd.
+it is still in a CPU's cache. The rest is small: all networks as one stack, differentiated by autograd.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,21 @@ ACTIVATIONS = ("tanh", "leaky", "none")
 NONLINEAR = ACTIVATIONS[:2]
 SLOPES = {"leaky": 0.01, "none": 1.0}  # for negative inputs; torch's default, and the identity
 OPTIMIZERS = ("adam", "sgd")
-T = TypeVar("T")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam: torch's defaults
+T = TypeVar("T")
+Part = TypeVar("Part", bound=Callable[..., Any])
+
+
+class Through(Protocol):
+    """Makes a function of many small operations fast, as `torch.compile` does."""
+
+    def __call__(self, part: Part, /) -> Part:
+        """The faster function."""
+
+
+def directly(part: Part) -> Part:
+    """The function itself."""
+    return part
 
 
 class Network(NamedTuple):
@@ -123,28 +136,26 @@ class Ensemble:
         of_view = [bank.view for bank in self.banks for _ in range(bank.start, bank.stop)]
         self._of_view = torch.tensor(of_view, device=device)
 
-    def step(self, images: Mapping[int, Tensor], labels: Mapping[int, Tensor]) -> None:
+    def step(
+        self,
+        images: Mapping[int, Tensor],
+        labels: Mapping[int, Tensor],
+        through: Through = directly,
+    ) -> None:
         """One step of every network.
 
         Args:
             images: per seed (rows, inputs), in the ensemble's dtype.
             labels: per seed (rows,).
+            through: what the functions with small operations are called through.
         """
         self.step_number += 1
         self._adam_step += 1
-        seen, squares = [], []
-        for view in self.views:
-            x = images[view.seed]
-            if view.columns is not None:
-                x = view.columns.train(x.unsqueeze(0), self.step_number)[0]
-            d, square = view.rows(x)
-            seen.append(d)
-            squares.append(square)
+        seen, squares = through(self._seen)(images)
         z = self.first_products(seen).requires_grad_()
         target = torch.stack([labels[seed] for seed in self.seeds])[self._of_seed]
-        logits = self._rest(z, torch.stack(squares), None)
-        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-        by_z, *by_small = torch.autograd.grad(loss / target.shape[1], [z, *self.small])
+        loss = through(self._loss)(z, squares, target)
+        by_z, *by_small = torch.autograd.grad(loss, [z, *self.small])
         self.first_update(by_z, seen)
         for (start, stop), moments in self._small_moments:
             gradients = [gradient[start:stop] for gradient in by_small]
@@ -211,13 +222,36 @@ class Ensemble:
 
     def first_update(self, by_z: Tensor, seen: Sequence[Tensor]) -> None:
         """The optimizer's step of the first weights, given the gradient of their products."""
+        together: list[tuple[Moments, Tensor]] = []
         for bank in self.banks:
             columns = slice(bank.start * self.sizes[1], bank.stop * self.sizes[1])
             by_rows, rows = by_z[:, columns].t(), seen[bank.view]
             if self.optimizer == "sgd":
                 bank.moments.values[0].addmm_(by_rows, rows, alpha=-bank.moments.rate)
+            elif by_z.is_cuda:  # Adam of one bank keeps few of its multiprocessors busy
+                together.append((bank.moments, by_rows @ rows))
             else:
                 self._adam(bank.moments, [by_rows @ rows])
+        for moments, gradients in by_rate(together):
+            self._adam(moments, gradients)
+
+    def _seen(self, images: Mapping[int, Tensor]) -> tuple[list[Tensor], Tensor]:
+        """What every view sees of a batch to train on, and the squares of its rows."""
+        seen, squares = [], []
+        for view in self.views:
+            x = images[view.seed]
+            if view.columns is not None:
+                x = view.columns.train(x.unsqueeze(0), self.step_number)[0]
+            d, square = view.rows(x)
+            seen.append(d)
+            squares.append(square)
+        return seen, torch.stack(squares)
+
+    def _loss(self, z: Tensor, squares: Tensor, target: Tensor) -> Tensor:
+        """Sum over networks of the mean loss, of the first products."""
+        logits = self._rest(z, squares, None)
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        return loss / target.shape[1]
 
     def _rest(self, z: Tensor, squares: Tensor, group: int | None) -> Tensor:
         """Logits (networks, rows, classes) of the first products, and the squares of every view.
@@ -323,6 +357,21 @@ def _bank(network: Network) -> tuple[float, int, bool, str]:
 
 def _rate(network: Network) -> float:
     return network.learning_rate * METHODS[network.method].rate
+
+
+def by_rate(
+    updates: Iterable[tuple[Moments, Tensor]],
+) -> Iterator[tuple[Moments, list[Tensor]]]:
+    """Moments and gradients, put together for every learning rate."""
+    found: dict[float, tuple[Moments, list[Tensor]]] = {}
+    for moments, gradient in updates:
+        empty = Moments(moments.rate, [], [], []), list[Tensor]()
+        all_of_rate, gradients = found.setdefault(moments.rate, empty)
+        all_of_rate.values.extend(moments.values)
+        all_of_rate.means.extend(moments.means)
+        all_of_rate.squares.extend(moments.squares)
+        gradients.append(gradient)
+    yield from found.values()
 
 
 def _ranges(keys: Iterable[T]) -> Iterator[tuple[T, int, int]]:

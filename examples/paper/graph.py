@@ -1,13 +1,13 @@
-"""An ensemble's step as a CUDA graph: its many small operations are launched at once."""
+"""An ensemble's step as a CUDA graph: its small operations are fused, and launched at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from copy import deepcopy
+from typing import cast
 
 import torch
-from ensemble import Ensemble
+from ensemble import Ensemble, Part, Through
 from methods import Columns
 from torch import Tensor
-
-Batch = Mapping[int, Tensor]  # per seed
 
 
 def is_settled(ensemble: Ensemble) -> bool:
@@ -15,37 +15,40 @@ def is_settled(ensemble: Ensemble) -> bool:
     return ensemble.step_number > 1 / Columns.FORGETTING
 
 
+def compiled(part: Part) -> Part:
+    """The function, its operations fused for the sizes that it is first called with."""
+    return cast("Part", torch.compile(part, dynamic=False))
+
+
 class Graph:
     """The step of an ensemble on batches of one size.
 
     Args:
-        ensemble: whose steps are settled; the capture trains nothing.
-        images: per seed, a batch as all later ones.
-        labels: per seed.
+        ensemble: whose steps are settled; making the graph trains nothing.
+        take: takes a step of it on images of these numbers, its small operations through a
+            function.
+        rows: numbers of images, as many as in all later batches.
     """
 
-    def __init__(self, ensemble: Ensemble, images: Batch, labels: Batch) -> None:
+    def __init__(
+        self, ensemble: Ensemble, take: Callable[[Tensor, Through], None], rows: Tensor
+    ) -> None:
         self.ensemble = ensemble
-        self._images = {seed: rows.clone() for seed, rows in images.items()}
-        self._labels = {seed: rows.clone() for seed, rows in labels.items()}
-        self._device = next(iter(self._images.values())).device
-        number = ensemble.step_number
-        with torch.cuda.device(self._device):
+        self._rows = rows.clone()
+        torch.compiler.reset()  # other ensembles' sizes would make these compile for any size
+        before = deepcopy(ensemble.state())
+        with torch.cuda.device(rows.device):
+            take(self._rows, compiled)  # in the capture nothing may compile
+            ensemble.load(before)
             self._graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(self._graph):
-                ensemble.step(self._images, self._labels)
-        ensemble.step_number = number
+                take(self._rows, compiled)
+        ensemble.step_number -= 1  # the capture trained nothing
 
-    def fits(self, images: Batch) -> bool:
-        """Whether a batch has the size that was captured."""
-        return all(self._images[seed].shape == rows.shape for seed, rows in images.items())
-
-    def step(self, images: Batch, labels: Batch) -> None:
+    def step(self, rows: Tensor) -> None:
         """One step of every network."""
-        for seed, rows in images.items():
-            self._images[seed].copy_(rows)
-            self._labels[seed].copy_(labels[seed])
-        with torch.cuda.device(self._device):
+        self._rows.copy_(rows)
+        with torch.cuda.device(self._rows.device):
             self._graph.replay()
         self.ensemble.step_number += 1

@@ -16,6 +16,7 @@ import torch
 from adiv_layers import AffineLikeLinear, NormLikeLinear
 from commandline import count
 from ensemble import NONLINEAR, SLOPES, Network
+from graph import is_settled
 from methods import METHODS, Columns
 from table1 import ARMS
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ def _linear(method: str) -> type[nn.Linear]:
 
 
 def compare(
-    data: cifar.Data, batch_size: int, steps: int, device: str
+    data: cifar.Data, batch_size: int, steps: int, device: str, seeds: int
 ) -> tuple[float, float, float]:
     """Networks × steps per second, medians of five rounds.
 
@@ -111,12 +112,12 @@ def compare(
         products of the first map, and Adam's pass over its weights.
     """
     networks = tuple(
-        itertools.starmap(Network, itertools.product(ARMS, NONLINEAR, range(3), [1e-3]))
+        itertools.starmap(Network, itertools.product(ARMS, NONLINEAR, range(seeds), [1e-3]))
     )
     course = Course(Setting(batch_size, 32, 2, "unit", networks), data, device)
     sizes = course.ensemble.sizes
-    models = [model(network, sizes, 29.6).to(device) for network in networks[::3]]
-    optimizers = [optimizer(n, m) for n, m in zip(networks[::3], models, strict=True)]
+    models = [model(network, sizes, 29.6).to(device) for network in networks[::seeds]]
+    optimizers = [optimizer(n, m) for n, m in zip(networks[::seeds], models, strict=True)]
     order = torch.randperm(len(data.train))[: steps * batch_size].to(device)
     rows = torch.split(order, batch_size)
     images, labels = course.train
@@ -131,10 +132,7 @@ def compare(
 
     def stacked() -> None:
         for chosen in rows:
-            course.step(
-                {seed: course.pixels(images[chosen]) for seed in course.ensemble.seeds},
-                dict.fromkeys(course.ensemble.seeds, labels[chosen]),
-            )
+            course.step(chosen.expand(len(course.ensemble.seeds), -1))
 
     def least() -> None:
         for chosen in rows:
@@ -151,6 +149,8 @@ def compare(
         del seconds[0]  # in which a GPU's libraries and graph are made ready
         return count * len(rows) / statistics.median(seconds)
 
+    while not is_settled(course.ensemble):
+        stacked()
     loop = speed(plainly, len(models))
     return loop, speed(stacked, len(networks)), speed(least, len(networks))
 
@@ -167,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Networks × steps per second of processor time.")
     parser.add_argument("--data", required=True)
     parser.add_argument("--batch-sizes", nargs="+", type=count, default=[8, 32, 128])
+    parser.add_argument("--seeds", type=count, default=3, help="16 networks each")
     parser.add_argument("--steps", type=count, default=50)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
@@ -174,7 +175,7 @@ def main() -> None:
     torch.set_flush_denormal(True)
     data = cifar.load(given.data)
     for batch_size in given.batch_sizes:
-        plain, stacked, least = compare(data, batch_size, given.steps, given.device)
+        plain, stacked, least = compare(data, batch_size, given.steps, given.device, given.seeds)
         print(
             f"batch size {batch_size}: plain {plain:.0f}, stacked {stacked:.0f} "
             f"({stacked / plain:.1f} ×), products and Adam of the first map alone {least:.0f} "

@@ -11,13 +11,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from cifar import Data, pixels
-from ensemble import ACTIVATIONS, Ensemble, Network
+from ensemble import ACTIVATIONS, Ensemble, Network, Through, directly
 from graph import Graph, is_settled
 from methods import METHODS
 from torch import Tensor, nn
@@ -179,14 +179,9 @@ class Course:
 
     def epoch(self, number: int) -> dict[str, list[float]]:
         """Train one epoch; accuracies in percent after it, per network."""
-        images, labels = self.train
-        orders = {seed: self.order(seed, number) for seed in self.ensemble.seeds}
-        for start in range(0, len(images), self.batch_size):
-            rows = {s: order[start : start + self.batch_size] for s, order in orders.items()}
-            self.step(
-                {seed: self.pixels(images[chosen]) for seed, chosen in rows.items()},
-                {seed: labels[chosen] for seed, chosen in rows.items()},
-            )
+        orders = torch.stack([self.order(seed, number) for seed in self.ensemble.seeds])
+        for rows in torch.split(orders, self.batch_size, 1):
+            self.step(rows)
         found = {
             "train_accuracy": self.accuracy(*self.subset),
             "test_accuracy": self.accuracy(*self.test),
@@ -197,14 +192,30 @@ class Course:
             found[BY_BATCH] = by_batch
         return found
 
-    def step(self, images: Mapping[int, Tensor], labels: Mapping[int, Tensor]) -> None:
-        """Take a step; on a GPU it replays a CUDA graph, for launching small operations is slow."""
-        if self._graph is None and is_settled(self.ensemble) and self.train[0].is_cuda:
-            self._graph = Graph(self.ensemble, images, labels)
-        if self._graph is not None and self._graph.fits(images):
-            self._graph.step(images, labels)
+    def step(self, rows: Tensor) -> None:
+        """Take a step; on a GPU it replays a CUDA graph, for launching small operations is slow.
+
+        Args:
+            rows: which training images, per seed: (seeds, batch size).
+        """
+        whole = rows.shape[1] == self.batch_size
+        if self._graph is None and whole and is_settled(self.ensemble) and rows.is_cuda:
+            self._graph = Graph(self.ensemble, self.take, rows)
+        if self._graph is not None and whole:
+            self._graph.step(rows)
         else:
-            self.ensemble.step(images, labels)
+            self.take(rows)
+
+    def take(self, rows: Tensor, through: Through = directly) -> None:
+        """Take a step, one operation after the other, `through` what makes small ones fast."""
+        self.ensemble.step(*through(self._batches)(rows), through)
+
+    def _batches(self, rows: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Inputs and labels of training images, per seed."""
+        images, labels = self.train
+        chosen = dict(zip(self.ensemble.seeds, rows, strict=True))
+        inputs = {seed: self.pixels(images[each]) for seed, each in chosen.items()}
+        return inputs, {seed: labels[each] for seed, each in chosen.items()}
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """The training images of an epoch, in the order in which networks of a seed see them."""

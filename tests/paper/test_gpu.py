@@ -22,7 +22,7 @@ def test_graphs_train_as_a_cpu(optimizer: str, monkeypatch: pytest.MonkeyPatch) 
     """
     data, setting = synthetic(train=982, test=40), Setting(8, 4, 2, "unit", NETWORKS, optimizer)
     courses = [Course(setting, data, device, torch.float64) for device in ("cpu", "cuda", "cuda")]
-    monkeypatch.setattr(courses[1], "step", courses[1].ensemble.step)  # no graph
+    monkeypatch.setattr(courses[1], "step", courses[1].take)  # no graph
     for course in courses:
         course.epoch(1)
     assert courses[1]._graph is None and courses[2]._graph is not None

@@ -1,6 +1,7 @@
 """Training goes on after a kill as if nothing had been."""
 
 import json
+from functools import partial
 from itertools import product, starmap
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import training
 from cifar import Data, synthetic
-from ensemble import Network
+from ensemble import Moments, Network, by_rate
 from methods import METHODS
 from training import Course, Setting, longest, runs, train
 
@@ -128,3 +129,36 @@ def test_the_longest_run_of_a_network_counts(data: Data, tmp_path: Path) -> None
     long = runs(tmp_path)
     assert longest([*short, *long]) == longest([*long, *short]) == long
     assert longest([*short, *long[:3]]) == [*long[:3], *short[3:]]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_step_through_a_compiler_is_the_same(data: Data, optimizer: str) -> None:
+    """What a CUDA graph holds: on a CPU, through a compiler that changes no operation."""
+    compiled = partial(torch.compile, dynamic=False, backend="aot_eager")
+    plain, fused = (
+        Course(SETTING._replace(optimizer=optimizer), data, dtype=torch.float64) for _ in range(2)
+    )
+    rows = torch.stack([plain.order(seed, 1) for seed in plain.ensemble.seeds])[:, :16]
+    for _ in range(2):
+        plain.take(rows)
+        fused.take(rows, compiled)
+    mine, theirs = (course.ensemble.state()["tensors"] for course in (fused, plain))
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_banks_of_a_learning_rate_are_updated_together() -> None:
+    updates = [
+        (
+            Moments(rate, [torch.tensor(i)], [torch.tensor(-i)], [torch.tensor(10 * i)]),
+            torch.ones(i),
+        )
+        for i, rate in enumerate([0.1, 0.2, 0.1, 0.1])
+    ]
+    found = [
+        ([*map(int, [*m.values, *m.means, *m.squares])], [len(g) for g in gradients], m.rate)
+        for m, gradients in by_rate(updates)
+    ]
+    assert found == [
+        ([0, 2, 3, 0, -2, -3, 0, 20, 30], [0, 2, 3], 0.1),
+        ([1, -1, 10], [1], 0.2),
+    ]
