@@ -7,7 +7,8 @@ normalisers and `adiv_layers`, each with an optimizer of its own: Adam, or plain
 
 Nearly all of the cost is in the first map, 3072 inputs wide. Its weights lie in banks of networks
 that see the same input; a bank's gradient is one matrix product, which the optimizer consumes while
-it is still in a CPU's cache. The rest is small: all networks as one stack, differentiated by autograd.
+it is still in a CPU's cache. The rest is small: all networks as one stack, differentiated by
+autograd.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
