@@ -36,7 +36,7 @@ from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.rerun.surroundings import version
-from adiv_monitor.rerun.thread import ThreadState
+from adiv_monitor.rerun.thread import ThreadState, apart
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import Asked, Followed, StepController
 from adiv_monitor.step.failures import Failures
@@ -365,7 +365,7 @@ class Monitor:
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run an action within the training; an exception that leaves it removes all hooks."""
         try:
-            with ThreadState():
+            with ThreadState(), apart(functions=True):
                 return self._failures.safely(action, *args)
         except BaseException:
             self._controller.release()

@@ -27,7 +27,7 @@ from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.capture.weights.shards import gives_back
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import is_rerun
-from adiv_monitor.rerun.thread import ThreadState, function_modes, set_function_modes, surely
+from adiv_monitor.rerun.thread import ThreadState, apart, function_modes, set_function_modes, surely
 
 Function = Callable[..., Any]
 
@@ -333,7 +333,7 @@ class Forwards:
         if torch.compiler.is_compiling():
             return
         try:
-            with ThreadState():
+            with ThreadState(), apart():
                 body(*args)
         except BaseException as error:
             self._unwind()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from adiv_monitor.rerun.thread import ThreadState
+from adiv_monitor.rerun.thread import ThreadState, apart
 
 
 def _raised(error: Exception) -> None:
@@ -35,7 +35,8 @@ class Guard:
     def within(self, state: ThreadState, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and restore the given settings if it raises."""
         try:
-            body(*args)
+            with apart():
+                body(*args)
         except Exception as error:
             state.put_back()
             self.failed(error)

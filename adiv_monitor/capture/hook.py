@@ -15,11 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.rerun.surroundings import is_rerun
-from adiv_monitor.rerun.thread import surely
+from adiv_monitor.rerun.thread import apart, is_traced, surely
 
 _PLAIN = (Tensor, nn.Parameter)
-_MODES = torch._C._TorchDispatchModeKey
-_TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 class Hook(partial[Any]):
@@ -207,7 +205,8 @@ class NextForward:
         outside = _aside.on
         try:
             _aside.on = True
-            self._function()  # it may watch a rerun with a torch function mode
+            with apart(functions=True):
+                self._function()  # it may watch a rerun with a torch function mode
             _aside.on = outside
         finally:
             _aside.on = outside
@@ -273,7 +272,7 @@ def trains(value: object) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or _is_traced():
+    if torch._C._functorch.peek_interpreter_stack() is not None or is_traced():
         return False
     return has_data(value)
 
@@ -296,10 +295,3 @@ def holds_memory(value: Any) -> bool:
     if type(value) not in _PLAIN:
         return has_data(value)
     return torch._C._has_storage(value) and not value.is_meta
-
-
-def _is_traced() -> bool:
-    """Return whether a dispatch mode is on that traces or replaces tensors by stand-ins."""
-    return torch._C._len_torch_dispatch_stack() > 0 and any(
-        torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING
-    )

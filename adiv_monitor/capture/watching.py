@@ -27,6 +27,7 @@ from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.thread import apart
 
 # These functions overwrite an input that the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
@@ -447,12 +448,15 @@ class _Noting:
 
     def __enter__(self) -> list[Tensor]:
         self._used: list[Tensor] = []
+        self._apart = apart()
+        self._apart.__enter__()
         self._gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         return self._used
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         torch._C._set_grad_enabled(self._gradients)
+        self._apart.__exit__(None, None, None)
         if not isinstance(error, Exception):
             return False
         self._failed(self._trained, error)

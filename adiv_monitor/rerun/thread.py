@@ -5,16 +5,22 @@ own `__exit__`. Every restoring operation here can therefore be repeated, and is
 interrupted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
 )
+from torch.utils._python_dispatch import _disable_current_modes
+
+T = TypeVar("T")
 
 
 class ThreadState:
@@ -92,6 +98,56 @@ def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
         _pop_mode()  # type: ignore[no-untyped-call]
     for mode in wanted[alike:]:
         _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def apart(*, functions: bool = False) -> AbstractContextManager[None]:
+    """Return a context for what the monitor computes: the training's modes do not see it.
+
+    Dispatch modes are suspended, unless one of them traces; so are hooks on the tensors that
+    autograd saves. Otherwise selective checkpointing would cache what the monitor computes, and a
+    mode that draws random numbers would draw more of them.
+
+    Args:
+        functions: also suspend function modes.
+    """
+    modes = function_modes() if functions else []
+    dispatched = torch._C._len_torch_dispatch_stack() > 0 and not is_traced()
+    saved = torch._C._autograd
+    hooked = saved._saved_tensors_hooks_is_enabled() and (
+        saved._top_saved_tensors_default_hooks(True) is not None
+    )
+    return _apart(modes, dispatched, hooked) if modes or dispatched or hooked else _AS_IT_IS
+
+
+@contextmanager
+def _apart(modes: list[TorchFunctionMode], dispatched: bool, hooked: bool) -> Iterator[None]:
+    with ExitStack() as contexts:
+        if modes:
+            contexts.callback(surely, set_function_modes, modes)
+            set_function_modes(())
+        if dispatched:
+            contexts.enter_context(_disable_current_modes())  # type: ignore[no-untyped-call]
+        if hooked:
+            contexts.enter_context(saved_tensors_hooks(_same, _same))
+        yield
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+def is_traced() -> bool:
+    """Return whether a dispatch mode is on that traces or replaces tensors by stand-ins."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING
+    )
+
+
+def _same(value: T) -> T:
+    return value
+
+
+_MODES = torch._C._TorchDispatchModeKey
+_TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def surely(action: Callable[..., object], *args: object) -> None:

@@ -6,8 +6,12 @@ None of them is affected by the monitor, and none changes the step's readings.
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,13 @@ from setups import mlp, one_step, same
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.guard import Guard
@@ -277,3 +288,79 @@ def test_an_interrupt_leaves_autocast_as_it_was(runs: str, outside: bool) -> Non
                 untouched((), (), left_in_autocast)
         found = autocast()
     assert found == before
+
+
+class AnalogNoise(TorchDispatchMode):
+    """Noise on every product, as a simulated analog chip has it; counts all functions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.calls += 1
+        result = func(*args, **(kwargs or {}))
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return result + 0.01 * torch.randn_like(result) if is_product else result
+
+
+class NoisyFunctions(TorchFunctionMode):
+    """The same noise, by a function mode."""
+
+    calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_product = func in (nn.functional.linear, torch.matmul, Tensor.matmul, torch.mm)
+        return result + 0.01 * torch.randn_like(result) if is_product else result
+
+
+def selective(model: nn.Module, x: Tensor) -> Tensor:
+    def policy(context: object, function: object, *args: object, **kwargs: object) -> object:
+        kept = "mm" in str(function) or "mul" in str(function)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    result: Tensor = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+    return result
+
+
+FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda model, x: model(x),
+    "checkpointed": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "selectively checkpointed": selective,
+}
+
+
+@pytest.mark.parametrize("realised", [False, True], ids=["", "realised"])
+@pytest.mark.parametrize("around", [nullcontext, AnalogNoise, NoisyFunctions])
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_modes_and_checkpoints_around_the_training_do_not_see_the_monitor(
+    forward: str, around: Callable[[], Any], realised: bool
+) -> None:
+    runs = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        measures: Any = nullcontext()
+        if monitored:
+            options: Any = {"realised": realised, "on_error": "raise"}
+            measures = monitor = Monitor(model, optimizer, every_n_steps=1, **options)
+        counts = []
+        with measures, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                with around() as mode:
+                    loss = FORWARDS[forward](model, torch.randn(5, 6)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                counts.append(getattr(mode, "calls", 0))
+        runs.append([*model.parameters(), torch.get_rng_state(), torch.tensor(counts)])
+    assert len(monitor.reports) == 3
+    assert all(map(torch.equal, *runs))
