@@ -1,13 +1,19 @@
 """States of random number generators: saved, replayed and restored."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks and flags
+_MOST_ITEMS = 1_000  # larger containers are data
+_DEPTH = 3  # of generators in containers and objects that modules hold
 
 # Functions that read and set the state of a generator.
 Generator = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -19,7 +25,7 @@ class Randomness:
     Args:
         devices: the devices whose torch generators are saved.
         modules: None: save no other generators. Otherwise also save those of Python and numpy, and
-            those that are attributes of these modules.
+            those that these modules hold or that are global where their forward is written.
     """
 
     def __init__(
@@ -90,16 +96,45 @@ def _set_state(state: Tensor, device: torch.device) -> None:
 
 
 def _others(modules: Iterable[nn.Module]) -> Iterator[Generator]:
-    """Yield the generators of Python, of numpy, and those that are attributes of modules."""
+    """Yield the generators of Python, of numpy, and those that modules hold or see."""
     yield random.getstate, random.setstate
     yield np.random.get_state, np.random.set_state
-    for own in (x for module in modules for x in vars(module).values()):
+    for own in _seen_by(modules):
         if isinstance(own, torch.Generator):
             yield own.get_state, own.set_state
         elif isinstance(own, np.random.Generator):
             yield _of_numpy(own.bit_generator)
         elif isinstance(own, random.Random):
             yield own.getstate, own.setstate
+
+
+def _seen_by(modules: Iterable[nn.Module]) -> Iterator[object]:
+    """Yield what modules hold, in containers and plain objects too, and what is global to them."""
+    waiting: list[Any] = []
+    kinds = set()
+    for module in modules:
+        waiting += (x for name, x in vars(module).items() if name not in _OF_TORCH)
+        kinds.add(type(module))
+    for kind in kinds:
+        code = kind.forward
+        yield from (x for part in kind.__mro__ for x in vars(part).values())
+        yield from getattr(code, "__globals__", {}).values()
+    for _ in range(_DEPTH):
+        yield from waiting
+        waiting = [x for value in waiting for x in _inside(value)]
+
+
+def _inside(value: Any) -> Collection[Any]:
+    """Return what a container, a plain object or a `partial` holds."""
+    if isinstance(value, (list, tuple, set, deque, dict)):
+        held = value.values() if isinstance(value, dict) else value
+        return held if len(held) <= _MOST_ITEMS else ()
+    if isinstance(value, partial):
+        return (*value.args, *value.keywords.values())
+    own = getattr(value, "__dict__", None)
+    if type(own) is not dict or isinstance(value, (Tensor, nn.Module)) or callable(value):
+        return ()
+    return list(own.values())
 
 
 def _of_numpy(bits: np.random.BitGenerator) -> Generator:

@@ -104,7 +104,11 @@ class Surroundings:
 
 
 def untouched(
-    modules: Collection[nn.Module], devices: Iterable[torch.device], run: Callable[[], T]
+    modules: Collection[nn.Module],
+    devices: Iterable[torch.device],
+    run: Callable[[], T],
+    *,
+    copied: Collection[nn.Module] = (),
 ) -> T:
     """Call a function that reruns something, and restore all state afterwards.
 
@@ -115,11 +119,12 @@ def untouched(
         modules: the original modules that run; empty if a twin runs.
         devices: the devices on which random numbers may be drawn, besides the host.
         run: the function.
+        copied: the modules of which copies run; they may draw from generators outside of them.
 
     Returns:
         The function's result.
     """
-    random = Randomness({torch.device("cpu"), *devices}, modules)
+    random = Randomness({torch.device("cpu"), *devices}, [*modules, *copied])
     attributes = {module: dict(vars(module)) for module in modules}
     buffers = {module: dict(module._buffers.items()) for module in modules}
     contents = Contents(modules)

@@ -7,7 +7,7 @@ interrupted.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -112,7 +112,7 @@ def apart(*, functions: bool = False) -> AbstractContextManager[None]:
     """
     modes = function_modes() if functions else []
     dispatched = torch._C._len_torch_dispatch_stack() > 0 and not is_traced()
-    saved = torch._C._autograd
+    saved: Any = torch._C._autograd
     hooked = saved._saved_tensors_hooks_is_enabled() and (
         saved._top_saved_tensors_default_hooks(True) is not None
     )
@@ -126,7 +126,7 @@ def _apart(modes: list[TorchFunctionMode], dispatched: bool, hooked: bool) -> It
             contexts.callback(surely, set_function_modes, modes)
             set_function_modes(())
         if dispatched:
-            contexts.enter_context(_disable_current_modes())  # type: ignore[no-untyped-call]
+            contexts.enter_context(_disable_current_modes())
         if hooked:
             contexts.enter_context(saved_tensors_hooks(_same, _same))
         yield

@@ -126,7 +126,8 @@ class Twin:
             finally:  # in case of an interrupt before the end of the `with`
                 around.close()
 
-        return untouched((), self._surroundings.devices, derivable)
+        copied = [*self.module.modules()]
+        return untouched((), self._surroundings.devices, derivable, copied=copied)
 
     def _stand_apart(self, stack: ExitStack) -> None:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))

@@ -3,6 +3,9 @@
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from adiv_monitor import Monitor
 from adiv_monitor.rerun.derivatives import Parameters, jvp, jvp_by_gradients, pushed_forward
 from adiv_monitor.rerun.nested import mapped
 from adiv_monitor.rerun.randomness import Randomness
@@ -234,3 +238,57 @@ def test_arguments_keep_their_structure() -> None:
     found = mapped(given, lambda tensor: tensor + 1, lambda value: type(value).__name__)
     assert found == ([2, {"a": 2}], OrderedDict(b=2), Pair(2, "str"), {1: (2,)}, "set")
     assert [type(x) for x in found[:3]] == [list, OrderedDict, Pair]
+
+
+GLOBAL = torch.Generator()
+GLOBAL_OF_NUMPY = np.random.default_rng(0)
+DRAWS: dict[str, Callable[["Drawing"], float]] = {
+    "a global": lambda module: float(torch.rand((), generator=GLOBAL)),
+    "a global of numpy": lambda module: GLOBAL_OF_NUMPY.random(),
+    "of the class": lambda module: float(torch.rand((), generator=module.shared)),
+    "in a dictionary": lambda module: float(torch.rand((), generator=module.kept["noise"])),
+    "in a list": lambda module: module.listed[0].random(),
+    "in an object": lambda module: float(torch.rand((), generator=module.held.noise)),
+    "in a partial": lambda module: float(module.draw()),
+}
+
+
+class Drawing(nn.Module):
+    """Measured as a whole, as no rule describes `cdist`; draws from a generator of its own."""
+
+    shared = torch.Generator()
+
+    def __init__(self, draws: Callable[["Drawing"], float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+        self.draws = draws
+        self.kept = {"noise": torch.Generator()}
+        self.listed = [np.random.default_rng(0)]
+        self.held = SimpleNamespace(noise=torch.Generator(), count=0)
+        self.draw = partial(torch.rand, (), generator=torch.Generator())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x * (1 + self.draws(self)), self.weight)
+
+
+@pytest.mark.parametrize("realised", [False, True], ids=["", "realised"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_generators_outside_of_torchs_own_are_put_back(name: str, realised: bool) -> None:
+    runs = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 6), Drawing(DRAWS[name]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for generator in (GLOBAL, Drawing.shared):
+            generator.manual_seed(0)
+        GLOBAL_OF_NUMPY.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        around: Any = nullcontext()
+        if monitored:
+            around = Monitor(model, optimizer, every_n_steps=1, realised=realised)
+        with around:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(5, 3)).square().sum().backward()
+                optimizer.step()
+        runs.append([*model.parameters()])
+    assert all(map(torch.equal, *runs))
