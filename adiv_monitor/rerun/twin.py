@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.rerun.derivatives import Parameters, jvp, jvp_by_gradients
+from adiv_monitor.rerun.kept import MOST_ENTRIES
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.surroundings import Surroundings, untouched
 
@@ -174,7 +175,10 @@ def _copy(
                 memo[id(tensor)] = own[id(tensor)]
             else:
                 other = cast(tensor.detach())
-                memo[id(tensor)] = tensor if other.dtype == tensor.dtype else _fixed(other)
+                if other.dtype == tensor.dtype and tensor.numel() > MOST_ENTRIES:
+                    memo[id(tensor)] = tensor
+                else:  # a forward may write to it: the average of a teacher, a codebook
+                    memo[id(tensor)] = _fixed(other.clone())
     return copy.deepcopy(module, memo)
 
 

@@ -194,7 +194,9 @@ def _parameters(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Param
     """Return the parameters that the step or a forward pass may change."""
     renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
     written = [p for m in renormed for p in m.parameters(recurse=False)]
-    return [p for p in dict.fromkeys([*trainable(model), *written]) if is_plain(p)]
+    # A forward may also write to frozen parameters: the average of a teacher, a codebook.
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    return [p for p in dict.fromkeys([*trainable(model), *written, *frozen]) if is_plain(p)]
 
 
 def _why_not(modules: Sequence[nn.Module]) -> str:

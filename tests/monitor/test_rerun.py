@@ -292,3 +292,46 @@ def test_generators_outside_of_torchs_own_are_put_back(name: str, realised: bool
                 optimizer.step()
         runs.append([*model.parameters()])
     assert all(map(torch.equal, *runs))
+
+
+class Averaged(nn.Module):
+    """A student, and a frozen teacher that the forward itself moves, as that of MoCo does."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.teacher.requires_grad_(False)
+        self.weight = nn.Parameter(torch.randn(4, 4))  # no rule: measured through this module
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+            for mine, other in pairs:
+                if self.in_place:
+                    mine.lerp_(other, 0.1)
+                else:
+                    mine.data = 0.9 * mine.data + 0.1 * other.data
+        return torch.cdist(self.student(x), self.weight) - self.teacher(x)
+
+
+@pytest.mark.parametrize("realised", [False, True], ids=["", "realised"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_frozen_parameters_that_a_forward_moves_are_moved_by_the_run_alone(
+    in_place: bool, realised: bool
+) -> None:
+    runs = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = Averaged(in_place)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        around: Any = nullcontext()
+        if monitored:
+            around = Monitor(model, optimizer, every_n_steps=1, realised=realised)
+        with around:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(5, 3)).square().sum().backward()
+                optimizer.step()
+        runs.append([*model.parameters()])
+    assert all(map(torch.equal, *runs))
