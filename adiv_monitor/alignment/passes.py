@@ -29,7 +29,8 @@ from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
-from adiv_monitor.rerun.surroundings import untouched
+from adiv_monitor.rerun.surroundings import is_plain, untouched
+from adiv_monitor.rerun.thread import surely
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Gets the path of the module that runs, a function that it has called, and what that gave.
@@ -109,7 +110,19 @@ def run_probe(
                         reshard()
             return seeing.refused
 
-    return untouched(modules, others, run)
+    # The forward may write to parameters: the average of a teacher, a codebook, a clamp.
+    own = {p: p.data for p in model.parameters() if is_plain(p)}
+
+    def put_back() -> None:
+        for parameter, data in own.items():
+            parameter.data = data
+
+    try:
+        for parameter, data in own.items():
+            parameter.data = data.clone()
+        return untouched(modules, others, run)
+    finally:
+        surely(put_back)
 
 
 def _evaluating(modules: list[nn.Module]) -> None:
