@@ -124,7 +124,7 @@ class Watching(Watcher):
         with self._noting(given.trained), without_autocast(output):
             inputs = {id(value) for value in given.inputs}
             call = FunctionCall(output, lambda value: id(value) not in inputs)
-            found = uses_in(known.function, call, given.args, given.kwargs)
+            found, _ = self._uses_in(known.function, call, given.args, given.kwargs)
             if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return

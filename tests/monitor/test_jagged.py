@@ -82,15 +82,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def trained(
-    model: nn.Module, x: Tensor, **options: Any
+    model: nn.Module, x: Tensor, steps: int = 2, **options: Any
 ) -> tuple[StepReport | None, list[Tensor], list[Tensor]]:
-    """Train two steps; return the last report, if monitored, the losses and the weights."""
+    """Train some steps; return the last report, if monitored, the losses and the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     monitor = Monitor(model, optimizer, every_n_steps=1, **options) if options else None
     if monitor is not None:
         monitor.attach()
     losses = []
-    for _ in range(2):
+    for _ in range(steps):
         z = model(x)
         loss = (z.values() if z.is_nested else z).square().sum()
         loss.backward()
@@ -117,6 +117,19 @@ def test_rows_are_those_that_are_packed(kind: str, max_rows: int | None) -> None
     same(found, expected)
     for reading in found.layers.values():
         assert reading.rows_total == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_they_are_measured_where_plain_hooks_suffice(kind: str) -> None:
+    """From the third measured step on, functions that are known are not watched any more."""
+    model = MODELS[kind]()
+    x = packed(model)
+    options: dict[str, Any] = {"steps": 4, "on_error": "raise", "max_rows": None}
+    expected = trained(copy.deepcopy(model), x, **options)[0]
+    found = trained(model, jagged(x.split(LENGTHS)), **options)[0]
+    assert found is not None
+    assert found.layers
+    same(found, expected)
 
 
 @pytest.mark.parametrize("kind", [*MODELS, *REFUSED])
