@@ -1,6 +1,7 @@
 """State of a measured step: up to the optimizer's step, and up to the next forward pass."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,13 +17,14 @@ from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.realised import Realised
-from adiv_monitor.step.stepping import NO_RATES
+from adiv_monitor.step.stepping import NO_RATES, Rates
 
 
+@dataclass(eq=False)
 class Armed:
     """A step to be measured, from before its forward pass to its end.
 
-    Args:
+    Attributes:
         capture: captures its rows.
         step: computes its sums.
         selection: the parameters to measure.
@@ -30,41 +32,34 @@ class Armed:
         guard: records whether watching it has failed.
         others: counts the steps of other optimizers.
         hooks: other hooks on its forward passes.
+        rates: the optimizer's learning rates.
+        attempts: number of optimizer steps so far: one that raises may be repeated.
+        closure_calls: number of calls during the last attempt; None: without a closure.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        step: MeasuredStep,
-        selection: Selection,
-        turn: Turn | None,
-        guard: Guard,
-        others: Others,
-        hooks: Sequence[Realised | LossHook],
-    ) -> None:
-        self.capture = capture
-        self.step = step
-        self.selection = selection
-        self.turn = turn
-        self.guard = guard
-        self.others = others
-        self._hooks = hooks
-        self._eager = forced_eager()
-        self.rates = NO_RATES
-        self.attempts = 0  # optimizer steps so far: one that raises may be repeated
-        self.closure_calls: int | None = None  # during the last attempt; None: without a closure
+    capture: Capture
+    step: MeasuredStep
+    selection: Selection
+    turn: Turn | None
+    guard: Guard
+    others: Others
+    hooks: Sequence[Realised | LossHook]
+    rates: Rates = NO_RATES
+    attempts: int = 0
+    closure_calls: int | None = None
+    _eager: forced_eager = field(default_factory=forced_eager)
 
     def attach(self) -> None:
         """Attach the hooks; call `release` afterwards, even if this raises."""
         self._eager.__enter__()
         self.others.follow()
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.put_on()
         self.capture.attach()
 
     def release(self) -> None:
         """Remove the hooks; after an interrupt, it can be called again."""
-        hooks = (hook.remove for hook in self._hooks)
+        hooks = (hook.remove for hook in self.hooks)
         call_all(self.capture.detach, *hooks, self._eager.leave, self.others.leave)
 
     def gradients_final(self, stepping: Optimizer) -> None:
@@ -79,29 +74,24 @@ class Armed:
         )
 
 
+@dataclass(eq=False)
 class Pending:
     """A measured step that waits for the next forward pass.
 
-    Args:
+    Attributes:
         armed: the step, with its hooks removed.
         selection: its parameters, as the optimizer's step left them.
         number: its number.
         alignment: the alignments that were read after it.
+        room: room on the stack: the report is completed deep inside that forward pass.
     """
 
-    def __init__(
-        self,
-        armed: Armed,
-        selection: Selection,
-        number: int,
-        alignment: Mapping[str, AlignmentReading],
-    ) -> None:
-        self.armed = armed
-        self.selection = selection
-        self.number = number
-        self.alignment = alignment
-        self._hooks: list[NextForward] = []
-        self.room = Room()  # the report is completed deep inside that forward pass
+    armed: Armed
+    selection: Selection
+    number: int
+    alignment: Mapping[str, AlignmentReading]
+    room: Room = field(default_factory=Room)
+    _hooks: list[NextForward] = field(default_factory=list)
 
     def wait(self, hook: NextForward) -> None:
         """Attach a hook that waits for a forward pass."""
