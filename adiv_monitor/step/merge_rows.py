@@ -2,9 +2,10 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from adiv_monitor.maths.sums import (
 )
 from adiv_monitor.step.gradient_check import multiples
 
+S = TypeVar("S")
 RankSums = LayerSums[Array]
 
 # Fields whose length differs by rank: with its rows, or the entries that it sends.
@@ -152,17 +154,7 @@ def merge(
     kept = winners([part.sampled for part in filled], max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
     first, products = some[0], np.concatenate([part.products for part in some])
-    realised, made = (
-        _every(x.realised for x in some),
-        _every(x.made for x in some),
-    )
-    totals, blocks = (
-        _every(x.totals for x in some),
-        _every(x.blocks for x in some),
-    )
-    common, own = _every(x.common for x in some), _every(x.own for x in some)
     is_active = products[:, column_of(pairs_of(first.vectors), Vector.G, Vector.G)] != 0
-    ceiling = _every(x.ceiling for x in some)
     seen = [part.sampled for part in some]
     return LayerSums(
         first.about,
@@ -171,34 +163,28 @@ def merge(
         products,
         _evidence(parts, some),
         _dots(parts),
-        scale=_concatenated(part.scale for part in some),
-        totals=None if totals is None else _totals(totals, seen, generator),
-        blocks=None if blocks is None else _blocks(blocks, seen, generator),
-        common=None if common is None else _common(common, seen, is_active),
+        scale=_of_every((x.scale for x in some), np.concatenate),
+        totals=_of_every((x.totals for x in some), lambda of: _totals(of, seen, generator)),
+        blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
+        common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
         asked_common=all(part.asked_common for part in some),
-        realised=None if realised is None else np.concatenate(realised),
-        attainable=None if ceiling is None else _attainable(ceiling),
-        own=None if own is None else _own(own),
-        made=None if made is None else joined(made, np.concatenate),
+        realised=_of_every((x.realised for x in some), np.concatenate),
+        attainable=_of_every((x.ceiling for x in some), _attainable),
+        own=_of_every((x.own for x in some), _own),
+        made=_of_every((x.made for x in some), lambda of: joined(of, np.concatenate)),
     )
 
 
-def _every(several: Iterable[R | None]) -> list[R] | None:
-    """Return all of them; None if one is None."""
+def _of_every(several: Iterable[R | None], of: Callable[[list[R]], S]) -> S | None:
+    """Return the result of a function of all of them; None if one is None."""
     every = list(several)
     present = [one for one in every if one is not None]
-    return present if len(present) == len(every) else None
+    return of(present) if len(present) == len(every) else None
 
 
-def _concatenated(several: Iterable[Array | None]) -> Array | None:
-    every = _every(several)
-    return None if every is None else np.concatenate(every)
-
-
-def _added(several: Iterable[Array | None]) -> Array | None:
-    """Return the sum of arrays of one number each; None if one is None."""
-    every = _every(several)
-    return None if every is None else np.array([sum(float(one[0]) for one in every)])
+def _added(several: Sequence[Array]) -> Array:
+    """Return the sum of arrays of one number each."""
+    return np.array([sum(float(one[0]) for one in several)])
 
 
 def _dots(parts: Sequence[RankSums]) -> Dots[float]:
@@ -206,27 +192,21 @@ def _dots(parts: Sequence[RankSums]) -> Dots[float]:
     dots = parts[0].dots
     if not dots.partial:
         return dots
-
-    def added(of: Iterable[float | None]) -> float | None:
-        every = _every(of)
-        return None if every is None else sum(every)
-
     several = [part.dots for part in parts]
     return Dots(
         gamma_gamma=sum(dots.gamma_gamma for dots in several),
-        w_w=added(dots.w_w for dots in several),
-        w_gamma=added(dots.w_gamma for dots in several),
-        a_a=added(dots.a_a for dots in several),
-        a_w=added(dots.a_w for dots in several),
-        a_gamma=added(dots.a_gamma for dots in several),
+        w_w=_of_every((dots.w_w for dots in several), sum),
+        w_gamma=_of_every((dots.w_gamma for dots in several), sum),
+        a_a=_of_every((dots.a_a for dots in several), sum),
+        a_w=_of_every((dots.a_w for dots in several), sum),
+        a_gamma=_of_every((dots.a_gamma for dots in several), sum),
         partial=True,
     )
 
 
 def _own(several: Sequence[OwnDots[Array]]) -> OwnDots[Array]:
-    w = _every(own.w for own in several)
     gamma = np.sum([own.gamma for own in several], axis=0)
-    return OwnDots(gamma, None if w is None else np.sum(w, axis=0))
+    return OwnDots(gamma, _of_every((own.w for own in several), lambda of: np.sum(of, axis=0)))
 
 
 def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
@@ -271,25 +251,28 @@ def _totals(
     several: Sequence[Totals[Array]], seen: Sequence[Sampled], generator: np.random.Generator
 ) -> Totals[Array]:
     """Merge the totals of the ranks' passes over all rows."""
-    scales = _every(totals.scales for totals in several)
-    concentrations = _every(totals.concentration for totals in several)
-    weight_sums = _every(totals.weight_sum for totals in several)
     active = np.array([float(totals.active[0]) for totals in several])
     G_G = np.array([float(totals.G_G[0]) for totals in several])
     whole = np.array([sum(G_G.tolist())])
-    concentration = None
-    if concentrations is not None:
-        pairs = zip(concentrations, several, strict=True)
-        concentration = sum(float(c[0] * of.G_G[0] ** 2) for c, of in pairs) / whole**2
+
+    def mean_concentration(of_ranks: Sequence[Array]) -> Array:
+        pairs = zip(of_ranks, G_G.tolist(), strict=True)
+        found: Array = sum(float(own[0] * square**2) for own, square in pairs) / whole**2
+        return found
+
     return Totals(
         active=np.array([sum(active.tolist())]),
         G_G=whole,
-        concentration=concentration,
-        own_G=_added(totals.own_G for totals in several),
-        own_own=_added(totals.own_own for totals in several),
-        scales=None if scales is None else _scales(scales, active, seen, generator),
-        weight_squares=_added(totals.weight_squares for totals in several),
-        weight_sum=None if weight_sums is None else np.array(np.linalg.norm(sum(weight_sums))),
+        concentration=_of_every((x.concentration for x in several), mean_concentration),
+        own_G=_of_every((x.own_G for x in several), _added),
+        own_own=_of_every((x.own_own for x in several), _added),
+        scales=_of_every(
+            (x.scales for x in several), lambda of: _scales(of, active, seen, generator)
+        ),
+        weight_squares=_of_every((x.weight_squares for x in several), _added),
+        weight_sum=_of_every(
+            (x.weight_sum for x in several), lambda of: np.array(np.linalg.norm(sum(of)))
+        ),
     )
 
 
@@ -371,13 +354,14 @@ def _common(
     """
     norms = np.concatenate([common.norms for common in several])
     products = np.concatenate([common.products for common in several])
-    known, of_each = _every(x.counted for x in several), _every(x.sum for x in several)
-    if known is None or of_each is None:
+    known = _of_every((x.counted for x in several), list)
+    sums = _of_every((x.sum for x in several), np.stack)
+    if known is None or sums is None:
         return Common(products, norms)
     count = np.array([float(of.active) for of in known])
     seen = np.array([float(of.seen) for of in known])
     squares = np.array([of.squares for of in known])
-    sums, total = np.stack(of_each), np.array([float(x.total) for x in rows])
+    total = np.array([float(x.total) for x in rows])
     with np.errstate(divide="ignore", invalid="ignore"):
         active = np.where(seen > 0, total * count / seen, 0.0)
         means = np.where(count[:, None] > 0, sums / count[:, None], 0.0)
