@@ -148,14 +148,13 @@ class ParameterSteps:
         key = piece.key
         if key in self._update:
             return self._update[key]
+        after = to_compute_dtype(piece.value())
+        if not (self._keep_update or key in self._shared):
+            return to_compute_dtype(self._before.pop(key)).sub_(after)
+        taken = to_compute_dtype(self._before[key]) - after
         if self._keep_update:
-            self._update[key] = to_compute_dtype(self._before[key]) - to_compute_dtype(
-                piece.value()
-            )
-            return self._update[key]
-        if key in self._shared:
-            return to_compute_dtype(self._before[key]) - to_compute_dtype(piece.value())
-        return to_compute_dtype(self._before.pop(key)).sub_(to_compute_dtype(piece.value()))
+            self._update[key] = taken
+        return taken
 
     def take_products(self, piece: Piece, taken: Tensor) -> None:
         """Take ‖w‖ and ⟨w, γ⟩ of a large piece; may overwrite the difference `taken`."""
