@@ -21,6 +21,7 @@ from adiv_monitor.report import (
     StepReport,
 )
 
+_MEASURES = (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
 _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _RULE = re.compile(
     r"""(?: (?P<layers> .+ ) : )? \s*
@@ -69,12 +70,11 @@ class Rule:
         return not math.isnan(value + error) and compare(value + towards_limit, self.limit)
 
 
-def parse(text: str, *measures: str) -> Rule | None:
+def parse(text: str) -> Rule | None:
     """Parse the text of a rule; return None if it does not have the form of a rule.
 
     Args:
         text: `[LAYERS:] MEASURE > NUMBER` (or >=, <, <=); LAYERS is a glob pattern over paths.
-        measures: names of all known measures.
 
     Raises:
         ValueError: the rule names an unknown measure.
@@ -83,8 +83,8 @@ def parse(text: str, *measures: str) -> Rule | None:
     if match is None:
         return None
     measure = match["measure"]
-    if measure not in measures:
-        close = get_close_matches(measure, measures, 2) or measures
+    if measure not in _MEASURES:
+        close = get_close_matches(measure, _MEASURES, 2) or _MEASURES
         raise ValueError(
             f"{text!r}: there is no measure {measure!r}; expected one such as {', '.join(close)}"
         )
@@ -189,7 +189,7 @@ def _parsed(text: object) -> list[Rule]:
     if (match := _NON_FINITE.fullmatch(text.strip())) is not None:
         return [Rule(text, (match["layers"] or "*").strip(), NON_FINITE)]
     try:
-        rule = parse(text, *MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
+        rule = parse(text)
     except ValueError as error:
         raise ValueError(f"Monitor(alarms=…): {error}") from None
     if rule is None:

@@ -12,7 +12,6 @@ from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import STRENGTHS
 from adiv_monitor.diagnosis.titles import FINDING_TITLES
-from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
 
 _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 
@@ -36,7 +35,7 @@ def parse(text: str) -> Rule:
         UsageError: The text is no such rule, or there is no such measure or finding.
     """
     try:
-        rule = alarms.parse(text, *MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
+        rule = alarms.parse(text)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if rule is not None:
