@@ -11,23 +11,12 @@ from typing import Any
 
 import torch
 from audit.fault_benchmark import data, healthy, networks, reported_inputs, reported_weights
+from audit.fault_benchmark.faulty.wiring import ending, with_loss
+from audit.fault_benchmark.reported_kinds import Listed
 from audit.fault_benchmark.run import Case, Healthy, Run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
-
-
-class Listed(nn.Module):
-    """A model that holds its layers in a plain list."""
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = list(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Mixed(nn.Module):
@@ -266,20 +255,6 @@ def over_samples(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def nll_over_samples(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.nll_loss(functional.log_softmax(model(batch[0]), dim=0), batch[1])
-
-
-def with_loss(loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]) -> Callable[[Run], None]:
-    def plant(run: Run) -> None:
-        run.loss = loss
-
-    return plant
-
-
-def ending(module: Callable[[], nn.Module]) -> Callable[[Run], None]:
-    def plant(run: Run) -> None:
-        run.model.head = nn.Sequential(run.model.head, module())
-
-    return plant
 
 
 def one_share(run: Run) -> None:

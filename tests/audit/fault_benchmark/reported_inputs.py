@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from audit.fault_benchmark import data, healthy, networks, reported_kinds
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Healthy, Run, case
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -97,19 +97,15 @@ def overwritten(run: Run) -> None:
     run.model.body.insert(0, Overwritten())
 
 
-def _case(twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str) -> Case:
-    return Case(f"{twin.name}: {what}", twin, expected, plant)
-
-
 SET_BY = [
-    _case(FIRST_WORDS, "no positions", without_positions, "order-ignored"),
-    _case(LINES, "mask inverted", attribute(Words, inverted=True), "input-partly-ignored"),
+    case(FIRST_WORDS, "no positions", without_positions, "order-ignored"),
+    case(LINES, "mask inverted", attribute(Words, inverted=True), "input-partly-ignored"),
     *reported_kinds.SET_BY,
 ]
 HELD_OUT = [
-    _case(healthy.VIT, "no positions", without_positions, "order-ignored"),
-    _case(READ, "the first output read", attribute(Read, place=0), "input-partly-ignored"),
-    _case(healthy.MLP_SGD, "half of the features overwritten", overwritten,
+    case(healthy.VIT, "no positions", without_positions, "order-ignored"),
+    case(READ, "the first output read", attribute(Read, place=0), "input-partly-ignored"),
+    case(healthy.MLP_SGD, "half of the features overwritten", overwritten,
           "input-partly-ignored"),
     *reported_kinds.HELD_OUT,
 ]  # fmt: skip

@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 from audit.fault_benchmark import data, healthy, networks
+from audit.fault_benchmark.faulty.wiring import with_loss
+from audit.fault_benchmark.reported_inputs import attribute
 from audit.fault_benchmark.reported_kinds import LATENT, VAE
 from audit.fault_benchmark.run import Case, Healthy, Run
 from torch import Tensor, nn
@@ -206,13 +208,6 @@ SHARES = Healthy("shares-adamw", "MLP", _shares)
 DIVIDED = Healthy("divided-adamw", "MLP", _divided)
 
 
-def with_loss(loss: Callable[[nn.Module, Batch], Tensor]) -> Planted:
-    def plant(run: Run) -> None:
-        run.loss = loss
-
-    return plant
-
-
 def leaked(column: int) -> Planted:
     """Put the targets into a column of the inputs."""
 
@@ -226,16 +221,6 @@ def leaked(column: int) -> Planted:
 def moved(move: Callable[[Tensor], Tensor]) -> Planted:
     def plant(run: Run) -> None:
         run.batches = [(x, move(y).contiguous()) for x, y in run.batches]
-
-    return plant
-
-
-def attributes(module: type[nn.Module], **values: object) -> Planted:
-    def plant(run: Run) -> None:
-        for each in run.model.modules():
-            if isinstance(each, module):
-                for name, value in values.items():
-                    setattr(each, name, value)
 
     return plant
 
@@ -258,7 +243,7 @@ SET_BY = [
     _case(VAE, "a sum beside a mean", with_loss(divergent), "penalty-dominates"),
     _case(ONE_COLUMN, "the target in the inputs", leaked(-1), "target-leak"),
     _case(MAP, "targets transposed", moved(lambda y: y.mT), "targets-moved"),
-    _case(SHARES, "divided by the sum", attributes(Shares, by_sum=True), "unsafe-division"),
+    _case(SHARES, "divided by the sum", attribute(Shares, by_sum=True), "unsafe-division"),
 ]  # fmt: skip
 HELD_OUT = [
     _case(healthy.CNN_ADAM, "most of the targets spread", with_loss(smoothed_by_hand),
@@ -271,6 +256,6 @@ HELD_OUT = [
           "penalty-dominates"),
     _case(healthy.MLP_SGD, "the label in the inputs", leaked(0), "target-leak"),
     _case(DEEP_MAP, "targets flipped", moved(lambda y: y.flip(-1)), "targets-moved"),
-    _case(DIVIDED, "a gate of either sign", attributes(Divided, positive=False),
+    _case(DIVIDED, "a gate of either sign", attribute(Divided, positive=False),
           "unsafe-division"),
 ]  # fmt: skip

@@ -110,6 +110,19 @@ class Case:
         return run
 
 
+def case(
+    twin: Healthy,
+    what: str,
+    plant: Callable[[Run], None],
+    *expected: str,
+    because: str = "",
+    source: str = "",
+    judged_by: str = "loss",
+) -> Case:
+    """Return a case that is named after its twin and what is planted; see `Case`."""
+    return Case(f"{twin.name}: {what}", twin, expected, plant, because, source, judged_by)
+
+
 class _Heard(nn.Module):
     """A model that keeps what it returned last; of several outputs, the first."""
 

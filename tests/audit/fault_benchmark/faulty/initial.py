@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from audit.fault_benchmark import healthy
 from audit.fault_benchmark.networks import initialise, layers, mlp
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Run, case
 from torch import nn
 
 SCALE = "the initial scale of the weights is what makes the signal fade, or grow"
@@ -55,12 +55,6 @@ def alike(mean: float, difference: float) -> Callable[[Run], None]:
     return plant
 
 
-def _case(
-    twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str, because: str = ""
-) -> Case:
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because=because)
-
-
 FADING = ("vanishing", "bad-initialisation")
 GROWING = ("exploding", "bad-initialisation")
 DEAD = ("dead-units", "bad-initialisation")
@@ -70,28 +64,28 @@ SHIFTED = ("interference", "bad-initialisation")
 MEAN = ("interference", "input-mean")
 
 CASES = [
-    _case(healthy.DEEP_TANH, "sigmoid, eight layers", deep_sigmoid, "vanishing"),
-    _case(healthy.DEEP_TANH, "gain 0.1", gain(0.1), *FADING, because=SCALE),
-    _case(healthy.DEEP_RELU, "gain 0.3", gain(0.3), *FADING, because=SCALE),
-    _case(healthy.DEEP_CNN, "gain 0.3", gain(0.3), *FADING, because=SCALE),
-    _case(healthy.DEEP_RELU, "gain 4", gain(4), *GROWING, because=SCALE),
-    _case(healthy.DEEP_CNN, "gain 6", gain(6), *GROWING, because=SCALE),
-    _case(healthy.MLP_ADAM, "gain 30", gain(30), *GROWING, because=SCALE),
-    _case(healthy.DEEP_TANH, "gain 20", gain(20), *SATURATED, because=FLAT),
-    _case(healthy.VIT, "gain 10", gain(10), *GROWING, because=SCALE),
-    _case(healthy.MLP_SGD, "biases -10", biases(-10), *DEAD, because=BIASES),
-    _case(healthy.CNN_SGD, "biases -5", biases(-5), *DEAD, because=BIASES),
-    _case(healthy.MLP_SGD, "7 of 8 biases -10", biases(-10, 7 / 8), *DEAD, because=BIASES),
-    _case(healthy.CNN_ADAM, "7 of 8 biases -10", biases(-10, 7 / 8), *DEAD, because=BIASES),
-    _case(healthy.MLP_ADAM, "all weights 0", constant(0), *SYMMETRIC, because=ALIKE),
-    _case(healthy.CNN_ADAM, "all weights 0.05", constant(0.05), *SYMMETRIC, because=ALIKE),
-    _case(
+    case(healthy.DEEP_TANH, "sigmoid, eight layers", deep_sigmoid, "vanishing"),
+    case(healthy.DEEP_TANH, "gain 0.1", gain(0.1), *FADING, because=SCALE),
+    case(healthy.DEEP_RELU, "gain 0.3", gain(0.3), *FADING, because=SCALE),
+    case(healthy.DEEP_CNN, "gain 0.3", gain(0.3), *FADING, because=SCALE),
+    case(healthy.DEEP_RELU, "gain 4", gain(4), *GROWING, because=SCALE),
+    case(healthy.DEEP_CNN, "gain 6", gain(6), *GROWING, because=SCALE),
+    case(healthy.MLP_ADAM, "gain 30", gain(30), *GROWING, because=SCALE),
+    case(healthy.DEEP_TANH, "gain 20", gain(20), *SATURATED, because=FLAT),
+    case(healthy.VIT, "gain 10", gain(10), *GROWING, because=SCALE),
+    case(healthy.MLP_SGD, "biases -10", biases(-10), *DEAD, because=BIASES),
+    case(healthy.CNN_SGD, "biases -5", biases(-5), *DEAD, because=BIASES),
+    case(healthy.MLP_SGD, "7 of 8 biases -10", biases(-10, 7 / 8), *DEAD, because=BIASES),
+    case(healthy.CNN_ADAM, "7 of 8 biases -10", biases(-10, 7 / 8), *DEAD, because=BIASES),
+    case(healthy.MLP_ADAM, "all weights 0", constant(0), *SYMMETRIC, because=ALIKE),
+    case(healthy.CNN_ADAM, "all weights 0.05", constant(0.05), *SYMMETRIC, because=ALIKE),
+    case(
         healthy.MLP_SGD,
         "rows alike",
         alike(3, 0.3),
         *MEAN,
         because="the rows disturb each other because of the mean that they share",
     ),
-    _case(healthy.MLP_SGD, "hidden biases 5", biases(5), *SHIFTED, because=HIDDEN),
-    _case(healthy.CNN_SGD, "hidden biases 3", biases(3), *SHIFTED, because=HIDDEN),
+    case(healthy.MLP_SGD, "hidden biases 5", biases(5), *SHIFTED, because=HIDDEN),
+    case(healthy.CNN_SGD, "hidden biases 3", biases(3), *SHIFTED, because=HIDDEN),
 ]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from audit.fault_benchmark import healthy
 from audit.fault_benchmark.networks import layers
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Run, case
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
@@ -77,35 +77,29 @@ def after_step(change: Callable[[nn.Module, float], None], by: float) -> Callabl
     return plant
 
 
-def _case(
-    twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str, because: str = ""
-) -> Case:
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because=because)
-
-
 TURNS, LOW, HIGH = "optimizer-turns", "rate-too-low", "rate-too-high"
 DECAY, PROJECTION, CLIPPING = "decay-fights", "projection-fights", "clipping-always"
 SLOW_ADAM = {"betas": (0.999, 0.999)}
 
 CASES = [
-    _case(healthy.MLP_SGD, "momentum 0.99", settings(momentum=0.99), TURNS, HIGH, because=INERTIA),
-    _case(healthy.CNN_SGD, "momentum 0.99", settings(momentum=0.99), TURNS, HIGH, because=INERTIA),
-    _case(healthy.REGRESSION, "momentum 0.99, rate × 0.1", settings(momentum=0.99, lr=0.03), TURNS),
-    _case(healthy.MLP_ADAM, "betas 0.999", settings(**SLOW_ADAM), TURNS),
-    _case(healthy.MLP_SGD, "uphill", settings(maximize=True, lr=0.01), TURNS),
-    _case(healthy.MLP_ADAM, "epsilon 1", settings(eps=1.0), LOW),
-    _case(healthy.MLP_SGD, "weight decay 1", settings(weight_decay=1.0), DECAY),
-    _case(healthy.CNN_SGD, "weight decay 0.3", settings(weight_decay=0.3), DECAY),
-    _case(healthy.VIT, "weight decay 30", settings(weight_decay=30.0), DECAY),
-    _case(healthy.CNN_ADAM, "coupled weight decay 1", settings(weight_decay=1.0), DECAY),
-    _case(healthy.MLP_SGD, "into a ball before each step", before_forward(project, 1), PROJECTION),
-    _case(healthy.CNN_ADAM, "clamped before each step", before_forward(clamp, 0.02), PROJECTION),
-    _case(healthy.VIT, "into a ball before each step", before_forward(project, 1), PROJECTION),
-    _case(
+    case(healthy.MLP_SGD, "momentum 0.99", settings(momentum=0.99), TURNS, HIGH, because=INERTIA),
+    case(healthy.CNN_SGD, "momentum 0.99", settings(momentum=0.99), TURNS, HIGH, because=INERTIA),
+    case(healthy.REGRESSION, "momentum 0.99, rate × 0.1", settings(momentum=0.99, lr=0.03), TURNS),
+    case(healthy.MLP_ADAM, "betas 0.999", settings(**SLOW_ADAM), TURNS),
+    case(healthy.MLP_SGD, "uphill", settings(maximize=True, lr=0.01), TURNS),
+    case(healthy.MLP_ADAM, "epsilon 1", settings(eps=1.0), LOW),
+    case(healthy.MLP_SGD, "weight decay 1", settings(weight_decay=1.0), DECAY),
+    case(healthy.CNN_SGD, "weight decay 0.3", settings(weight_decay=0.3), DECAY),
+    case(healthy.VIT, "weight decay 30", settings(weight_decay=30.0), DECAY),
+    case(healthy.CNN_ADAM, "coupled weight decay 1", settings(weight_decay=1.0), DECAY),
+    case(healthy.MLP_SGD, "into a ball before each step", before_forward(project, 1), PROJECTION),
+    case(healthy.CNN_ADAM, "clamped before each step", before_forward(clamp, 0.02), PROJECTION),
+    case(healthy.VIT, "into a ball before each step", before_forward(project, 1), PROJECTION),
+    case(
         healthy.GPT, "clamped by a hook", after_step(clamp, 0.01), PROJECTION, TURNS, because=INSIDE
     ),
-    _case(healthy.MLP_SGD, "clipped to 0.01", clipped(0.01), CLIPPING),
-    _case(healthy.CNN_SGD, "clipped to 0.03", clipped(0.03), CLIPPING),
-    _case(healthy.VIT_SGD, "clipped to 0.001", clipped(0.001), CLIPPING),
-    _case(healthy.MLP_SGD, "Adam at SGD's rate", with_algorithm(Adam, lr=0.3), HIGH),
+    case(healthy.MLP_SGD, "clipped to 0.01", clipped(0.01), CLIPPING),
+    case(healthy.CNN_SGD, "clipped to 0.03", clipped(0.03), CLIPPING),
+    case(healthy.VIT_SGD, "clipped to 0.001", clipped(0.001), CLIPPING),
+    case(healthy.MLP_SGD, "Adam at SGD's rate", with_algorithm(Adam, lr=0.3), HIGH),
 ]

@@ -16,7 +16,7 @@ from audit.fault_benchmark.faulty.optimizers import with_algorithm
 from audit.fault_benchmark.faulty.rates import times
 from audit.fault_benchmark.faulty.wiring import NO_RELATION, UNRELATED, shuffled
 from audit.fault_benchmark.networks import layers, mlp
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Healthy, Run, case
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adadelta, Adam
@@ -102,18 +102,6 @@ def wide_normal(run: Run) -> None:
             layer.weight.normal_()
 
 
-def _case(
-    twin: Healthy,
-    what: str,
-    plant: Callable[[Run], None],
-    *expected: str,
-    source: str,
-    because: str = "",
-    judged_by: str = "loss",
-) -> Case:
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because, source, judged_by)
-
-
 CHECKER, CRIME, TRAINCHECK = "TheDeepChecker", "DeepCrime, in dl-fl-repair", "TrainCheck"
 CIRCLE = "Circle and Blob, in DeepDiagnosis"
 CONSTANT = ("softmax-of-one", "input-ignored", "unreached", "cannot-overfit")
@@ -128,7 +116,7 @@ GROWS = ("exploding", "non-finite", "bad-initialisation")
 EXPONENTIAL = "what a row of exponentials ends in depends on the seed"
 
 CASES = [
-    _case(
+    case(
         ONES_AND_ZEROS,
         "softmax over one output",
         softmax_over_one,
@@ -136,16 +124,14 @@ CASES = [
         because=ONE_OUTPUT,
         source="Stack Overflow 31880720, in dl-fl-repair",
     ),
-    _case(healthy.CNN_SGD, "scaled twice", scaled(1 / 255), "input-scale", source=CHECKER),
-    _case(healthy.REGRESSION, "rate × 30", times(30), "rate-too-high", source=CHECKER),
-    _case(healthy.CNN_SGD, "L2 0.1 in the loss", penalised(0.1, 2), "decay-fights", source=CHECKER),
-    _case(
-        healthy.REGRESSION, "normal init", wide_normal, *SCALES, because=TOO_WIDE, source=CHECKER
-    ),
-    _case(
+    case(healthy.CNN_SGD, "scaled twice", scaled(1 / 255), "input-scale", source=CHECKER),
+    case(healthy.REGRESSION, "rate × 30", times(30), "rate-too-high", source=CHECKER),
+    case(healthy.CNN_SGD, "L2 0.1 in the loss", penalised(0.1, 2), "decay-fights", source=CHECKER),
+    case(healthy.REGRESSION, "normal init", wide_normal, *SCALES, because=TOO_WIDE, source=CHECKER),
+    case(
         healthy.RESNET, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION, source=CHECKER
     ),
-    _case(
+    case(
         healthy.REGRESSION,
         "sigmoid as output",
         sigmoid_output,
@@ -155,7 +141,7 @@ CASES = [
         source=CHECKER,
         judged_by="error",
     ),
-    _case(
+    case(
         healthy.REGRESSION,
         "targets × 1000",
         scaled_targets,
@@ -164,29 +150,29 @@ CASES = [
         source=CHECKER,
         judged_by="error",
     ),
-    _case(
+    case(
         healthy.CNN_ADAM,
         "Adadelta 0.001",
         with_algorithm(Adadelta, lr=0.001),
         "rate-too-low",
         source=CRIME,
     ),
-    _case(
+    case(
         healthy.MLP_RMSPROP,
         "Adam 1.0",
         with_algorithm(Adam, lr=1.0),
         "rate-too-high",
         source=CRIME,
     ),
-    _case(
+    case(
         healthy.MLP_RMSPROP,
         "SGD 0.01",
         with_algorithm(SGD, lr=0.01),
         "rate-too-low",
         source=CRIME,
     ),
-    _case(healthy.MLP_RMSPROP, "L1 0.1", penalised(0.1, 1), "decay-fights", source=CRIME),
-    _case(
+    case(healthy.MLP_RMSPROP, "L1 0.1", penalised(0.1, 1), "decay-fights", source=CRIME),
+    case(
         healthy.CNN_SGD,
         "weights 1",
         constant(1),
@@ -195,8 +181,8 @@ CASES = [
         because=ALL_ONE,
         source=CRIME,
     ),
-    _case(healthy.CNN_SGD, "weights 0", constant(0), *SYMMETRIC, because=ALIKE, source=CRIME),
-    _case(
+    case(healthy.CNN_SGD, "weights 0", constant(0), *SYMMETRIC, because=ALIKE, source=CRIME),
+    case(
         healthy.DEEP_RELU,
         "exponential activation",
         with_activation(Exponential),
@@ -204,24 +190,24 @@ CASES = [
         because=EXPONENTIAL,
         source=CRIME,
     ),
-    _case(
+    case(
         healthy.DEEP_CNN,
         "hard sigmoid",
         with_activation(nn.Hardsigmoid),
         "vanishing",
         source=CRIME,
     ),
-    _case(healthy.CIRCLES, "rate × 100", times(100), "rate-too-high", source=CIRCLE),
-    _case(healthy.CIRCLES, "rate × 0.01", times(0.01), "rate-too-low", source=CIRCLE),
-    _case(healthy.BLOBS, "inputs × 100", scaled(100), "input-scale", source=CIRCLE),
-    _case(
+    case(healthy.CIRCLES, "rate × 100", times(100), "rate-too-high", source=CIRCLE),
+    case(healthy.CIRCLES, "rate × 0.01", times(0.01), "rate-too-low", source=CIRCLE),
+    case(healthy.BLOBS, "inputs × 100", scaled(100), "input-scale", source=CIRCLE),
+    case(
         healthy.CNN_ADAM,
         "optimizer holds what is frozen",
         holds_frozen,
         "not-held",
         source=f"{TRAINCHECK}: PyTorch forum 84911",
     ),
-    _case(
+    case(
         healthy.MLP_ADAM,
         "optimizer holds what is frozen",
         holds_frozen,

@@ -5,12 +5,11 @@ table of results was made.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from audit.fault_benchmark import data, healthy, networks
 from audit.fault_benchmark.faulty import initial, inputs, optimizers, rates, wiring
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Healthy, Run, case
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, NAdam
@@ -98,50 +97,44 @@ SMALL_GPT = Healthy("small-gpt-adam", "transformer", _encoder)
 HEALTHY = (WAVES, GRU, MIXER, WIDE, THREE, SMALL_GPT)
 
 
-def _case(
-    twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str, because: str = ""
-) -> Case:
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because=because)
-
-
 SCALE, MEAN = initial.SCALE, ("input-mean", "interference")
 
 CASES = [
-    _case(WAVES, "inputs × 40", inputs.scaled(40), "input-scale"),
-    _case(THREE, "inputs × 255", inputs.scaled(255), "input-scale"),
-    _case(WIDE, "inputs × 0.003", inputs.scaled(0.003), "input-scale"),
-    _case(MIXER, "inputs × 0.002", inputs.scaled(0.002), "input-scale"),
-    _case(GRU, "inputs × 100", inputs.scaled(100), "input-scale"),
-    _case(WIDE, "one feature × 300", inputs.one_feature(300), "input-scale"),
-    _case(WAVES, "inputs + 5", inputs.shifted(5), *MEAN, because=inputs.MEAN_INTERFERES),
-    _case(THREE, "inputs + 4", inputs.shifted(4), *MEAN, because=inputs.MEAN_INTERFERES),
-    _case(WAVES, "exposure ×/÷ e^1.7", inputs.unequal(1.7), "row-spread"),
-    _case(THREE, "one row of 32 × 100", inputs.rare_long(100), "row-spread"),
-    _case(WAVES, "rate × 50", rates.times(50), "rate-too-high"),
-    _case(GRU, "rate × 50", rates.times(50), "rate-too-high"),
-    _case(SMALL_GPT, "rate × 30", rates.times(30), "rate-too-high"),
-    _case(MIXER, "rate × 0.01", rates.times(0.01), "rate-too-low"),
-    _case(THREE, "rate × 0.003", rates.times(0.003), "rate-too-low"),
-    _case(WIDE, "rate of the head × 100", rates.own_rate(-1, 100), "uneven-rates"),
-    _case(WAVES, "rate of layer 2 × 0.0003", rates.own_rate(1, 0.0003), "uneven-rates"),
-    _case(THREE, "gain 0.03", initial.gain(0.03), *initial.FADING, because=SCALE),
-    _case(WAVES, "gain 8", initial.gain(8), *initial.GROWING, because=SCALE),
-    _case(THREE, "biases -20", initial.biases(-20), *initial.DEAD, because=initial.BIASES),
-    _case(THREE, "momentum 0.995", optimizers.settings(momentum=0.995), "optimizer-turns"),
-    _case(WIDE, "weight decay 50", optimizers.settings(weight_decay=50.0), "decay-fights"),
-    _case(WAVES, "weight decay 0.5", optimizers.settings(weight_decay=0.5), "decay-fights"),
-    _case(
+    case(WAVES, "inputs × 40", inputs.scaled(40), "input-scale"),
+    case(THREE, "inputs × 255", inputs.scaled(255), "input-scale"),
+    case(WIDE, "inputs × 0.003", inputs.scaled(0.003), "input-scale"),
+    case(MIXER, "inputs × 0.002", inputs.scaled(0.002), "input-scale"),
+    case(GRU, "inputs × 100", inputs.scaled(100), "input-scale"),
+    case(WIDE, "one feature × 300", inputs.one_feature(300), "input-scale"),
+    case(WAVES, "inputs + 5", inputs.shifted(5), *MEAN, because=inputs.MEAN_INTERFERES),
+    case(THREE, "inputs + 4", inputs.shifted(4), *MEAN, because=inputs.MEAN_INTERFERES),
+    case(WAVES, "exposure ×/÷ e^1.7", inputs.unequal(1.7), "row-spread"),
+    case(THREE, "one row of 32 × 100", inputs.rare_long(100), "row-spread"),
+    case(WAVES, "rate × 50", rates.times(50), "rate-too-high"),
+    case(GRU, "rate × 50", rates.times(50), "rate-too-high"),
+    case(SMALL_GPT, "rate × 30", rates.times(30), "rate-too-high"),
+    case(MIXER, "rate × 0.01", rates.times(0.01), "rate-too-low"),
+    case(THREE, "rate × 0.003", rates.times(0.003), "rate-too-low"),
+    case(WIDE, "rate of the head × 100", rates.own_rate(-1, 100), "uneven-rates"),
+    case(WAVES, "rate of layer 2 × 0.0003", rates.own_rate(1, 0.0003), "uneven-rates"),
+    case(THREE, "gain 0.03", initial.gain(0.03), *initial.FADING, because=SCALE),
+    case(WAVES, "gain 8", initial.gain(8), *initial.GROWING, because=SCALE),
+    case(THREE, "biases -20", initial.biases(-20), *initial.DEAD, because=initial.BIASES),
+    case(THREE, "momentum 0.995", optimizers.settings(momentum=0.995), "optimizer-turns"),
+    case(WIDE, "weight decay 50", optimizers.settings(weight_decay=50.0), "decay-fights"),
+    case(WAVES, "weight decay 0.5", optimizers.settings(weight_decay=0.5), "decay-fights"),
+    case(
         MIXER,
         "clamped before each step",
         optimizers.before_forward(optimizers.clamp, 0.01),
         "projection-fights",
     ),
-    _case(THREE, "clipped to 0.003", optimizers.clipped(0.003), "clipping-always"),
-    _case(GRU, "body detached", wiring.detached, "unreached"),
-    _case(MIXER, "optimizer holds the head only", wiring.head_only, "not-held"),
-    _case(GRU, "body frozen", wiring.frozen, "frozen"),
-    _case(WAVES, "inputs × 0 inside", wiring.ignored, "input-ignored"),
-    _case(SMALL_GPT, "float16 overflows", wiring.in_half(1e6), "non-finite"),
-    _case(WIDE, "a missing entry in batch 7", wiring.bad_sample(7), "non-finite"),
-    _case(THREE, "labels shuffled", wiring.shuffled, *wiring.UNRELATED, because=wiring.NO_RELATION),
+    case(THREE, "clipped to 0.003", optimizers.clipped(0.003), "clipping-always"),
+    case(GRU, "body detached", wiring.detached, "unreached"),
+    case(MIXER, "optimizer holds the head only", wiring.head_only, "not-held"),
+    case(GRU, "body frozen", wiring.frozen, "frozen"),
+    case(WAVES, "inputs × 0 inside", wiring.ignored, "input-ignored"),
+    case(SMALL_GPT, "float16 overflows", wiring.in_half(1e6), "non-finite"),
+    case(WIDE, "a missing entry in batch 7", wiring.bad_sample(7), "non-finite"),
+    case(THREE, "labels shuffled", wiring.shuffled, *wiring.UNRELATED, because=wiring.NO_RELATION),
 ]

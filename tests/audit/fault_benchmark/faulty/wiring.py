@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from audit.fault_benchmark import healthy
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Run, case
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -128,17 +128,6 @@ def in_half(scale: float) -> Callable[[Run], None]:
     return plant
 
 
-def _case(
-    twin: Healthy,
-    what: str,
-    plant: Callable[[Run], None],
-    *expected: str,
-    because: str = "",
-    judged_by: str = "loss",
-) -> Case:
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because, judged_by=judged_by)
-
-
 UNRELATED = ("labels-unrelated", "loss-stuck", "input-ignored")
 FLOOR = ("double-softmax", "cannot-overfit", "loss-stuck")
 CUT = "activated-logits"
@@ -146,26 +135,26 @@ soft = ending(lambda: nn.Softmax(-1))
 cut = ending(nn.ReLU)
 
 CASES = [
-    _case(healthy.DEEP_TANH, "body detached", detached, "unreached"),
-    _case(healthy.CNN_SGD, "body detached", detached, "unreached"),
-    _case(healthy.GPT, "body detached", detached, "unreached"),
-    _case(healthy.REGRESSION, "optimizer holds the head only", head_only, "not-held"),
-    _case(healthy.CNN_ADAM, "optimizer holds the head only", head_only, "not-held"),
-    _case(healthy.VIT, "optimizer holds the head only", head_only, "not-held"),
-    _case(healthy.MLP_SGD, "optimizer lacks the first layer", one_missing(0), "not-held"),
-    _case(healthy.REGRESSION, "body frozen", frozen, "frozen"),
-    _case(healthy.VIT, "body frozen", frozen, "frozen"),
-    _case(healthy.MLP_ADAM, "inputs × 0 inside", ignored, "input-ignored"),
-    _case(healthy.CNN_BATCH_NORM, "inputs × 0 inside", ignored, "input-ignored"),
-    _case(healthy.GPT, "embedding × 0", embedding_ignored, "input-ignored"),
-    _case(healthy.MLP_ADAM, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION),
-    _case(healthy.CNN_SGD, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION),
-    _case(healthy.MLP_SGD, "softmax twice", soft, *FLOOR, because=FLOORED, judged_by="error"),
-    _case(healthy.CNN_SGD, "softmax twice", soft, *FLOOR, because=FLOORED, judged_by="error"),
-    _case(healthy.MLP_SGD, "ReLU on logits", cut, CUT),
-    _case(healthy.CNN_ADAM, "ReLU on logits", cut, CUT),
-    _case(healthy.MLP_ADAM, "log(0)", with_loss(logarithm_of_zero), "non-finite"),
-    _case(healthy.AUTOENCODER, "gradient of √0", with_loss(root_of_zero), "non-finite"),
-    _case(healthy.VIT, "float16 overflows", in_half(1e5), "non-finite"),
-    _case(healthy.CNN_ADAM, "a missing entry in batch 20", bad_sample(20), "non-finite"),
+    case(healthy.DEEP_TANH, "body detached", detached, "unreached"),
+    case(healthy.CNN_SGD, "body detached", detached, "unreached"),
+    case(healthy.GPT, "body detached", detached, "unreached"),
+    case(healthy.REGRESSION, "optimizer holds the head only", head_only, "not-held"),
+    case(healthy.CNN_ADAM, "optimizer holds the head only", head_only, "not-held"),
+    case(healthy.VIT, "optimizer holds the head only", head_only, "not-held"),
+    case(healthy.MLP_SGD, "optimizer lacks the first layer", one_missing(0), "not-held"),
+    case(healthy.REGRESSION, "body frozen", frozen, "frozen"),
+    case(healthy.VIT, "body frozen", frozen, "frozen"),
+    case(healthy.MLP_ADAM, "inputs × 0 inside", ignored, "input-ignored"),
+    case(healthy.CNN_BATCH_NORM, "inputs × 0 inside", ignored, "input-ignored"),
+    case(healthy.GPT, "embedding × 0", embedding_ignored, "input-ignored"),
+    case(healthy.MLP_ADAM, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION),
+    case(healthy.CNN_SGD, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION),
+    case(healthy.MLP_SGD, "softmax twice", soft, *FLOOR, because=FLOORED, judged_by="error"),
+    case(healthy.CNN_SGD, "softmax twice", soft, *FLOOR, because=FLOORED, judged_by="error"),
+    case(healthy.MLP_SGD, "ReLU on logits", cut, CUT),
+    case(healthy.CNN_ADAM, "ReLU on logits", cut, CUT),
+    case(healthy.MLP_ADAM, "log(0)", with_loss(logarithm_of_zero), "non-finite"),
+    case(healthy.AUTOENCODER, "gradient of √0", with_loss(root_of_zero), "non-finite"),
+    case(healthy.VIT, "float16 overflows", in_half(1e5), "non-finite"),
+    case(healthy.CNN_ADAM, "a missing entry in batch 20", bad_sample(20), "non-finite"),
 ]
