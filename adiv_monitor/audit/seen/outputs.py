@@ -4,15 +4,14 @@ Both are examined at the initial weights.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.flat import ends_of_function
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped
@@ -35,70 +34,31 @@ def activated_output(fork: Fork) -> ActivatedOutput | None:
     Its outputs go unchanged into a loss that has a softmax or sigmoid of its own. None: there is no
     such function, or the forward pass fails.
     """
-    with seeded(fork.seed), torch.no_grad():
-        try:
-            with _Outputs(fork.model).watching() as outputs:
-                fork.loss(fork.model, copied(fork.batches[0]))
-        except Exception:  # the training run reports errors of the loss
-            return None
-    return outputs.found
+    # Outputs by their memory, with their version: a view is the same output, a tensor that was
+    # written to in place is not. They are held so that their memory is not reused.
+    made: dict[int, tuple[Tensor, int, ActivatedOutput]] = {}
+    found: ActivatedOutput | None = None
 
+    def see(call: Call) -> None:
+        nonlocal found
+        given, result = call.argument(0, "input"), call.result
+        if call.name in WITH_THEIR_OWN and isinstance(given, Tensor):
+            known = made.get(given.untyped_storage().data_ptr())
+            if known is not None and known[1] == given._version:
+                found = known[2]
+        if isinstance(result, Tensor) and result.is_floating_point():
+            is_softmax = call.name == "softmax"
+            ends = (call.name, None) if is_softmax else ends_of_function(call.name, call.kwargs)
+            if ends is not None:
+                where = result.untyped_storage().data_ptr()
+                made[where] = result, result._version, ActivatedOutput(ends[0], call.path)
 
-class _Outputs(TorchFunctionMode):
-    """Records which function's output a loss receives.
-
-    Tensors are identified by their memory and its version: a view is the same output, a tensor that
-    was written to in place is not. Outputs are held so that their memory is not reused.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.found: ActivatedOutput | None = None
-        self._model = model
-        self._within: list[str] = []
-        self._made: dict[int, tuple[Tensor, int, ActivatedOutput]] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator["_Outputs"]:
-        with ExitStack() as hooks:
-            for path, module in self._model.named_modules():
-                enter = module.register_forward_pre_hook(partial(self._enter, path))
-                leave = module.register_forward_hook(self._leave, always_call=True)
-                hooks.callback(enter.remove)
-                hooks.callback(leave.remove)
-            with self:
-                yield self
-
-    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
-        self._within.append(path)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._within.pop()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in WITH_THEIR_OWN:
-            self._look(args[0] if args else kwargs.get("input"))
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            self._note(name, result, kwargs)
-        return result
-
-    def _note(self, name: str, made: Tensor, arguments: Mapping[str, Any]) -> None:
-        known = (name, None) if name == "softmax" else ends_of_function(name, arguments)
-        if known is not None and made.is_floating_point():
-            path = self._within[-1] if self._within else None
-            where = made.untyped_storage().data_ptr()
-            self._made[where] = made, made._version, ActivatedOutput(known[0], path)
-
-    def _look(self, given: object) -> None:
-        if isinstance(given, Tensor):
-            made = self._made.get(given.untyped_storage().data_ptr())
-            if made is not None and made[1] == given._version:
-                self.found = made[2]
+    try:
+        with torch.no_grad():
+            see_calls(fork, see)
+    except Exception:  # the training run reports errors of the loss
+        return None
+    return found
 
 
 def descent_share(setup: Setup) -> float | None:
