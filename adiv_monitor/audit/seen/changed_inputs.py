@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
+from adiv_monitor.audit.seen.inputs import by_name, changed, is_input, is_list
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
@@ -52,8 +52,7 @@ def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        names = names_by_place(module, len(args))
-        for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
+        for name, value in by_name(module, args, kwargs).items():
             if is_input(name) and not is_list(value):
                 own = [x.detach() for x in tensors(value) if x.ndim and len(x) == size]
                 found.update({name if len(own) == 1 else f"{name}.{i}": x
@@ -106,13 +105,11 @@ class ChangedInputs:
                 self.names.append(name)
                 return change(x) if len(self.inputs) == number + 1 else x
 
-            names = names_by_place(module, len(args))
-            given = {**dict(zip(names, args, strict=True)), **kwargs}
-            may_change = {n: is_input(n) and not is_list(x) for n, x in given.items()}
-            new = {
-                n: mapped(x, partial(instead, n)) if may_change[n] else x for n, x in given.items()
-            }
-            return tuple(new[n] for n in names), {n: new[n] for n in kwargs}
+            def of_argument(name: str, x: Any) -> Any:
+                may_change = is_input(name) and not is_list(x)
+                return mapped(x, partial(instead, name)) if may_change else x
+
+            return changed(module, args, kwargs, of_argument)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             seen.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +16,20 @@ from adiv_monitor.diagnosis.record import InputStatistics
 _NO_INPUTS = ("label", "target", "mask")
 
 
-def names_by_place(module: nn.Module, count: int) -> list[str]:
-    """Return the names of the first `count` arguments of a forward pass; numbers if unnamed."""
+def by_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward pass by name; those without a name have a number."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [*own, *map(str, range(len(own), count))][:count]
+    names = [*own, *map(str, range(len(own), len(args)))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def changed(
+    module: nn.Module, args: Any, kwargs: dict[str, Any], change: Callable[[str, Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward pass, each replaced by `change(name, value)`."""
+    new = [change(name, value) for name, value in by_name(module, args, kwargs).items()]
+    return tuple(new[: len(args)]), dict(zip(kwargs, new[len(args) :], strict=True))
 
 
 def is_input(name: str) -> bool:
@@ -59,8 +70,7 @@ class Inputs:
         if not self.watching:
             return
         self.ran = True
-        given = {**dict(zip(names_by_place(module, len(args)), args, strict=True)), **kwargs}
-        for name, value in given.items():
+        for name, value in by_name(module, args, kwargs).items():
             if not is_input(name):
                 continue
             found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()]
@@ -116,13 +126,13 @@ class _Sums:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class _Moments:
     """The entries per feature, their means, and the sums of their squared deviations."""
 
-    def __init__(self, count: int, mean: Tensor, squares: Tensor) -> None:
-        self.count = count
-        self.mean = mean
-        self.squares = squares
+    count: int
+    mean: Tensor
+    squares: Tensor
 
     @staticmethod
     def of(rows: Tensor) -> "_Moments":

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.audit.seen.inputs import names_by_place
+from adiv_monitor.audit.seen.inputs import by_name
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Setup, seeded
 
@@ -21,11 +21,7 @@ def probe(setup: Setup) -> Probe:
     seen: list[Any] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs:
-            names = names_by_place(module, len(args))
-            seen.append({**dict(zip(names, args, strict=True)), **kwargs})
-        else:
-            seen.append(args)
+        seen.append(by_name(module, args, kwargs) if kwargs else args)
 
     fork.model.register_forward_pre_hook(note, with_kwargs=True)
     with seeded(setup.seed), torch.no_grad():

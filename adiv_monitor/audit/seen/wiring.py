@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
+from adiv_monitor.audit.seen.inputs import by_name, changed, is_input, is_list
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
@@ -184,8 +184,7 @@ class _Exchange:
         return self._outputs
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        names = names_by_place(module, len(args))
-        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        given = by_name(module, args, kwargs)
         size = size_of([x for name, x in given.items() if is_input(name)])
         self._samples = size
 
@@ -196,11 +195,10 @@ class _Exchange:
             self._is_other |= not torch.equal(x, rolled)
             return rolled
 
-        if not self._exchanging:
-            return None
-        may_change = {n: is_input(n) and not is_list(x) for n, x in given.items()}
-        changed = {n: mapped(x, moved_on) if may_change[n] else x for n, x in given.items()}
-        return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
+        def exchanged(name: str, x: Any) -> Any:
+            return mapped(x, moved_on) if is_input(name) and not is_list(x) else x
+
+        return changed(module, args, kwargs, exchanged) if self._exchanging else None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         found = [x.detach() for x in tensors(output) if x.is_floating_point()]

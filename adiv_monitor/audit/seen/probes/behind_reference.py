@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
-from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.inputs import by_name, is_input
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -132,8 +132,7 @@ def _places(setup: Setup) -> _Places | None:
     values: list[bool] = []
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        names = names_by_place(module, len(args))
-        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        given = by_name(module, args, kwargs)
         for x in (x for n, value in given.items() if is_input(n) for x in tensors(value)):
             inputs.extend(i for i, part in enumerate(parts) if part is x and len(part) == size)
 

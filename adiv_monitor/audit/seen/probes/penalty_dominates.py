@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, change_calls
-from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.inputs import by_name, changed, is_input
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped, size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
@@ -149,15 +149,15 @@ class _Terms:
     def _exchange(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._exchanged:
             return None
-        names = names_by_place(module, len(args))
-        given = {**dict(zip(names, args, strict=True)), **kwargs}
-        size = size_of(given)
+        size = size_of(by_name(module, args, kwargs))
 
         def moved_on(x: Tensor) -> Tensor:
             return x.roll(1, 0) if x.ndim and len(x) == size else x
 
-        new = {n: mapped(x, moved_on) if is_input(n) else x for n, x in given.items()}
-        return tuple(new[n] for n in names), {n: new[n] for n in kwargs}
+        def exchanged(name: str, x: Any) -> Any:
+            return mapped(x, moved_on) if is_input(name) else x
+
+        return changed(module, args, kwargs, exchanged)
 
 
 def _is_number(x: Any) -> bool:

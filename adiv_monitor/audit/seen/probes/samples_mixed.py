@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.changed_inputs import still
 from adiv_monitor.audit.seen.concerned import few
-from adiv_monitor.audit.seen.inputs import is_input, is_list, names_by_place
+from adiv_monitor.audit.seen.inputs import changed, is_input, is_list
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -113,24 +113,23 @@ def _passed(fork: Fork, batch: Any, exchange: int | Change | None, axis: int = 0
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if exchange is None:
             return None
-        names = names_by_place(module, len(args))
-        given = {**dict(zip(names, args, strict=True)), **kwargs}
         if not isinstance(exchange, int):
             turn = exchange
-            changed = {n: mapped(x, lambda y: turn(y, size)) for n, x in given.items()}
-            return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
+            return changed(module, args, kwargs, lambda name, x: mapped(x, lambda y: turn(y, size)))
 
         def other(x: Tensor) -> Tensor:
             if x.ndim <= axis or (axis == 0 and len(x) != size):
                 return x
-            changed = x.clone()
-            changed.select(axis, exchange).copy_(x.select(axis, (exchange + 1) % x.shape[axis]))
-            seen.exchanged |= not torch.equal(x, changed)
-            return changed
+            new = x.clone()
+            new.select(axis, exchange).copy_(x.select(axis, (exchange + 1) % x.shape[axis]))
+            seen.exchanged |= not torch.equal(x, new)
+            return new
 
-        seen.of_lists |= any(is_input(n) and is_list(x) for n, x in given.items())
-        changed = {n: mapped(x, other) if is_input(n) else x for n, x in given.items()}
-        return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
+        def exchanged(name: str, x: Any) -> Any:
+            seen.of_lists |= is_input(name) and is_list(x)
+            return mapped(x, other) if is_input(name) else x
+
+        return changed(module, args, kwargs, exchanged)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         found = [x.detach() for x in tensors(output) if x.is_floating_point() and x.ndim]

@@ -1,13 +1,14 @@
 """Fixes of inputs: standardised, centred or scaled in front of the model; larger batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.inputs import by_name, changed, is_input
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.samples import joined
 from adiv_monitor.audit.training.setup import Fork
@@ -48,56 +49,38 @@ def _transformed(transform: Transform) -> Callable[[Fork, Sequence[str], Record 
     def change(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
         moments = _moments(fork)
 
-        def hook(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            for key, x in _inputs(module, args, kwargs):
-                if key in moments:
-                    exact = transform(x.double(), moments[key]).to(x.dtype)
-                    args, kwargs = _replaced(args, kwargs, key, exact)
-            return args, kwargs
+        def transformed(name: str, x: Any) -> Any:
+            if name not in moments or not _is_transformed(name, x):
+                return x
+            return transform(x.double(), moments[name]).to(x.dtype)
 
-        fork.model.register_forward_pre_hook(hook, with_kwargs=True)
+        fork.model.register_forward_pre_hook(partial(changed, change=transformed), with_kwargs=True)
 
     return change
 
 
-def _inputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[int | str, Tensor]]:
-    """Yield the floating-point arguments that are inputs, by position or name."""
-    names = names_by_place(model, len(args))
-    given: list[tuple[int | str, str, Any]] = [(i, names[i], x) for i, x in enumerate(args)]
-    given += [(name, name, x) for name, x in kwargs.items()]
-    for key, name, x in given:
-        if is_input(name) and isinstance(x, Tensor) and x.is_floating_point() and x.dim():
-            yield key, x
-
-
-def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(key, int):
-        return (*args[:key], value, *args[key + 1 :]), kwargs
-    return args, {**kwargs, key: value}
+def _is_transformed(name: str, x: Any) -> bool:
+    """Return whether an argument is a floating-point input."""
+    return is_input(name) and isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
 
 
 class _Seen(BaseException):
     """Raised by a hook once the inputs are seen, so that the forward pass does not run."""
 
 
-def _moments(fork: Fork) -> dict[int | str, _Moments]:
+def _moments(fork: Fork) -> dict[str, _Moments]:
     """Return the moments of every input over the different batches; the model itself does not run.
 
     Raises:
         DoesNotApply: The model is called without floating-point inputs, or with ones that are not
             finite.
     """
-    seen: dict[int | str, list[Tensor]] = {}
+    seen: dict[str, list[Tensor]] = {}
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for key, x in _inputs(module, args, kwargs):
-            seen.setdefault(key, []).append(x.detach())
+        for name, x in by_name(module, args, kwargs).items():
+            if _is_transformed(name, x):
+                seen.setdefault(name, []).append(x.detach())
         raise _Seen
 
     handle = fork.model.register_forward_pre_hook(look, with_kwargs=True)
