@@ -26,7 +26,7 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     are multiplied by, under the parameter's name.
     """
     fork = setup.fork()
-    normalised = _normalised(fork, setup)
+    normalised = _normalised(fork)
     found = {
         path: _of_layer(module, normalised=path in normalised)
         for path, module in fork.model.named_modules()
@@ -69,7 +69,7 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
     return found
 
 
-def _normalised(fork: Fork, setup: Setup) -> frozenset[str]:
+def _normalised(fork: Fork) -> frozenset[str]:
     """Return layers whose outputs go directly into a normalisation, which removes their scale."""
     paths = {module: path for path, module in fork.model.named_modules()}
     made: dict[int, tuple[Tensor, str]] = {}  # tensors are held so that their ids stay unique
@@ -87,9 +87,9 @@ def _normalised(fork: Fork, setup: Setup) -> frozenset[str]:
             module.register_forward_hook(note)
         elif isinstance(module, _NORMS):
             module.register_forward_pre_hook(look)
-    with seeded(setup.seed), torch.no_grad():
+    with torch.no_grad():
         try:
-            fork.loss(fork.model, copied(setup.batches[0]))
+            fork.first_loss()
         except Exception:  # the training run reports errors of the loss
             return frozenset()
     return frozenset(found)
@@ -175,14 +175,12 @@ def double_softmax(setup: Setup) -> bool | None:
     fork.model.register_forward_hook(look)
     with torch.no_grad():
         try:
-            with seeded(setup.seed):
-                loss = float(fork.loss(fork.model, copied(setup.batches[0])))
+            loss = float(fork.first_loss())
             if not seen:
                 return None
             fork = setup.fork()
             fork.model.register_forward_hook(shift)
-            with seeded(setup.seed):
-                shifted = float(fork.loss(fork.model, copied(setup.batches[0])))
+            shifted = float(fork.first_loss())
         except Exception:  # the training run reports errors of the loss
             return None
     return all(seen) and math.isclose(loss, shifted, rel_tol=1e-5)

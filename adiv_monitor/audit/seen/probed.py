@@ -7,8 +7,7 @@ from torch import nn
 
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.audit.seen.inputs import by_name
-from adiv_monitor.audit.training.batches import copied
-from adiv_monitor.audit.training.setup import Setup, seeded
+from adiv_monitor.audit.training.setup import Setup
 
 
 def probe(setup: Setup) -> Probe:
@@ -24,8 +23,8 @@ def probe(setup: Setup) -> Probe:
         seen.append(by_name(module, args, kwargs) if kwargs else args)
 
     fork.model.register_forward_pre_hook(note, with_kwargs=True)
-    with seeded(setup.seed), torch.no_grad():
-        fork.loss(fork.model, copied(setup.batches[0]))
+    with torch.no_grad():
+        fork.first_loss()
     if not seen:
         raise ValueError(
             "audit(alignment=True): the loss did not call the model itself, expected model(…) in "

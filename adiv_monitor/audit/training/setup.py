@@ -46,6 +46,11 @@ class Fork:
     seed: int
     lost: tuple[str, ...] = ()
 
+    def first_loss(self) -> Tensor:
+        """Return the loss of the first batch, with random numbers from the run's seed."""
+        with seeded(self.seed):
+            return self.loss(self.model, copied(self.batches[0]))
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -125,8 +130,8 @@ def differentiates(setup: Setup) -> bool:
     """Return whether the loss fails without gradients, because it computes some itself."""
     fork = setup.fork()
     try:
-        with seeded(setup.seed), torch.no_grad():
-            fork.loss(fork.model, copied(setup.batches[0]))
+        with torch.no_grad():
+            fork.first_loss()
     except RuntimeError as error:
         return "does not require grad" in str(error)
     except Exception:

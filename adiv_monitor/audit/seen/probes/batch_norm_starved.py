@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.training.batches import copied
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 FEW = 4  # the variance's relative error, √(2/(n−1)), is 82 % for four values
@@ -30,8 +29,8 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     for module in paths:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.register_forward_pre_hook(look)
-    with seeded(fork.seed), torch.no_grad():
-        fork.loss(fork.model, copied(fork.batches[0]))
+    with torch.no_grad():
+        fork.first_loss()
     return Probed(tuple(found.values()))
 
 

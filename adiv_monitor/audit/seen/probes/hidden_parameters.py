@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
-from adiv_monitor.audit.training.batches import copied
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact, Probed
 
@@ -69,8 +68,8 @@ def made_anew(fork: Fork) -> list[tuple[str, Tensor]]:
 
 def _leaves(fork: Fork) -> Iterator[Tensor]:
     """Return the tensors at which the backward pass of a batch's loss ends."""
-    with seeded(fork.seed), torch.enable_grad():
-        loss = fork.loss(fork.model, copied(fork.batches[0]))
+    with torch.enable_grad():
+        loss = fork.first_loss()
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adiv_monitor.audit.training.batches import copied
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -26,8 +25,8 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     for module in paths:
         if isinstance(module, NORMS):
             module.register_forward_pre_hook(look)
-    with seeded(fork.seed), torch.no_grad():
-        fork.loss(fork.model, copied(fork.batches[0]))
+    with torch.no_grad():
+        fork.first_loss()
     if not found and not setup.model.training:
         for path, module in setup.model.named_modules():
             if isinstance(module, NORMS) and _is_unused(module):

@@ -5,8 +5,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from adiv_monitor.audit.training.batches import copied
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -56,8 +55,8 @@ def _runs(fork: Fork) -> Counter[nn.Module]:
         for module in fork.model.modules()
     ]
     try:
-        with seeded(fork.seed), torch.no_grad():
-            fork.loss(fork.model, copied(fork.batches[0]))
+        with torch.no_grad():
+            fork.first_loss()
     finally:
         for handle in handles:
             handle.remove()
