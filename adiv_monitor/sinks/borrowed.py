@@ -1,6 +1,6 @@
 """Sinks that a callback uses but does not own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from adiv_monitor.sinks.sink import Sink
 
@@ -16,18 +16,12 @@ class BorrowedSink:
         self.borrowed = sink
         self.write = sink.write
         self._flush = getattr(sink, "flush", None)
-        self.add_losses: Callable[[Mapping[int, float]], None] = getattr(
-            sink, "add_losses", _no_losses
-        )
+        self.add_losses = getattr(sink, "add_losses", None)
 
     def close(self) -> None:
         """Flush the sink; the user may go on with it after the training."""
         if callable(self._flush):
             self._flush()
-
-
-def _no_losses(losses: Mapping[int, float]) -> None:
-    """Stand in for `add_losses` of a sink that does not show losses."""
 
 
 def borrowed(sinks: Sequence[object], owner: str) -> tuple[BorrowedSink, ...]:
