@@ -216,7 +216,7 @@ class AttentionCalls:
         if forward is not None:
             path = self._next_path(forward)
             with self.guarded(path):
-                choice = self._choose(path, forward, given["query"], given["key"], _by_head)
+                choice = self._choose(path, forward, given["query"], given["key"], by_head)
                 if choice is not None and given.get("dropout_p", 0.0) > 0:
                     random = Randomness([given["query"].device])
         output = call()
@@ -240,7 +240,8 @@ class AttentionCalls:
                 path = self._next_path(forward)
                 with self.guarded(path):
                     query, key = product[0], product[1].mT
-                    choice = self._choose(path, forward, query, key, _heads_apart)
+                    heads_apart = partial(_heads_apart, forward.module)
+                    choice = self._choose(path, forward, query, key, heads_apart)
                     if choice is not None:
                         self._keep(choice, forward, query, key, args[0])
 
@@ -267,7 +268,7 @@ class AttentionCalls:
         forward: Forward,
         query: Tensor,
         key: Tensor,
-        shaped: Callable[[nn.Module, Tensor], Tensor],
+        shaped: Callable[[Tensor], Tensor],
     ) -> _Choice | None:
         """Return the samples of a call to record, or None if it is not measured."""
         if path in self.refused or not trains(query):
@@ -282,7 +283,7 @@ class AttentionCalls:
             )
         module = forward.module
         count = batch_size(module, forward.args, forward.kwargs)
-        samples, heads = shaped(module, query).shape[:2]
+        samples, heads = shaped(query).shape[:2]
         if not count or samples % count:
             raise Refused(
                 f"got queries of {samples} samples from inputs of {count}, expected a multiple"
@@ -292,7 +293,7 @@ class AttentionCalls:
         rows = attending.rows.choose((count,), query.device)
         every = torch.arange(count, device=query.device)
         index = every if rows.chosen is None else rows.flat
-        return _Choice(path, attending, rows, index, samples, partial(shaped, module))
+        return _Choice(path, attending, rows, index, samples, shaped)
 
     def _attending(self, path: str, module: nn.Module, number: int, scores: int) -> Attending:
         """Return the attention of this path; a new one samples as much as its scores allow."""
@@ -374,10 +375,6 @@ class _Guard:
         if isinstance(error, Exception):
             self.calls.failed(self.path, error)
         return isinstance(error, Exception)
-
-
-def _by_head(module: nn.Module, tensor: Tensor) -> Tensor:
-    return by_head(tensor)
 
 
 def _heads_apart(module: nn.Module, tensor: Tensor) -> Tensor:
