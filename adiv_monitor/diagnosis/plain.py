@@ -24,14 +24,15 @@ def to_plain(value: Any) -> Any:
 
 def to_json(value: Any) -> str:
     """Return strict JSON; numbers that are not finite become "NaN", "Infinity" or "-Infinity"."""
-    return json.dumps(_strict(value), allow_nan=False, separators=(",", ":"))
+    return json.dumps(strict(value, nan="NaN"), allow_nan=False, separators=(",", ":"))
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any, *, nan: str | None) -> Any:
+    """Replace every float that JSON lacks in nested data; `nan` stands for NaN."""
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
+        return {key: strict(item, nan=nan) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item, nan=nan) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return nan if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -1,13 +1,13 @@
 """Reports as JSON lines: one object per line."""
 
 import json
-import math
 import os
 import warnings
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from adiv_monitor.diagnosis.plain import strict
 from adiv_monitor.files import file_path
 from adiv_monitor.report import StepReport
 
@@ -49,7 +49,8 @@ class JsonlSink:
             raise ValueError(f"{self._path}: got a report after close(), expected none")
         if self._file is None:
             self._file = _continued(self._path)
-        line = json.dumps(_strict(report.to_dict()), allow_nan=False, ensure_ascii=False)
+        plain = strict(report.to_dict(), nan=None)
+        line = json.dumps(plain, allow_nan=False, ensure_ascii=False)
         # JSON uses the same escapes for lone surrogates.
         self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
         self._file.flush()
@@ -63,17 +64,6 @@ class JsonlSink:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the open file; another process opens the file itself."""
         return {**self.__dict__, "_file": None}
-
-
-def _strict(value: Any) -> Any:
-    """Replace every float that JSON lacks in nested data."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def _continued(path: Path) -> BinaryIO:
