@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adiv_monitor.audit.seen import non_finite
-from adiv_monitor.audit.seen.given import Given
 from adiv_monitor.audit.seen.inputs import Inputs
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.seen.wiring import Gradients
@@ -34,7 +33,7 @@ class Watching(Watch):
         self._repeated: RepeatedLoss | None = None
         self._loss = math.nan
         self._failed: list[str] = []
-        self._given = Given(setup.model)
+        self._given = _Given(setup.model)
         self.inputs = Inputs(fork.model)
         self.gradients = Gradients(fork)
         self.realised: dict[int, float] = {}
@@ -92,3 +91,34 @@ class Watching(Watch):
                 "Nothing is known of the model's inputs: the loss did not call the model itself."
             )
         return found
+
+
+class _Given:
+    """Detects a loss that uses the user's model in place of its argument, a copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = [
+            (p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()
+        ]
+
+    def check(self) -> None:
+        """Compare the gradients of the user's model with their state before a copy's backward pass.
+
+        Raises:
+            ValueError: The user's model received gradients; its former ones are restored.
+        """
+        touched = False
+        for parameter, before, values in self._before:
+            if parameter.grad is not before:
+                touched = True
+                parameter.grad = before
+            elif before is not None and values is not None and not before.equal(values):
+                touched = True
+                before.copy_(values)
+        self._before.clear()
+        if touched:
+            raise ValueError(
+                "audit(loss=…): loss(model, batch) used the model that was given to audit, "
+                "expected the one that it is called with, a copy: use its first argument"
+            )
