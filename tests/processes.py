@@ -49,6 +49,16 @@ def patient() -> Iterator[None]:
         yield
 
 
+def contributions_of_ranks(monkeypatch: pytest.MonkeyPatch, world: int) -> list[Any]:
+    """Let monitors run as one of several ranks from now on; return the list of what they send."""
+    sent: list[Any] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(assembly.Assembly, "join", lambda self, name: None)
+    monkeypatch.setattr(assembly.Assembly, "add", lambda self, part: sent.append(part))
+    return sent
+
+
 def run_in(processes: int, work: Callable[..., None], *args: Any) -> None:
     """Run `work(rank, *args)` on this many ranks, forked from a process with slow imports done.
 

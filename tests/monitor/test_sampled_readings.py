@@ -7,19 +7,19 @@ model.
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from models import GPT, ViT
+from processes import contributions_of_ranks
 from setups import EXACT
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import LayerReading
-from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
@@ -123,6 +123,34 @@ def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
 ROUGH = ("p05", "p50", "p95", "max")
 
 
+class Deviations:
+    """Differences between sampled readings and those of all rows, in standard errors."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, reading: LayerReading, exact: LayerReading) -> None:
+        """Add the measures of one layer; those without an error must be the same."""
+        for name, value in reading.measures().items():
+            error = reading.standard_error.get(name, 0.0)
+            if name.endswith(ROUGH):
+                continue
+            if error == 0 or math.isnan(error):
+                same = pytest.approx(getattr(exact, name), rel=1e-7, abs=1e-9)
+                assert value == same, (reading.kind, name)
+            else:
+                self._found[name].append((value - getattr(exact, name)) / error)
+
+    def check(self, draws: int) -> None:
+        """Check that they are within three errors, and zero in the mean."""
+        assert self._found.keys() >= {"update_cosine", "gradient_cosine", "interference_ratio"}
+        every = [d for found in self._found.values() for d in found]
+        # One in a hundred; twice that, because a draw's layers share their rows.
+        assert sum(abs(d) > 3 for d in every) < 0.02 * len(every)
+        for name, found in self._found.items():
+            assert abs(sum(found) / len(found)) < 4 / math.sqrt(draws), name
+
+
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
@@ -130,42 +158,16 @@ def test_sampled_readings_know_how_far_off_they_are(case: str, optimizer: str) -
     """Invariant 9: unbiased, and within three errors of all rows in 99 % of the draws."""
     step = Step(case, optimizer)
     truth, draws = step.measured(None), 40
-    deviations: dict[str, list[float]] = defaultdict(list)
+    deviations = Deviations()
     for seed in range(draws):
-        report = step.measured(100, seed=seed)
-        for path, reading in report.layers.items():
-            exact = truth.layers[path]
-            for name, value in reading.measures().items():
-                error = reading.standard_error.get(name, 0.0)
-                if name.endswith(ROUGH):
-                    continue
-                if error == 0 or math.isnan(error):
-                    assert value == pytest.approx(getattr(exact, name), rel=1e-7, abs=1e-9)
-                else:
-                    deviations[name].append((value - getattr(exact, name)) / error)
-    assert deviations.keys() >= {"update_cosine", "gradient_cosine", "interference_ratio"}
-    every = [d for found in deviations.values() for d in found]
-    # One in a hundred; twice that, because a draw's layers share their rows.
-    assert sum(abs(d) > 3 for d in every) < 0.02 * len(every)
-    for name, found in deviations.items():
-        mean = sum(found) / len(found)
-        assert abs(mean) < 4 / math.sqrt(draws), name
+        for path, reading in step.measured(100, seed=seed).layers.items():
+            deviations.add(reading, truth.layers[path])
+    deviations.check(draws)
 
 
 # Several ranks
 
 WORLD, MAX_ROWS = 2, 100
-
-
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
-    """Collect the contributions of monitors that run as one of two ranks."""
-    handed_in: list[RankContribution] = []
-    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
-    monkeypatch.setattr(Assembly, "join", lambda self, name: None)
-    monkeypatch.setattr(Assembly, "add", lambda self, part: handed_in.append(part))
-    yield handed_in
 
 
 class Divided(Step):
@@ -219,13 +221,13 @@ def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
 @pytest.mark.slow(one_in=3, first=1)
 @pytest.mark.parametrize("case", ["mlp", "cnn", "vit"])
 def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
-    case: str, request: pytest.FixtureRequest
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariants 6 and 9: the sample is of all rows, however uneven the batches are."""
     step, draws = Divided(case), 30
     truth = step.whole()
-    parts = request.getfixturevalue("parts")  # two ranks from here on
-    deviations: dict[str, list[float]] = defaultdict(list)
+    parts = contributions_of_ranks(monkeypatch, WORLD)  # two ranks from here on
+    deviations = Deviations()
     for seed in range(draws):
         parts.clear()
         for rank in range(WORLD):
@@ -236,30 +238,18 @@ def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
                 continue
             assert reading.rows_total == exact.rows_total
             assert reading.rows_seen <= MAX_ROWS
-            for name, value in reading.measures().items():
-                error = reading.standard_error.get(name, 0.0)
-                if name.endswith(ROUGH):
-                    continue
-                if error == 0 or math.isnan(error):
-                    same = pytest.approx(getattr(exact, name), rel=1e-7, abs=1e-9)
-                    assert value == same, (path, name)
-                else:
-                    deviations[name].append((value - getattr(exact, name)) / error)
-    assert deviations.keys() >= {"update_cosine", "gradient_cosine", "interference_ratio"}
-    every = [d for found in deviations.values() for d in found]
-    assert sum(abs(d) > 3 for d in every) < 0.02 * len(every)
-    for name, found in deviations.items():
-        assert abs(sum(found) / len(found)) < 4 / math.sqrt(draws), name
+            deviations.add(reading, exact)
+    deviations.check(draws)
 
 
 def test_ranks_that_meet_once_the_monitor_is_attached_are_counted(
-    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The gradient's factor since the pass, and the sum of features, are known for other ranks."""
     model, x = nn.Linear(6, 3).double(), torch.randn(8, 6, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, every_n_steps=1, on_error="raise"):
-        parts = request.getfixturevalue("parts")
+        parts = contributions_of_ranks(monkeypatch, WORLD)
         model(x).square().sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
         optimizer.step()

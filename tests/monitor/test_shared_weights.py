@@ -3,19 +3,18 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from processes import contributions_of_ranks
+from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
 WORDS, WIDTH, TOKENS, SEEN = 40, 12, 1024, 96
@@ -244,18 +243,7 @@ def test_a_layer_alone_keeps_no_second_gradient(monkeypatch: pytest.MonkeyPatch)
 WORLD = 2
 
 
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
-    """Collect the contributions of monitors that run as one of two ranks."""
-    handed_in: list[RankContribution] = []
-    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
-    monkeypatch.setattr(Assembly, "join", lambda self, name: None)
-    monkeypatch.setattr(Assembly, "add", lambda self, part: handed_in.append(part))
-    yield handed_in
-
-
-def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
+def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contributions of ranks with 3/4 and 1/4 of the tokens add up; gradients are halved."""
     step = Step()
     x, y = words(TOKENS)
@@ -268,7 +256,7 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
     model.zero_grad()
     loss_of(model, x, y).backward()
     gradients = [0.5 * p.grad for p in model.parameters()]
-    parts = request.getfixturevalue("parts")  # two ranks from here on
+    parts = contributions_of_ranks(monkeypatch, WORLD)  # two ranks from here on
     for rank, (mine, share) in enumerate(shares):
         model, optimizer = copy.deepcopy((step.model, step.optimizer))
         with Monitor(model, optimizer, max_rows=SEEN, seed=rank, on_error="raise"):
