@@ -15,7 +15,6 @@ rates are too large, and κ does better. Slowing one layer in favour of others c
     python examples/alignment/carried.py [--quick] --out OUT
 """
 
-import argparse
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from grid import BATCH, OPTIMIZERS, PROBE, digits, mean, save
+from grid import BATCH, OPTIMIZERS, PROBE, digits, mean, options_of, save
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -168,11 +167,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
-    given = options.parse_args()
-    torch.set_num_threads(1)
+    given = options_of(__doc__)
     results = []
     for name, optimizer in itertools.product(PARAMETRIZATIONS, OPTIMIZERS):
         results.append(compare(name, optimizer, RATES[1:2] if given.quick else RATES))

@@ -16,15 +16,13 @@ riskiest, and does no better than neither; the warm-up helps at the largest rate
     python examples/alignment/discovery.py [--quick] --out OUT
 """
 
-import argparse
 import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from grid import OPTIMIZERS, Setting, mean, save, train, typical
+from grid import OPTIMIZERS, Setting, mean, options_of, save, train, typical
 from matplotlib.figure import Figure
 
 STEPS, SEEDS = 150, 3
@@ -85,11 +83,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
-    given = options.parse_args()
-    torch.set_num_threads(1)
+    given = options_of(__doc__)
     results = []
     for name, optimizer in itertools.product(("sp", "mup"), OPTIMIZERS):
         setting = Setting("digits", name, optimizer, 3, 128)

@@ -190,6 +190,15 @@ def compare(setting: Setting, size: Size) -> dict[str, object]:
     return found
 
 
+def options_of(page: str | None) -> argparse.Namespace:
+    """Return the options of an experiment, which its docstring describes, and use one thread."""
+    options = argparse.ArgumentParser(description=(page or "").partition("\n")[0])
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
+    torch.set_num_threads(1)
+    return options.parse_args()
+
+
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 

@@ -13,15 +13,13 @@ taken at once, 10 is as good as 1.
     python examples/alignment/how_often.py [--quick] --out OUT
 """
 
-import argparse
 import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from grid import Setting, mean, save, train, typical
+from grid import Setting, mean, options_of, save, train, typical
 from matplotlib.figure import Figure
 
 EVERY = (1, 10, 100)
@@ -103,11 +101,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--quick", action="store_true", help="one setting: does it still run?")
-    given = options.parse_args()
-    torch.set_num_threads(1)
+    given = options_of(__doc__)
     settings, every, rates = SETTINGS, EVERY, RATES
     if given.quick:
         settings, every, rates = SETTINGS[:1], EVERY[-1:], RATES[1:2]

@@ -12,13 +12,12 @@ square of all; of alpha and u both stay, the spectral one nearer to 1.
     python examples/alignment/spectral.py [--quick] --out OUT
 """
 
-import argparse
 import itertools
 import math
 from pathlib import Path
 
 import torch
-from grid import BATCH, PROBE, digits, mean, save
+from grid import BATCH, PROBE, digits, mean, options_of, save
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -80,11 +79,7 @@ def plot(found: dict[str, dict[int, list[float]]], file: Path) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--quick", action="store_true", help="one width: does it still run?")
-    given = options.parse_args()
-    torch.set_num_threads(1)
+    given = options_of(__doc__)
     widths = WIDTHS[:1] if given.quick else WIDTHS
     readings = {width: [read(width, seed) for seed in range(SEEDS)] for width in widths}
     found = {
