@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 INK, MUTED, BAD = "#1f2328", "#6b7280", "#b30000"
 LINE = 1.3  # line height over font size
+_MARGIN = 10  # pixels below the lowest content
 
 
 class Font(NamedTuple):
@@ -119,11 +120,11 @@ class Picture:
         self._pixels.append(((round(left), round(top)), colours))
         self.height = max(self.height, round(top) + len(colours))
 
-    def png(self, margin: int = 10) -> bytes:
-        """Return the picture as a PNG file, with a margin in pixels below the lowest content."""
+    def png(self) -> bytes:
+        """Return the picture as a PNG file, with a margin below the lowest content."""
         from PIL import Image, ImageDraw
 
-        image = Image.new("RGB", (self.width, round(self.height) + margin), "white")
+        image = Image.new("RGB", (self.width, round(self.height) + _MARGIN), "white")
         for corner, colours in self._pixels:
             image.paste(Image.fromarray(colours), corner)
         draw = ImageDraw.Draw(image)
