@@ -105,8 +105,8 @@ def slope(points: Iterable[tuple[float, float]]) -> Slope | None:
     return Slope(float(found.slope), half, kept)
 
 
-def layer_widths(runs: Sequence[Run], step: int | None = None) -> list[LayerWidths]:
-    """Return slopes of every layer after a step; by default the last that all runs have.
+def layer_widths(runs: Sequence[Run]) -> list[LayerWidths]:
+    """Return slopes of every layer after the last step that all runs have.
 
     Raises:
         ValueError: fewer than two widths, or runs without a step in common.
@@ -117,9 +117,11 @@ def layer_widths(runs: Sequence[Run], step: int | None = None) -> list[LayerWidt
             "widths at least"
         )
     common = set.intersection(*(set(run.readings) for run in runs))
-    if not common or (step is not None and step not in common):
-        raise ValueError(f"layer_widths: step {step}: expected one that all runs have: {common}")
-    step = max(common) if step is None else step
+    if not common:
+        raise ValueError(
+            "layer_widths: got runs without a common step, expected one that all runs have"
+        )
+    step = max(common)
     paths = dict.fromkeys(path for run in runs for path in run.readings[step])
     return [_of_layer(runs, path, step) for path in paths]
 
