@@ -13,8 +13,8 @@ the base rate is tuned for each arm, because an arm that raises rates needs a lo
 The method has to beat the last arm, which needs no measurement. The result is the mean training
 loss of the last tenth of the steps, with its range over seeds, at the best rate of each arm.
 
-    python examples/alignment/grid.py                 small: one depth and width
-    python examples/alignment/grid.py --full          depths 3, 5 × widths 64, 256, all rates
+    python examples/alignment/grid.py --out OUT           small: one depth and width
+    python examples/alignment/grid.py --out OUT --full    depths 3, 5 × widths 64, 256, all rates
 """
 
 import argparse

@@ -41,6 +41,8 @@ class Case(NamedTuple):
         scheduler: of an optimizer and the number of steps; None: the learning rate is constant.
         loss: of a model and a batch.
         part: of a seed.
+        test_share: test rows over training rows, where every seed splits the same rows anew; else
+            0. Results of such seeds are alike, for they share training rows.
     """
 
     title: str
@@ -56,3 +58,4 @@ class Case(NamedTuple):
     scheduler: Callable[[Optimizer, int], LRScheduler] | None
     loss: Callable[[nn.Module, Batch], Tensor]
     part: Callable[[int], Part]
+    test_share: float = 0.0

@@ -8,6 +8,7 @@ from typing import Any
 
 from case import Case
 from matplotlib.figure import Figure
+from scipy import stats
 
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Advice, Finding
@@ -34,11 +35,10 @@ def best_rate(runs: Iterable[Run], arm: str) -> float:
 
 def mean_and_error(values: Sequence[float]) -> str:
     """Mean ± standard error, three digits behind the point."""
-    mean = statistics.fmean(values)
+    mean = shown(statistics.fmean(values))
     if len(values) < 2:
-        return f"{mean:.3f}".replace("-", "−")
-    shown = f"{mean:.3f} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}"
-    return shown.replace("-", "−")
+        return mean
+    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}"
 
 
 def results(runs: Iterable[Run]) -> list[float]:
@@ -55,19 +55,31 @@ def difference(runs: Sequence[Run]) -> list[float]:
     return [with_[seed] - without[seed] for seed in with_ if seed in without]
 
 
-def verdict(paired: Sequence[float], *, higher: bool) -> str:
+def verdict(paired: Sequence[float], *, higher: bool, test_share: float = 0.0) -> str:
     """What differences of results say, in words.
+
+    The variance of their mean is s²·(1/n + `test_share`): seeds that split the same rows share
+    training rows (Nadeau and Bengio, 2003, Machine Learning 52, 239).
 
     Args:
         paired: differences, seed by seed.
         higher: whether a higher result is better.
+        test_share: test rows over training rows if seeds split the same rows, else 0.
     """
-    mean = statistics.fmean(paired)
-    if len(paired) < 2:
-        return "of one seed, which says nothing about chance"
-    if abs(mean) <= 2 * statistics.stdev(paired) / math.sqrt(len(paired)):
-        return "no difference beyond two standard errors"
-    return "better" if (mean > 0) == higher else "worse"
+    mean, count = statistics.fmean(paired), len(paired)
+    if count < 2:
+        return f"{shown(mean)}, of one seed, which says nothing about chance"
+    error = statistics.stdev(paired) * math.sqrt(1 / count + test_share)
+    chance = 2 * float(stats.t.sf(abs(mean) / error, count - 1)) if error else 0.0
+    of_mean = f"{shown(mean)} ± {error:.3f}, p = {chance:.2g}"
+    if abs(mean) <= 2 * error:
+        return f"{of_mean}: no difference beyond two standard errors"
+    return f"{of_mean}: {'better' if (mean > 0) == higher else 'worse'}"
+
+
+def shown(number: float) -> str:
+    """Three digits behind the point."""
+    return f"{number:.3f}".replace("-", "−")
 
 
 def text(
@@ -101,19 +113,23 @@ def text(
         "\n".join(
             f"- **{finding.strength}** `{finding.name}`: {finding.summary}"
             for finding in report.findings
-            if finding.strength != "note"
         ),
     ]
     if taken is None:
         parts.append("It advises nothing that it can do itself but learning rates.")
     else:
         finding, advice = taken
-        paired = difference(runs)
+        found = verdict(difference(runs), higher=case.higher, test_share=case.test_share)
         parts += [
             f"Advice that was taken, of `{finding.name}`: {advice.outcome.mark} {advice}.",
-            "With the advice less without it, each at its best learning rate, paired by seed: "
-            f"**{mean_and_error(paired)}**, {verdict(paired, higher=case.higher)}.",
+            "With the advice less without it, each at its best learning rate, paired by seed (p "
+            f"two-sided): {found}.",
         ]
+        if case.test_share:
+            parts.append(
+                "Every seed splits the same rows anew. The error of the difference counts that "
+                "seeds share training rows (Nadeau and Bengio, 2003)."
+            )
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

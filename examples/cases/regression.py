@@ -58,6 +58,7 @@ def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
         scheduler=None,
         loss=lambda model, batch: mse_loss(model(batch[0]), batch[1]),
         part=part,
+        test_share=(len(x) - TRAIN - HELD_OUT) / TRAIN,
     )
 
 

@@ -78,8 +78,10 @@ def _muon(found: Best) -> Verdict:
 def _follows(found: Best) -> Verdict:
     cosines = [mean(mine, "update_cosine") for mine in found.values()]
     accuracies = [result(mine)[0] for mine in found.values()]
-    r = float(stats.spearmanr(cosines, accuracies).statistic)
-    return r <= 0, f"rank correlation {r:+.2f} over {len(found)} optimizers".replace("-", "−")
+    found_r = stats.spearmanr(cosines, accuracies)
+    r, p = float(found_r.statistic), float(found_r.pvalue)
+    said = f"rank correlation {r:+.2f} over {len(found)} optimizers, p = {p:.1g}".replace("-", "−")
+    return None if p > 0.05 else r < 0, said
 
 
 def _harmed(found: Best) -> Verdict:

@@ -19,7 +19,7 @@ from table import plus
 from torch import nn
 from training import Run
 from tuned import Images, Trial, answer
-from tuned_report import Best, Claim, Question, Verdict, mean, more, result
+from tuned_report import Best, Claim, Question, Verdict, above, mean, more, result
 
 # Learning rates that are tried first, in half decades from 1: −3 is 0.03.
 GRIDS = {
@@ -56,7 +56,7 @@ def _even(found: Best) -> Verdict:
 
 def _better(arm: str, than: str, found: Best) -> Verdict:
     difference, error = more(found, arm, than)
-    return difference > 2 * error, plus(difference, error, sign=True)
+    return above(difference, error, 0.0), plus(difference, error, sign=True)
 
 
 def _best(found: Best) -> Verdict:

@@ -26,6 +26,9 @@ STATED = {
 RATE = "effective_lr"
 MEASURES = (*STATED, RATE)
 LEVEL = 0.95  # of the intervals
+# Readings that are alike in so many digits behind the point are ties: scales that a map makes equal
+# differ by rounding.
+DIGITS = 3
 Array = NDArray[np.float64]
 
 
@@ -136,7 +139,8 @@ def _correlations(runs: Sequence[Run]) -> str:
     groups = _groups(runs)
 
     def over_seeds(measure: str) -> list[float]:
-        return [statistics.fmean(typical(run, measure) for run in group) for group in groups]
+        of_groups = [[typical(run, measure) for run in group] for group in groups]
+        return [round(statistics.fmean(values), DIGITS) for values in of_groups]
 
     accuracy = [statistics.fmean(map(at_the_end, group)) for group in groups]
     rate = over_seeds(RATE)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from training import Run
 from tuned import Trial, answer, read
-from tuned_report import Best, Claim, Question, Verdict, mean, more
+from tuned_report import Best, Claim, Question, Verdict, above, mean, more
 
 from adiv_monitor import Monitor
 
@@ -145,12 +145,13 @@ def train(trial: Trial, data: text.Text, steps: int) -> Run:
 
 def _worse(arm: str, least: float, found: Best) -> Verdict:
     difference, error = more(found, arm, "layernorm")
-    return difference > least, plus(difference, error, sign=True)
+    return above(difference, error, least), plus(difference, error, sign=True)
 
 
 def _alike(arm: str, found: Best) -> Verdict:
     difference, error = more(found, arm, "layernorm")
-    return abs(difference) < LITTLE, plus(difference, error, sign=True)
+    apart = above(abs(difference), error, LITTLE)
+    return None if apart is None else not apart, plus(difference, error, sign=True)
 
 
 def _corrected(found: Best) -> Verdict:

@@ -13,7 +13,7 @@ from slopes import Run, mean_and_error
 from table import markdown, plus
 
 Best = dict[str, list[Run]]  # by arm: the runs of every seed at the best learning rate
-Verdict = tuple[bool, str]  # whether a claim held, and the figures
+Verdict = tuple[bool | None, str]  # whether a claim held, None if unknown; and the figures
 
 
 class Claim(NamedTuple):
@@ -82,6 +82,11 @@ def more(found: Best, arm: str, than: str) -> tuple[float, float]:
     return mean_and_error([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
 
 
+def above(difference: float, error: float, bound: float) -> bool | None:
+    """Whether a difference lies above a bound; None if two standard errors do not tell."""
+    return None if abs(difference - bound) <= 2 * error else difference > bound
+
+
 def text(question: Question, runs: Sequence[Run]) -> str:
     """The whole page, in Markdown."""
     found, first = best(runs), runs[0]
@@ -91,8 +96,10 @@ def text(question: Question, runs: Sequence[Run]) -> str:
     verdicts = []
     for claim in question.claims:
         held, figures = claim.verdict(found)
-        judged = ("held" if held else "**failed**") if seeds[0] > 1 else "one seed says nothing"
-        verdicts.append([claim.stated, judged, figures])
+        judged = {True: "held", False: "**failed**", None: "not shown"}[held]
+        verdicts.append(
+            [claim.stated, judged if seeds[0] > 1 else "one seed says nothing", figures]
+        )
     tuned = []
     for arm in found:
         chosen, tried = best_rate(runs, arm), curve(runs, arm)

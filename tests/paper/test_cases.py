@@ -15,6 +15,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 import gpt
+import regression
 import resnet
 import sweep
 from case import Case, Part
@@ -128,10 +129,19 @@ def test_runs_of_another_kind_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_verdict_needs_two_standard_errors() -> None:
-    assert verdict([1.0, 3.0, 2.0], higher=True) == "better"  # 2 ± 0.58
-    assert verdict([1.0, 3.0, 2.0], higher=False) == "worse"
-    assert verdict([1.0, 3.0, -1.0], higher=True).startswith("no difference")  # 1 ± 1.15
-    assert verdict([-9.0], higher=False).startswith("of one seed")
+    assert verdict([1.0, 3.0, 2.0], higher=True) == "2.000 ± 0.577, p = 0.074: better"
+    assert verdict([1.0, 3.0, 2.0], higher=False).endswith(": worse")
+    assert verdict([1.0, 3.0, -1.0], higher=True).endswith(
+        ": no difference beyond two standard errors"
+    )
+    assert verdict([-9.0], higher=False) == "−9.000, of one seed, which says nothing about chance"
+
+
+def test_seeds_that_split_the_same_rows_are_not_independent() -> None:
+    """Nadeau and Bengio: the variance is s²(1/n + test rows over training rows)."""
+    found = verdict([1.0, 3.0, 2.0], higher=True, test_share=2 / 3)
+    assert found == "2.000 ± 1.000, p = 0.18: no difference beyond two standard errors"
+    assert regression.case("", quick=True).test_share == 71 / 300
 
 
 def test_augmented_images_are_moved_and_mirrored() -> None:

@@ -16,7 +16,8 @@ pytest.importorskip("matplotlib")
 import readings
 from cifar import Data, synthetic
 from ensemble import Network
-from readings_report import MEASURES, correlation, typical
+from methods import METHODS
+from readings_report import MEASURES, correlation, text, typical
 from scipy import stats
 from training import Course, Setting
 
@@ -142,3 +143,28 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("--resume") == found and trained == []
     with pytest.raises(SystemExit):
         command()
+
+
+def test_scales_that_differ_by_rounding_are_ties() -> None:
+    """A map that makes all scales equal leaves rounding, which has no order."""
+    runs = [
+        {
+            "method": method,
+            "activation": "tanh",
+            "seed": 0,
+            "batch_size": 8,
+            "width": 4,
+            "learning_rate": 0.1,
+            "data": "",
+            "pixels": "unit",
+            "optimizer": "adam",
+            "epoch": [1],
+            "test_accuracy": [10.0 * place],
+            "step": [0],
+            **{measure: [[0.1 * place]] for measure in MEASURES},
+            "scale_cv": [[1e-7 * place]],
+        }
+        for place, method in enumerate(list(METHODS)[:6])
+    ]
+    cells = {row.split(" | ")[0]: row.split(" | ")[2] for row in text(runs).splitlines()[-10:-2]}
+    assert cells["| scale_cv"] == "" and cells["| update_cosine"].startswith("+1.00")

@@ -23,7 +23,7 @@ import transformer
 import tuned
 from cifar import synthetic
 from torch import nn
-from tuned_report import Claim, Question, best, best_rate, more
+from tuned_report import Claim, Question, above, best, best_rate, more
 from tuned_report import text as page
 
 KNOWN = {"data": "none", "steps": 7}
@@ -177,3 +177,9 @@ def test_the_commands(
     assert command("--resume") == found
     with pytest.raises(SystemExit):
         command()
+
+
+def test_a_claim_needs_two_standard_errors() -> None:
+    assert above(1.0, 0.4, 0.0) is True and above(-1.0, 0.4, 0.0) is False
+    assert above(1.0, 0.6, 0.0) is None and above(1.0, 0.1, 0.9) is None
+    assert above(0.6, 0.1, 0.9) is False
