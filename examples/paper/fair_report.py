@@ -89,14 +89,15 @@ def text(tuning: Sequence[Run], final: Sequence[Run]) -> str:
     sizes = sorted({arm.batch_size for arm in found})
     epochs = " or ".join(map(str, sorted({run["epoch"][-1] for run in final})))
     seeds = len({run["seed"] for run in final})
-    by_seeds = len({run["seed"] for run in tuning})
+    tuned = {b: len({r["seed"] for r in tuning if r["batch_size"] == b}) for b in sizes}
+    by_seeds = ", ".join(f"{count} at B = {b}" for b, count in tuned.items())
     parts = [
         f"Data: {final[0]['data']}; pixels: {final[0]['pixels']}; optimizer: plain SGD; two hidden "
         f"layers, {final[0]['width']} wide; epochs: {epochs}; seeds: {seeds}. Accuracy in percent, "
         "mean of the last tenth of the epochs; differences are paired by seed; ± standard error "
         "over seeds.",
-        f"Learning rates are tuned in half decades, on training images held out, with {by_seeds} "
-        f"{'seed' if by_seeds == 1 else 'seeds'}.",
+        "Learning rates are tuned in half decades, on training images held out. Seeds of that: "
+        f"{by_seeds}.",
     ]
     for activation in dict.fromkeys(arm.activation for arm in found):
         methods = [m for m in ORDER if any(a[:2] == (m, activation) for a in found)]
@@ -152,7 +153,7 @@ def _claims(found: Accuracies, activation: str, sizes: Sequence[int]) -> str:
                     stated = f"{claim.method} > {claim.than}"
                     yield [stated, claim.source, str(size), shown, _chance(values)]
 
-    head = ["stated", "by", "B", "difference", "p if there were none"]
+    head = ["stated", "by", "B", "difference", "one-sided p if there were none"]
     return markdown(head, lines())
 
 
