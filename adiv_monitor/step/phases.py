@@ -44,10 +44,10 @@ class Armed:
     guard: Guard
     others: Others
     hooks: Sequence[Realised | LossHook]
-    rates: Rates = NO_RATES
-    attempts: int = 0
-    closure_calls: int | None = None
-    _eager: forced_eager = field(default_factory=forced_eager)
+    rates: Rates = field(default=NO_RATES, init=False)
+    attempts: int = field(default=0, init=False)
+    closure_calls: int | None = field(default=None, init=False)
+    _eager: forced_eager = field(default_factory=forced_eager, init=False)
 
     def attach(self) -> None:
         """Attach the hooks; call `release` afterwards, even if this raises."""
@@ -90,8 +90,8 @@ class Pending:
     selection: Selection
     number: int
     alignment: Mapping[str, AlignmentReading]
-    room: Room = field(default_factory=Room)
-    _hooks: list[NextForward] = field(default_factory=list)
+    room: Room = field(default_factory=Room, init=False)
+    _hooks: list[NextForward] = field(default_factory=list, init=False)
 
     def wait(self, hook: NextForward) -> None:
         """Attach a hook that waits for a forward pass."""
