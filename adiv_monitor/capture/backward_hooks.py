@@ -17,7 +17,7 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.world import world_size
-from adiv_monitor.rerun.thread import ThreadState
+from adiv_monitor.rerun.thread import ThreadState, apart, is_seen
 
 
 class _Pass(threading.local):
@@ -28,6 +28,7 @@ class _Pass(threading.local):
         trains: whether it belongs to a training step.
         is_alone: whether there is one rank.
         state: torch's settings in its hooks.
+        is_seen: whether modes or hooks of the training would see what its hooks compute.
     """
 
     def __init__(self) -> None:
@@ -35,11 +36,13 @@ class _Pass(threading.local):
         self.trains = False
         self.is_alone = True
         self.state = ThreadState()
+        self.is_seen = False
 
     def begins(self, task: int) -> None:
         """Read what holds for the whole pass."""
         self.trains = False
         self.is_alone = world_size() == 1
+        self.is_seen = is_seen()
         self.task, self.state, self.trains = task, ThreadState(), trains(None)
 
 
@@ -93,7 +96,12 @@ class BackwardHooks:
         if task < 0 or task != running.task:
             self._guard(running.begins, task)
         if running.trains:
-            self._guard.within(running.state, self._run, paths, function, *args)
+            run = self._run_apart if running.is_seen else self._run
+            self._guard.within(running.state, run, paths, function, *args)
+
+    def _run_apart(self, *args: Any) -> None:
+        with apart():
+            self._run(*args)
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         rows = self._layers.rows
@@ -158,8 +166,10 @@ class BackwardHooks:
 
     def accumulates(self) -> None:
         """Queue sampling of gradients for the end of this pass, after ranks have averaged them."""
+        if self.is_alone:
+            return
         task = torch._C._current_graph_task_id()
-        if self.is_alone or self._awaited == task:
+        if self._awaited == task:
             return
         self._awaited = task
         engine = torch.autograd.Variable._execution_engine

@@ -27,7 +27,14 @@ from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.capture.weights.shards import gives_back
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import is_rerun
-from adiv_monitor.rerun.thread import ThreadState, apart, function_modes, set_function_modes, surely
+from adiv_monitor.rerun.thread import (
+    ThreadState,
+    apart,
+    function_modes,
+    is_seen,
+    set_function_modes,
+    surely,
+)
 
 Function = Callable[..., Any]
 
@@ -332,10 +339,15 @@ class Forwards:
         """Run the body of a hook, and track the running forward calls even after failures."""
         if torch.compiler.is_compiling():
             return
+        state = ThreadState()
         try:
-            with ThreadState(), apart():
+            if is_seen():
+                with apart():
+                    body(*args)
+            else:
                 body(*args)
         except BaseException as error:
+            state.put_back()
             self._unwind()
             if not isinstance(error, Exception):
                 self._guard.broken = True

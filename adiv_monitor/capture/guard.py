@@ -30,13 +30,13 @@ class Guard:
     def __call__(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook."""
         if not self.broken:
-            self.within(ThreadState(), body, *args)
+            with apart():
+                self.within(ThreadState(), body, *args)
 
     def within(self, state: ThreadState, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and restore the given settings if it raises."""
         try:
-            with apart():
-                body(*args)
+            body(*args)
         except Exception as error:
             state.put_back()
             self.failed(error)

@@ -1,6 +1,7 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class Watching(Watcher):
         if given is None or not given.trained:  # none trained: frozen for now
             return
         self._without_rule.account(map(id, given.trained))
-        with self._noting(given.trained), without_autocast(output):
+        with _Noting(given.trained, self._failed), without_autocast(output):
             inputs = {id(value) for value in given.inputs}
             call = FunctionCall(output, lambda value: id(value) not in inputs)
             found, _ = self._uses_in(known.function, call, given.args, given.kwargs)
@@ -356,7 +357,7 @@ class Watching(Watcher):
         self, name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Use], Split | None]:
         """Return the uses in a call and, if several ranks share the call, how it is split."""
-        if is_nested(call.result):
+        if call.result.is_nested:
             return uses_of_packed(name, call, args, kwargs), None
         peers = self._selection.peers
         if peers is None or not is_shard(call.result):
@@ -386,7 +387,7 @@ class Watching(Watcher):
 
     def _noting(self, trained: list[Tensor]) -> "_Noting":
         """Return a context that collects accounted tensors, or all of them if its body fails."""
-        return _Noting(trained, self._failed)
+        return _Noting(trained, self._failed, apart())
 
     def _failed(self, trained: list[Tensor], error: Exception) -> None:
         self._is_special()
@@ -438,25 +439,36 @@ class Watching(Watcher):
 
 
 class _Noting:
-    """Context with gradients disabled that reports an exception and suppresses it."""
+    """Context with gradients disabled that reports an exception and suppresses it.
+
+    Args:
+        trained: the tensors of which it reports.
+        failed: called with them and the exception.
+        around: a context around it; None: its caller is within that.
+    """
 
     def __init__(
-        self, trained: list[Tensor], failed: Callable[[list[Tensor], Exception], None]
+        self,
+        trained: list[Tensor],
+        failed: Callable[[list[Tensor], Exception], None],
+        around: AbstractContextManager[None] | None = None,
     ) -> None:
         self._trained = trained
         self._failed = failed
+        self._around = around
 
     def __enter__(self) -> list[Tensor]:
         self._used: list[Tensor] = []
-        self._apart = apart()
-        self._apart.__enter__()
+        if self._around is not None:
+            self._around.__enter__()
         self._gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         return self._used
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         torch._C._set_grad_enabled(self._gradients)
-        self._apart.__exit__(None, None, None)
+        if self._around is not None:
+            self._around.__exit__(None, None, None)
         if not isinstance(error, Exception):
             return False
         self._failed(self._trained, error)

@@ -111,27 +111,31 @@ def apart(*, functions: bool = False) -> AbstractContextManager[None]:
         functions: also suspend function modes.
     """
     modes = function_modes() if functions else []
-    dispatched = torch._C._len_torch_dispatch_stack() > 0 and not is_traced()
-    saved: Any = torch._C._autograd
-    hooked = saved._saved_tensors_hooks_is_enabled() and (
-        saved._top_saved_tensors_default_hooks(True) is not None
-    )
-    return _apart(modes, dispatched, hooked) if modes or dispatched or hooked else _AS_IT_IS
+    return _apart(modes) if modes or is_seen() else _AS_IT_IS
 
 
 @contextmanager
-def _apart(modes: list[TorchFunctionMode], dispatched: bool, hooked: bool) -> Iterator[None]:
+def _apart(modes: list[TorchFunctionMode]) -> Iterator[None]:
     with ExitStack() as contexts:
         if modes:
             contexts.callback(surely, set_function_modes, modes)
             set_function_modes(())
-        if dispatched:
+        if torch._C._len_torch_dispatch_stack() > 0 and not is_traced():
             contexts.enter_context(_disable_current_modes())
-        if hooked:
+        if _SAVED._saved_tensors_hooks_is_enabled():
             contexts.enter_context(saved_tensors_hooks(_same, _same))
         yield
 
 
+def is_seen() -> bool:
+    """Return whether a dispatch mode, or hooks on the tensors that autograd saves, are on."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or _SAVED._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
+_SAVED: Any = torch._C._autograd
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
