@@ -28,6 +28,7 @@ class _Pass(threading.local):
         trains: whether it belongs to a training step.
         is_alone: whether there is one rank.
         state: torch's settings in its hooks.
+        autocast: whether autocast is on.
         is_seen: whether modes or hooks of the training would see what its hooks compute.
     """
 
@@ -36,12 +37,14 @@ class _Pass(threading.local):
         self.trains = False
         self.is_alone = True
         self.state = ThreadState()
+        self.autocast = False
         self.is_seen = False
 
     def begins(self, task: int) -> None:
         """Read what holds for the whole pass."""
         self.trains = False
         self.is_alone = world_size() == 1
+        self.autocast = torch._C._is_any_autocast_enabled()
         self.is_seen = is_seen()
         self.task, self.state, self.trains = task, ThreadState(), trains(None)
 
@@ -117,7 +120,7 @@ class BackwardHooks:
             if gradients:
                 torch._C._set_grad_enabled(False)
             with torch._C.DisableTorchFunction():
-                if torch._C._is_any_autocast_enabled():
+                if self._running.autocast:
                     with without_autocast(self._layers.found[path].parameters[0]):
                         function(*args)
                 else:

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,14 +82,18 @@ class TensorHook:
 
     def __init__(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         self._tensor = weakref.ref(tensor)
-        self._hook = weakref.ref(hook)
+        self._hook: weakref.ref[Callable[[Tensor], None]] = weakref.ref(hook)
         self._handle: RemovableHandle | None = None
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
-        tensor = self._tensor()
-        if tensor is not None:
-            self._handle = tensor.register_hook(self._hook())  # type: ignore[no-untyped-call]
+        tensor, hook = self._tensor(), self._hook()
+        if tensor is None or hook is None:
+            return
+        reading = _Reading(hook, tensor.output_nr)
+        self._hook = weakref.ref(reading)
+        self._handle = tensor.register_hook(reading)  # type: ignore[no-untyped-call]
+        reading.hooks = self._handle.hooks_dict_ref
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -97,6 +101,45 @@ class TensorHook:
             self._handle.remove()
         else:
             take_off(self._tensor(), self._hook(), ON_GRADIENT)
+
+
+class _Reading:
+    """Calls a function with a tensor's gradient, and again if later hooks on the tensor change it.
+
+    Args:
+        function: the function; a second call replaces the first.
+        number: the place of the tensor among the outputs of its autograd node.
+    """
+
+    __slots__ = ("__weakref__", "_function", "_number", "hooks")
+
+    def __init__(self, function: Callable[[Tensor], None], number: int) -> None:
+        self._function = function
+        self._number = number
+        self.hooks: Callable[[], Mapping[int, object] | None] = dict  # all of the tensor's
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._function(gradient)
+        hooks = self.hooks()
+        if hooks is not None and len(hooks) > 1:
+            _Final(self._function, gradient, self._number)
+
+
+class _Final:
+    """Reads a gradient again after all hooks on its tensor, if they changed it."""
+
+    def __init__(self, function: Callable[[Tensor], None], gradient: Tensor, number: int) -> None:
+        self._function = function
+        self._first = gradient, gradient._version
+        self._number = number
+        node: Any = torch._C._current_autograd_node()  # whose own hooks run after its outputs'
+        self._handle: RemovableHandle = node.register_prehook(self)
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        self._handle.remove()
+        final, (first, version) = gradients[self._number], self._first
+        if final is not None and (final is not first or final._version != version):
+            self._function(final)
 
 
 class ModuleHook:

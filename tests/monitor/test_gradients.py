@@ -17,7 +17,7 @@ from setups import mlp, one_step, same
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor import Monitor
+from adiv_monitor import LayerReading, Monitor
 from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.maths.readings import Judged, measure
 from adiv_monitor.maths.sums import About, Dots, Evidence, LayerSums, Sampled, Vector
@@ -676,3 +676,32 @@ def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
         assert math.isnan(reading.row_cosine_mean)
         assert math.isnan(reading.update_cosine)
         assert reading.effective_lr == reading.update_ratio == reading.descent == 0
+
+
+@pytest.mark.parametrize("max_rows", [None, 16])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_hook_that_scales_the_gradient_of_an_output_counts(
+    factor: float, in_place: bool, max_rows: int | None
+) -> None:
+    """As in MuZero: the hook comes after the layer has run, and scales what the layer receives."""
+
+    def scaled(gradient: Tensor) -> Tensor | None:
+        return None if in_place and gradient.mul_(factor) is gradient else gradient * factor
+
+    def reading(scale: float) -> LayerReading:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Monitor(model, optimizer, max_rows=max_rows, on_error="raise") as monitor:
+            hidden = model[:3](torch.randn(40, 6).double())
+            if scale != 1:
+                hidden.register_hook(scaled)
+            model[3](hidden).square().sum().backward()
+            optimizer.step()
+        return monitor.latest.layers["2"]
+
+    found, plain = reading(factor), reading(1.0)
+    assert found.update_cosine == pytest.approx(plain.update_cosine, rel=1e-9)
+    assert found.effective_lr == pytest.approx(plain.effective_lr, rel=1e-9)
+    assert found.descent == pytest.approx(plain.descent * factor**2, rel=1e-9)
