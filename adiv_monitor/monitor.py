@@ -100,8 +100,9 @@ class Monitor:
             its change too (`StepReport.realised_loss_change`): the module that computes it from the
             model's output, or a function from the output of a call of the model to the loss, one
             number or one per sample. It costs two forward passes and a copy of the parameters.
-            Forward hooks run again too; random numbers, buffers, attributes of modules, gradients,
-            modes and weights are restored.
+            Forward hooks run again too. Random numbers, buffers, tensors and plain data in
+            attributes of modules, gradients, modes and weights are restored; what else a forward
+            pass changes is not.
         loss: the loss, for `StepReport.losses`: the module that computes it, in the model or
             outside, or a function from the output of a call of the model to the loss. A module
             keeps one hook between measured steps and counts outputs with gradients, so evaluate

@@ -446,7 +446,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     for index, tensor in enumerate(held.values() if held and choice is None else ()):
         if tensor.requires_grad and id(tensor) not in names:
             names[id(tensor)] = path = f"optimizer parameter {index}"
-            unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
+            unsupported[path] = "the optimizer holds it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
     holders, closed = _holders(modules, places, sharded)

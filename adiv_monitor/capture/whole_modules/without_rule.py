@@ -190,8 +190,9 @@ class ParametersWithoutRule:
                 return JacobianFeatures(partial(_moved, run))
             reason = (
                 f"its forward, run again, returned another output (off by {away:.2g} of "
-                f"{length:.2g}): a hook changes it, or it changes its input or a state that is no "
-                "buffer, or draws random numbers from other generators than torch's"
+                f"{length:.2g}): a hook changes it, or it changes its input, a frozen parameter or "
+                "a state that is no buffer, or draws random numbers from other generators than "
+                "torch's"
             )
         raise Refused(f"{reason}; register_features adds a rule for its class")
 
