@@ -30,7 +30,8 @@ def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, 
         raise ValueError(
             f"Monitor: got a {type(optimizer).__name__} that holds none of the trainable "
             f"parameters of {type(model).__name__}, expected the optimizer that trains this model; "
-            "if it trains master copies, give optimizer=None and call end_step() after each backward pass"
+            "if it trains master copies, give optimizer=None and call end_step() after each "
+            "backward pass"
         )
     return held
 
