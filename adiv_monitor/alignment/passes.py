@@ -29,6 +29,7 @@ from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
+from adiv_monitor.rerun.kept import may_be_written
 from adiv_monitor.rerun.surroundings import is_plain, untouched
 from adiv_monitor.rerun.thread import surely
 
@@ -111,15 +112,14 @@ def run_probe(
             return seeing.refused
 
     # The forward may write to parameters: the average of a teacher, a codebook, a clamp.
-    own = {p: p.data for p in model.parameters() if is_plain(p)}
+    written = (p for p in model.parameters() if p.requires_grad or may_be_written(p))
+    kept = {p: (p.data, p.data.clone()) for p in written if is_plain(p)}
 
     def put_back() -> None:
-        for parameter, data in own.items():
-            parameter.data = data
+        for parameter, (data, values) in kept.items():
+            parameter.data = data.copy_(values)
 
     try:
-        for parameter, data in own.items():
-            parameter.data = data.clone()
         return untouched(modules, others, run)
     finally:
         surely(put_back)

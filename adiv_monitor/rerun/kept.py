@@ -20,7 +20,16 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _DATA = (*SETTINGS, *_CONTAINERS, complex, bytes, tuple, Tensor, np.ndarray, np.generic)
 # Larger tensors, arrays and containers are data, tables and vocabularies rather than state.
-MOST_ENTRIES, _MOST_ITEMS = 2**24, 10_000
+_MOST_ENTRIES, _MOST_ITEMS = 2**24, 10_000
+_MOST_FROZEN = 2**22  # entries of a parameter; those of large pretrained models have more
+
+
+def may_be_written(frozen: Tensor) -> bool:
+    """Return whether a frozen parameter is kept from a forward pass that may write to it.
+
+    Such are the average of a teacher and a codebook.
+    """
+    return frozen.is_floating_point() and frozen.numel() <= _MOST_FROZEN
 
 
 def kept_by(module: nn.Module) -> dict[str, Any]:
@@ -76,7 +85,7 @@ class Contents:
                         self._tensors.append((value, value._version, copy(value)))
             elif isinstance(value, np.ndarray):
                 is_plain = type(value) is np.ndarray and value.dtype != object
-                if is_plain and value.size <= MOST_ENTRIES:
+                if is_plain and value.size <= _MOST_ENTRIES:
                     self._arrays.append((value, value.copy()))
             elif type(value) in _CONTAINERS:
                 self._containers.append((value, value.copy()))
@@ -136,7 +145,7 @@ def _is_state(tensor: Tensor) -> bool:
         return False
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
-    if not 0 < tensor.numel() <= MOST_ENTRIES:
+    if not 0 < tensor.numel() <= _MOST_ENTRIES:
         return False
     sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
     if any(size > 1 and stride == 0 for size, stride in sizes):  # expanded

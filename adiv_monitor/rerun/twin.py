@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.rerun.derivatives import Parameters, jvp, jvp_by_gradients
-from adiv_monitor.rerun.kept import MOST_ENTRIES
+from adiv_monitor.rerun.kept import may_be_written
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.surroundings import Surroundings, untouched
 
@@ -175,10 +175,8 @@ def _copy(
                 memo[id(tensor)] = own[id(tensor)]
             else:
                 other = cast(tensor.detach())
-                if other.dtype == tensor.dtype and tensor.numel() > MOST_ENTRIES:
-                    memo[id(tensor)] = tensor
-                else:  # a forward may write to it: the average of a teacher, a codebook
-                    memo[id(tensor)] = _fixed(other.clone())
+                is_own = other.dtype != tensor.dtype or may_be_written(tensor)
+                memo[id(tensor)] = _fixed(other.clone()) if is_own else tensor
     return copy.deepcopy(module, memo)
 
 

@@ -22,6 +22,7 @@ from adiv_monitor.capture.realised.rows import Calls, RerunRows, run_again
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import REALISED, Vector
+from adiv_monitor.rerun.kept import may_be_written
 from adiv_monitor.rerun.surroundings import devices_of, is_plain, untouched
 
 
@@ -194,8 +195,7 @@ def _parameters(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Param
     """Return the parameters that the step or a forward pass may change."""
     renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
     written = [p for m in renormed for p in m.parameters(recurse=False)]
-    # A forward may also write to frozen parameters: the average of a teacher, a codebook.
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    frozen = [p for p in model.parameters() if not p.requires_grad and may_be_written(p)]
     return [p for p in dict.fromkeys([*trainable(model), *written, *frozen]) if is_plain(p)]
 
 
