@@ -55,7 +55,7 @@ def text(runs: Sequence[Run]) -> str:
     parts = [
         f"Data: {shared['data']}; pixels: {shared['pixels']}; width: {shared['width']}; hidden "
         f"layers: {shared['depth']}; epochs: {' or '.join(map(str, epochs))}; "
-        f"seeds: {len({run['seed'] for run in runs})}. Accuracy in percent, mean of the last tenth "
+        f"seeds: {_seeds(runs)}. Accuracy in percent, mean of the last tenth "
         "of the epochs ± standard error over seeds."
     ]
     for activation in dict.fromkeys(run["activation"] for run in runs):
@@ -83,6 +83,17 @@ def text(runs: Sequence[Run]) -> str:
             "which is near zero in the end; and the comparison at equal updates."
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _seeds(runs: Sequence[Run]) -> str:
+    """How many seeds there are, of each batch size if they differ."""
+    found: dict[int, set[int]] = {}
+    for run in runs:
+        found.setdefault(run["batch_size"], set()).add(run["seed"])
+    counts = {size: len(seeds) for size, seeds in sorted(found.items())}
+    if len(set(counts.values())) == 1:
+        return str(counts.popitem()[1])
+    return ", ".join(f"{count} at B = {size}" for size, count in counts.items())
 
 
 def _table(found: Sequence[Arm]) -> str:
