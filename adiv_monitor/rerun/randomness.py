@@ -116,8 +116,9 @@ def _seen_by(modules: Iterable[nn.Module]) -> Iterator[object]:
         waiting += (x for name, x in vars(module).items() if name not in _OF_TORCH)
         kinds.add(type(module))
     for kind in kinds:
-        code = kind.forward
-        yield from (x for part in kind.__mro__ for x in vars(part).values())
+        of_class = [vars(part) for part in kind.__mro__]
+        yield from (x for names in of_class for x in names.values())
+        code = next((names["forward"] for names in of_class if "forward" in names), None)
         yield from getattr(code, "__globals__", {}).values()
     for _ in range(_DEPTH):
         yield from waiting

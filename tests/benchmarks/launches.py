@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from visible import visible
 from write_up import heading, parser, table, write
 
 import adiv_monitor
@@ -93,7 +94,7 @@ class Launches:
         self.places: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self._resident: set[int] = set()
-        self._modes = (_Methods(self), _Dispatched(self))
+        self._contexts = (visible(), _Methods(self), _Dispatched(self))
         for tensor in resident:
             self._settle(tensor)
 
@@ -102,13 +103,13 @@ class Launches:
         return self.operators.total()
 
     def __enter__(self) -> "Launches":
-        for mode in self._modes:
-            mode.__enter__()
+        for context in self._contexts:
+            context.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
 
     def dispatched(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         packet = func.overloadpacket

@@ -34,6 +34,7 @@ from models import TASKS, Task, Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from visible import visible
 from write_up import heading, parser, table, write
 
 # Goals set beforehand.
@@ -107,7 +108,7 @@ def operations_of(task: Task, device: str) -> Operations:
     trainer = Trainer(task, {"every_n_steps": 1}, device)
     for _ in range(4):
         trainer.step()
-    with Operations() as operations:
+    with visible(), Operations() as operations:
         trainer.step()
     trainer.close()
     return operations
@@ -209,7 +210,7 @@ def peak(task: Task, monitor: dict[str, object] | None, device: str = "cpu") -> 
             trainer.step()
         found = torch.cuda.max_memory_allocated() - held
     else:
-        with PeakMemory() as memory:
+        with visible(), PeakMemory() as memory:
             trainer.step()
             trainer.step()
         found = memory.peak

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from visible import visible
 from write_up import heading, parser, table, write
 
 sys.path.append(str(Path(__file__).parents[1]))  # location of the helpers for several ranks
@@ -221,7 +222,7 @@ def counted(job: Job, *, monitored: bool) -> Counted:
             step()
         if monitored:  # on a CPU the copies take the memory of the last step's, which counts, too
             monitor._controller._history.copies.clear()
-        with work:
+        with visible(), work:
             held = step()
         kernels = count(step).kernels
     return Counted(work.flops, work.moved, held, kernels)

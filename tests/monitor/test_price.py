@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from visible import visible
 
 from adiv_monitor import Monitor
 
@@ -40,7 +41,7 @@ def counted(function: Callable[[], object]) -> tuple[int, int]:
         function()
     finally:
         sys.setprofile(before)
-    with operations:
+    with visible(), operations:
         function()
     return calls, operations.count
 

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
+from visible import visible
 from zoo import ZOO, Specimen, Training, seed
 from zoo.libraries import PEFT, TIMM
 
@@ -235,7 +236,7 @@ def test_no_more_than_the_due_parameters_are_copied(size: int) -> None:
             for _ in range(2):  # only the second knows what is possible
                 optimizer.zero_grad()
                 model(x).square().sum().backward()
-                with Copies() as copies:
+                with visible(), Copies() as copies:
                     optimizer.step()
         return copies.elements
 
