@@ -40,12 +40,12 @@ class _Pass(threading.local):
         self.autocast = False
         self.is_seen = False
 
-    def begins(self, task: int) -> None:
+    def begins(self, task: int, seen: bool) -> None:
         """Read what holds for the whole pass."""
         self.trains = False
         self.is_alone = world_size() == 1
         self.autocast = torch._C._is_any_autocast_enabled()
-        self.is_seen = is_seen()
+        self.is_seen = seen
         self.task, self.state, self.trains = task, ThreadState(), trains(None)
 
 
@@ -97,7 +97,7 @@ class BackwardHooks:
             return
         running, task = self._running, torch._C._current_graph_task_id()
         if task < 0 or task != running.task:
-            self._guard(running.begins, task)
+            self._guard(running.begins, task, is_seen())
         if running.trains:
             run = self._run_apart if running.is_seen else self._run
             self._guard.within(running.state, run, paths, function, *args)

@@ -122,7 +122,8 @@ def _apart(modes: list[TorchFunctionMode]) -> Iterator[None]:
             set_function_modes(())
         if torch._C._len_torch_dispatch_stack() > 0 and not is_traced():
             contexts.enter_context(_disable_current_modes())
-        if _SAVED._saved_tensors_hooks_is_enabled():
+        hooked = _SAVED._top_saved_tensors_default_hooks(True) is not None
+        if hooked and _SAVED._saved_tensors_hooks_is_enabled():
             contexts.enter_context(saved_tensors_hooks(_same, _same))
         yield
 
