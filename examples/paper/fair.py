@@ -56,10 +56,13 @@ def tune(experiment: Experiment, arms: Sequence[Arm], seeds: int) -> dict[Arm, f
 
 
 def widen(places: list[int], chosen: float, first: range) -> bool:
-    """Add the half decade beyond the edge on which the best lies, if one may be added."""
-    if chosen == rate(places[0]) and places[0] > first[0] - WIDENED:
+    """Add the half decade beyond the edge on which the best lies, if one may be added.
+
+    Earlier runs may have found the best beyond the edge.
+    """
+    if chosen <= rate(places[0]) and places[0] > first[0] - WIDENED:
         places.insert(0, places[0] - 1)
-    elif chosen == rate(places[-1]) and places[-1] < first[-1] + WIDENED:
+    elif chosen >= rate(places[-1]) and places[-1] < first[-1] + WIDENED:
         places.append(places[-1] + 1)
     else:
         return False

@@ -125,3 +125,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("--resume") == found
     with pytest.raises(SystemExit):
         command()
+
+
+def test_a_best_beyond_the_grid_widens_it() -> None:
+    """An earlier run with fewer seeds had widened it, and its best is still the best."""
+    places = list(fair.GRID["layernorm"])
+    steps = 0
+    while fair.widen(places, fair.rate(-2), fair.GRID["layernorm"]):
+        steps += 1
+    assert steps == 2 and places == [-6, -5, -4, -3, -2, -1]
