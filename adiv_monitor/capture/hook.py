@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -122,24 +123,27 @@ class _Reading:
         self._function(gradient)
         hooks = self.hooks()
         if hooks is not None and len(hooks) > 1:
-            _Final(self._function, gradient, self._number)
+            final = _Final(self._function, self._number, gradient, gradient._version)
+            node: Any = torch._C._current_autograd_node()  # its hooks run after its outputs'
+            final.handle = node.register_prehook(final)
 
 
+@dataclass(slots=True, eq=False)
 class _Final:
-    """Reads a gradient again after all hooks on its tensor, if they changed it."""
+    """Calls a function with a gradient again after all hooks on its tensor, if they changed it."""
 
-    def __init__(self, function: Callable[[Tensor], None], gradient: Tensor, number: int) -> None:
-        self._function = function
-        self._first = gradient, gradient._version
-        self._number = number
-        node: Any = torch._C._current_autograd_node()  # whose own hooks run after its outputs'
-        self._handle: RemovableHandle = node.register_prehook(self)
+    function: Callable[[Tensor], None]
+    number: int
+    gradient: Tensor
+    version: int
+    handle: RemovableHandle | None = None
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        self._handle.remove()
-        final, (first, version) = gradients[self._number], self._first
-        if final is not None and (final is not first or final._version != version):
-            self._function(final)
+        if self.handle is not None:
+            self.handle.remove()
+        final = gradients[self.number]
+        if final is not None and (final is not self.gradient or final._version != self.version):
+            self.function(final)
 
 
 class ModuleHook:
