@@ -113,7 +113,7 @@ def run_probe(
 
     # The forward may write to parameters: the average of a teacher, a codebook, a clamp.
     written = (p for p in model.parameters() if p.requires_grad or may_be_written(p))
-    kept = {p: (p.data, p.data.clone()) for p in written if is_plain(p)}
+    kept = {p: (p.data, p.data.clone()) for p in written if is_plain(p) and 0 not in p.stride()}
 
     def put_back() -> None:
         for parameter, (data, values) in kept.items():

@@ -15,7 +15,7 @@ from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.surroundings import is_rerun, version
 from adiv_monitor.rerun.thread import apart, is_traced, surely
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -114,16 +114,16 @@ class _Reading:
 
     __slots__ = ("__weakref__", "_function", "_number", "hooks")
 
-    def __init__(self, function: Callable[[Tensor], None], number: int) -> None:
+    def __init__(self, function: Callable[[Any], None], number: int) -> None:
         self._function = function
         self._number = number
         self.hooks: Callable[[], Mapping[int, object] | None] = dict  # all of the tensor's
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         self._function(gradient)
         hooks = self.hooks()
-        if hooks is not None and len(hooks) > 1:
-            final = _Final(self._function, self._number, gradient, gradient._version)
+        if hooks is not None and len(hooks) > 1 and gradient is not None:
+            final = _Final(self._function, self._number, gradient, version(gradient))
             node: Any = torch._C._current_autograd_node()  # its hooks run after its outputs'
             final.handle = node.register_prehook(final)
 
@@ -135,14 +135,14 @@ class _Final:
     function: Callable[[Tensor], None]
     number: int
     gradient: Tensor
-    version: int
+    seen_at: int
     handle: RemovableHandle | None = None
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         if self.handle is not None:
             self.handle.remove()
         final = gradients[self.number]
-        if final is not None and (final is not self.gradient or final._version != self.version):
+        if final is not None and (final is not self.gradient or version(final) != self.seen_at):
             self.function(final)
 
 

@@ -104,7 +104,7 @@ def _others(modules: Iterable[nn.Module]) -> Iterator[Generator]:
             yield own.get_state, own.set_state
         elif isinstance(own, np.random.Generator):
             yield _of_numpy(own.bit_generator)
-        elif isinstance(own, random.Random):
+        elif isinstance(own, random.Random) and not isinstance(own, random.SystemRandom):
             yield own.getstate, own.setstate
 
 
