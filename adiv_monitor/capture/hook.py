@@ -123,7 +123,7 @@ class _Reading:
         self._function(gradient)
         hooks = self.hooks()
         if hooks is not None and len(hooks) > 1 and gradient is not None:
-            final = _Final(self._function, self._number, gradient, version(gradient))
+            final = _Final(self._function, self._number, weakref.ref(gradient), version(gradient))
             node: Any = torch._C._current_autograd_node()  # its hooks run after its outputs'
             final.handle = node.register_prehook(final)
 
@@ -134,7 +134,7 @@ class _Final:
 
     function: Callable[[Tensor], None]
     number: int
-    gradient: Tensor
+    gradient: weakref.ref[Tensor]  # a pass that ends here would keep its graph alive
     seen_at: int
     handle: RemovableHandle | None = None
 
@@ -142,7 +142,7 @@ class _Final:
         if self.handle is not None:
             self.handle.remove()
         final = gradients[self.number]
-        if final is not None and (final is not self.gradient or version(final) != self.seen_at):
+        if final is not None and (final is not self.gradient() or version(final) != self.seen_at):
             self.function(final)
 
 

@@ -7,9 +7,10 @@ interrupted.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (
@@ -19,8 +20,6 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-
-T = TypeVar("T")
 
 
 class ThreadState:
@@ -147,8 +146,9 @@ def is_traced() -> bool:
     )
 
 
-def _same(value: T) -> T:
-    return value
+def _same(tensor: Tensor) -> Tensor:
+    """Return its data alone: a node that saved its own output would never be freed."""
+    return tensor.detach()
 
 
 _MODES = torch._C._TorchDispatchModeKey
