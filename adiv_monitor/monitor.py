@@ -36,7 +36,7 @@ from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.rerun.surroundings import version
-from adiv_monitor.rerun.thread import ThreadState, apart
+from adiv_monitor.rerun.thread import ThreadState, run_apart
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import Asked, Followed, StepController
 from adiv_monitor.step.failures import Failures
@@ -366,8 +366,8 @@ class Monitor:
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run an action within the training; an exception that leaves it removes all hooks."""
         try:
-            with ThreadState(), apart(functions=True):
-                return self._failures.safely(action, *args)
+            with ThreadState():
+                return run_apart(self._failures.safely, action, *args, functions=True)
         except BaseException:
             self._controller.release()
             raise

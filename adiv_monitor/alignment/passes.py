@@ -29,7 +29,7 @@ from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
-from adiv_monitor.rerun.kept import may_be_written
+from adiv_monitor.rerun.kept import is_writable, may_be_written
 from adiv_monitor.rerun.surroundings import is_plain, untouched
 from adiv_monitor.rerun.thread import surely
 
@@ -112,8 +112,7 @@ def run_probe(
             return seeing.refused
 
     # The forward may write to parameters: the average of a teacher, a codebook, a clamp.
-    written = (p for p in model.parameters() if p.requires_grad or may_be_written(p))
-    kept = {p: (p.data, p.data.clone()) for p in written if is_plain(p) and 0 not in p.stride()}
+    kept = {p: (p.data, p.data.clone()) for p in model.parameters() if _is_kept(p)}
 
     def put_back() -> None:
         for parameter, (data, values) in kept.items():
@@ -123,6 +122,13 @@ def run_probe(
         return untouched(modules, others, run)
     finally:
         surely(put_back)
+
+
+def _is_kept(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is saved and written back: if no other process writes to it."""
+    if not is_plain(parameter) or (parameter.device.type == "cpu" and parameter.is_shared()):  # type: ignore[no-untyped-call]
+        return False
+    return is_writable(parameter) if parameter.requires_grad else may_be_written(parameter)
 
 
 def _evaluating(modules: list[nn.Module]) -> None:

@@ -17,7 +17,7 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.world import world_size
-from adiv_monitor.rerun.thread import ThreadState, apart, is_seen
+from adiv_monitor.rerun.thread import ThreadState, is_seen, run_apart
 
 
 class _Pass(threading.local):
@@ -99,12 +99,8 @@ class BackwardHooks:
         if task < 0 or task != running.task:
             self._guard(running.begins, task, is_seen())
         if running.trains:
-            run = self._run_apart if running.is_seen else self._run
+            run = partial(run_apart, self._run) if running.is_seen else self._run
             self._guard.within(running.state, run, paths, function, *args)
-
-    def _run_apart(self, *args: Any) -> None:
-        with apart():
-            self._run(*args)
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         rows = self._layers.rows

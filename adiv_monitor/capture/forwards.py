@@ -29,9 +29,9 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import (
     ThreadState,
-    apart,
     function_modes,
     is_seen,
+    run_apart,
     set_function_modes,
     surely,
 )
@@ -342,8 +342,7 @@ class Forwards:
         state = ThreadState()
         try:
             if is_seen():
-                with apart():
-                    body(*args)
+                run_apart(body, *args)
             else:
                 body(*args)
         except BaseException as error:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from adiv_monitor.rerun.thread import ThreadState, apart
+from adiv_monitor.rerun.thread import ThreadState, run_apart
 
 
 def _raised(error: Exception) -> None:
@@ -30,8 +30,7 @@ class Guard:
     def __call__(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook."""
         if not self.broken:
-            with apart():
-                self.within(ThreadState(), body, *args)
+            run_apart(self.within, ThreadState(), body, *args)
 
     def within(self, state: ThreadState, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and restore the given settings if it raises."""

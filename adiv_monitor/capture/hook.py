@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.rerun.surroundings import is_rerun, version
-from adiv_monitor.rerun.thread import apart, is_traced, surely
+from adiv_monitor.rerun.thread import is_traced, run_apart, surely
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -112,38 +111,30 @@ class _Reading:
         number: the place of the tensor among the outputs of its autograd node.
     """
 
-    __slots__ = ("__weakref__", "_function", "_number", "hooks")
+    __slots__ = ("__weakref__", "_again", "_first", "_function", "_number", "_seen_at", "hooks")
 
     def __init__(self, function: Callable[[Any], None], number: int) -> None:
         self._function = function
         self._number = number
         self.hooks: Callable[[], Mapping[int, object] | None] = dict  # all of the tensor's
+        self._again: RemovableHandle | None = None
 
     def __call__(self, gradient: Tensor | None) -> None:
         self._function(gradient)
         hooks = self.hooks()
-        if hooks is not None and len(hooks) > 1 and gradient is not None:
-            final = _Final(self._function, self._number, weakref.ref(gradient), version(gradient))
-            node: Any = torch._C._current_autograd_node()  # its hooks run after its outputs'
-            final.handle = node.register_prehook(final)
+        if hooks is None or len(hooks) < 2 or gradient is None:
+            return
+        if self._again is not None:  # of a pass that ended at the tensor, and never ran its node
+            self._again.remove()
+        # Weak: such a pass would keep its graph alive.
+        self._first, self._seen_at = weakref.ref(gradient), version(gradient)
+        node: Any = torch._C._current_autograd_node()  # its own hooks run after its outputs'
+        self._again = node.register_prehook(self._look_again)
 
-
-@dataclass(slots=True, eq=False)
-class _Final:
-    """Calls a function with a gradient again after all hooks on its tensor, if they changed it."""
-
-    function: Callable[[Tensor], None]
-    number: int
-    gradient: weakref.ref[Tensor]  # a pass that ends here would keep its graph alive
-    seen_at: int
-    handle: RemovableHandle | None = None
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-        final = gradients[self.number]
-        if final is not None and (final is not self.gradient() or version(final) != self.seen_at):
-            self.function(final)
+    def _look_again(self, gradients: Sequence[Tensor | None]) -> None:
+        final = gradients[self._number]
+        if final is not None and (final is not self._first() or version(final) != self._seen_at):
+            self._function(final)
 
 
 class ModuleHook:
@@ -252,8 +243,8 @@ class NextForward:
         outside = _aside.on
         try:
             _aside.on = True
-            with apart(functions=True):
-                self._function()  # it may watch a rerun with a torch function mode
+            # It may watch a rerun with a torch function mode.
+            run_apart(self._function, functions=True)
             _aside.on = outside
         finally:
             _aside.on = outside

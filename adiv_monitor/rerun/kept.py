@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 # Types of attributes that no forward pass can write into, but may set anew.
 SETTINGS = (bool, int, float, str, NoneType)
-_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks and flags
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_DATA = (*SETTINGS, *_CONTAINERS, complex, bytes, tuple, Tensor, np.ndarray, np.generic)
+OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks and flags
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_DATA = (*SETTINGS, *CONTAINERS, complex, bytes, tuple, Tensor, np.ndarray, np.generic)
 # Larger tensors, arrays and containers are data, tables and vocabularies rather than state.
 _MOST_ENTRIES, _MOST_ITEMS = 2**24, 10_000
 _MOST_FROZEN = 2**22  # entries of a parameter; those of large pretrained models have more
@@ -29,7 +29,24 @@ def may_be_written(frozen: Tensor) -> bool:
 
     Such are the average of a teacher and a codebook.
     """
-    return frozen.is_floating_point() and frozen.numel() <= _MOST_FROZEN
+    if nn.parameter.is_lazy(frozen) or not is_writable(frozen):
+        return False
+    # Numbers of eight bits have no arithmetic.
+    is_float = frozen.is_floating_point() and frozen.element_size() > 1
+    return is_float and frozen.numel() <= _MOST_FROZEN
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Return whether values can be written back to a tensor: each has a place of its own."""
+    if tensor.is_inference() or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_meta or tensor.is_quantized:
+        return False
+    sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
+    if any(size > 1 and stride == 0 for size, stride in sizes):  # expanded
+        return False
+    end = tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in sizes)
+    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()  # not freed
 
 
 def kept_by(module: nn.Module) -> dict[str, Any]:
@@ -43,14 +60,14 @@ def kept_by(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if type(value) in SETTINGS or (name not in _OF_TORCH and _is_data(value))
+        if type(value) in SETTINGS or (name not in OF_TORCH and _is_data(value))
     }
 
 
 def _is_data(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.grad_fn is None
-    if isinstance(value, (tuple, np.ndarray)) or type(value) in _CONTAINERS:
+    if isinstance(value, (tuple, np.ndarray)) or type(value) in CONTAINERS:
         return True
     own = getattr(value, "__dict__", None)
     if type(own) is not dict or isinstance(value, nn.Module) or callable(value):
@@ -87,7 +104,7 @@ class Contents:
                 is_plain = type(value) is np.ndarray and value.dtype != object
                 if is_plain and value.size <= _MOST_ENTRIES:
                     self._arrays.append((value, value.copy()))
-            elif type(value) in _CONTAINERS:
+            elif type(value) in CONTAINERS:
                 self._containers.append((value, value.copy()))
 
     def put_back(self) -> None:
@@ -131,7 +148,7 @@ def _within(values: list[Any]) -> Iterator[Any]:
             yield value
         elif isinstance(value, tuple):
             values += value
-        elif type(value) in _CONTAINERS:
+        elif type(value) in CONTAINERS:
             if len(value) <= _MOST_ITEMS:
                 values += value.values() if isinstance(value, dict) else value
                 yield value
@@ -141,17 +158,9 @@ def _within(values: list[Any]) -> Iterator[Any]:
 
 def _is_state(tensor: Tensor) -> bool:
     """Return whether a tensor may hold a state: a plain one, in memory of its own, not trained."""
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_inference():
+    if type(tensor) is not Tensor or tensor.requires_grad:
         return False
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        return False
-    if not 0 < tensor.numel() <= _MOST_ENTRIES:
-        return False
-    sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
-    if any(size > 1 and stride == 0 for size, stride in sizes):  # expanded
-        return False
-    end = tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in sizes)
-    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()  # not freed
+    return 0 < tensor.numel() <= _MOST_ENTRIES and is_writable(tensor)
 
 
 def _memory_of_parameters(modules: Iterable[nn.Module]) -> set[int]:

@@ -1,19 +1,20 @@
 """States of random number generators: saved, replayed and restored."""
 
 import random
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks and flags
+from adiv_monitor.rerun.kept import CONTAINERS, OF_TORCH
+
 _MOST_ITEMS = 1_000  # larger containers are data
-_DEPTH = 3  # of generators in containers and objects that modules hold
+_DEPTH, _MOST = 3, 10_000  # of containers and objects in each other, and of what is looked at
 
 # Functions that read and set the state of a generator.
 Generator = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -113,23 +114,23 @@ def _seen_by(modules: Iterable[nn.Module]) -> Iterator[object]:
     waiting: list[Any] = []
     kinds = set()
     for module in modules:
-        waiting += (x for name, x in vars(module).items() if name not in _OF_TORCH)
+        waiting += [x for name, x in tuple(vars(module).items()) if name not in OF_TORCH]
         kinds.add(type(module))
     for kind in kinds:
         of_class = [vars(part) for part in kind.__mro__]
-        yield from (x for names in of_class for x in names.values())
+        yield from [x for names in of_class for x in tuple(names.values())]
         code = next((names["forward"] for names in of_class if "forward" in names), None)
-        yield from getattr(code, "__globals__", {}).values()
+        yield from tuple(getattr(code, "__globals__", {}).values())  # other threads may set some
     for _ in range(_DEPTH):
         yield from waiting
-        waiting = [x for value in waiting for x in _inside(value)]
+        waiting = list(islice((x for value in waiting for x in _inside(value)), _MOST))
 
 
 def _inside(value: Any) -> Collection[Any]:
     """Return what a container, a plain object or a `partial` holds."""
-    if isinstance(value, (list, tuple, set, deque, dict)):
+    if isinstance(value, tuple) or type(value) in CONTAINERS:
         held = value.values() if isinstance(value, dict) else value
-        return held if len(held) <= _MOST_ITEMS else ()
+        return tuple(held) if len(held) <= _MOST_ITEMS else ()
     if isinstance(value, partial):
         return (*value.args, *value.keywords.values())
     own = getattr(value, "__dict__", None)

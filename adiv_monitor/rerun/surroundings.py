@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.kept import Contents, kept_by
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import ThreadState, apart, function_modes, set_function_modes
+from adiv_monitor.rerun.thread import ThreadState, function_modes, run_apart, set_function_modes
 
 T = TypeVar("T")
 
@@ -160,8 +160,8 @@ def untouched(
         set_function_modes(())
         parametrize._cache_enabled, parametrize._cache = 0, {}
         _rerun.under_way = True
-        with eager, apart(), torch.inference_mode(False), torch.enable_grad():
-            found = run()
+        with eager, torch.inference_mode(False), torch.enable_grad():
+            found = run_apart(run)
         put_back()
         restored = True
         return found

@@ -5,21 +5,22 @@ own `__exit__`. Every restoring operation here can therefore be repeated, and is
 interrupted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+R = TypeVar("R")
 
 
 class ThreadState:
@@ -110,21 +111,65 @@ def apart(*, functions: bool = False) -> AbstractContextManager[None]:
         functions: also suspend function modes.
     """
     modes = function_modes() if functions else []
-    return _apart(modes) if modes or is_seen() else _AS_IT_IS
+    return _Apart(modes) if modes or is_seen() else _AS_IT_IS
 
 
-@contextmanager
-def _apart(modes: list[TorchFunctionMode]) -> Iterator[None]:
-    with ExitStack() as contexts:
-        if modes:
-            contexts.callback(surely, set_function_modes, modes)
-            set_function_modes(())
-        if torch._C._len_torch_dispatch_stack() > 0 and not is_traced():
-            contexts.enter_context(_disable_current_modes())
-        hooked = _SAVED._top_saved_tensors_default_hooks(True) is not None
-        if hooked and _SAVED._saved_tensors_hooks_is_enabled():
-            contexts.enter_context(saved_tensors_hooks(_same, _same))
-        yield
+def run_apart(body: Callable[..., R], *args: Any, functions: bool = False) -> R:
+    """Call a function within `apart`, which is also left if an interrupt keeps `with` from it."""
+    around = apart(functions=functions)
+    try:
+        with around:
+            return body(*args)
+    except BaseException:
+        around.__exit__(None, None, None)
+        raise
+
+
+class _Apart:
+    """Suspends modes and hooks; leaving it can be repeated."""
+
+    def __init__(self, functions: list[TorchFunctionMode]) -> None:
+        self._functions = functions
+        self._modes = [] if is_traced() else _get_current_dispatch_mode_stack()
+        hooks = _SAVED._top_saved_tensors_default_hooks(True)
+        is_own = hooks is not None and hooks[0] is _same
+        self._hooked = hooks is not None and not is_own and _SAVED._saved_tensors_hooks_is_enabled()
+
+    def __enter__(self) -> None:
+        try:
+            if self._functions:
+                set_function_modes(())
+            if self._modes:
+                _set_dispatch_modes(())
+            if self._hooked:
+                _SAVED._push_saved_tensors_default_hooks(_same, _same)
+        except BaseException:
+            surely(self._put_back)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        surely(self._put_back)
+
+    def _put_back(self) -> None:
+        if self._hooked:
+            while (top := _SAVED._top_saved_tensors_default_hooks(True)) and top[0] is _same:
+                _SAVED._pop_saved_tensors_default_hooks()
+        if self._modes:
+            _set_dispatch_modes(self._modes)
+        if self._functions:
+            set_function_modes(self._functions)
+
+
+def _set_dispatch_modes(wanted: Sequence[TorchDispatchMode]) -> None:
+    """Make these the only active dispatch modes; after an interrupt, it can be called again."""
+    modes = _get_current_dispatch_mode_stack()
+    alike = 0
+    while alike < min(len(modes), len(wanted)) and modes[alike] is wanted[alike]:
+        alike += 1
+    for _ in modes[alike:]:
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in wanted[alike:]:
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def is_seen() -> bool:

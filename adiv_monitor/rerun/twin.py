@@ -175,8 +175,10 @@ def _copy(
                 memo[id(tensor)] = own[id(tensor)]
             else:
                 other = cast(tensor.detach())
-                is_own = other.dtype != tensor.dtype or may_be_written(tensor)
-                memo[id(tensor)] = _fixed(other.clone()) if is_own else tensor
+                if other.dtype != tensor.dtype:
+                    memo[id(tensor)] = _fixed(other)
+                else:
+                    memo[id(tensor)] = _fixed(other.clone()) if may_be_written(tensor) else tensor
     return copy.deepcopy(module, memo)
 
 

@@ -173,3 +173,14 @@ def test_a_resumed_run_is_compared_with_the_first_weights() -> None:
     _, afresh = step(None)
     assert resumed > 1.5 * first
     assert afresh < resumed
+
+
+def test_the_probe_leaves_parameters_alone_that_it_could_not_write_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[1].bias = nn.Parameter(torch.zeros(1).expand(2), requires_grad=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    probe = Probe(torch.ones(2, 3))
+    with Monitor(model, optimizer, alignment=probe, on_error="raise") as monitor:
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None and set(monitor.latest.alignment) == {"0", "1"}

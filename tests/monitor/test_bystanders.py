@@ -4,11 +4,13 @@ None of them is affected by the monitor, and none changes the step's readings.
 """
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -16,12 +18,14 @@ from typing import Any
 import pytest
 import torch
 from cases import loss_of
+from faults.injection import Executed, Interrupting
 from setups import mlp, one_step, same
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -31,6 +35,7 @@ from torch.utils.checkpoint import (
 from adiv_monitor import Monitor
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.rerun.surroundings import untouched
+from adiv_monitor.rerun.thread import function_modes, run_apart
 
 Batch = tuple[Tensor, Tensor]
 
@@ -364,3 +369,38 @@ def test_modes_and_checkpoints_around_the_training_do_not_see_the_monitor(
         runs.append([*model.parameters(), torch.get_rng_state(), torch.tensor(counts)])
     assert len(monitor.reports) == 3
     assert all(map(torch.equal, *runs))
+
+
+def test_what_runs_apart_frees_its_graphs() -> None:
+    """A node that saves its own output, such as that of `exp`, would hold itself."""
+
+    def made() -> weakref.ref[Tensor]:
+        return weakref.ref(run_apart(lambda: (torch.ones(2, requires_grad=True) * 1).exp()))
+
+    with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        seen = made()
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("around", [AnalogNoise, NoisyFunctions, save_on_cpu])
+def test_an_interrupt_leaves_modes_and_hooks_as_they_were(around: Callable[[], Any]) -> None:
+    """At any byte code of what runs apart, also where a `with` is entered and left."""
+
+    def state() -> tuple[object, ...]:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return function_modes(), _get_current_dispatch_mode_stack(), hooks
+
+    def run() -> None:
+        run_apart(lambda: None, functions=True)
+
+    with around():
+        expected, executed = state(), Executed()
+        with executed:
+            run()
+        for place in executed.instructions:
+            interrupting = Interrupting(place)
+            with suppress(KeyboardInterrupt), interrupting:
+                run()
+            assert interrupting.raised and state() == expected, place
+        assert len(executed.instructions) > 100

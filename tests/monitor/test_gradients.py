@@ -4,7 +4,10 @@ Every test compares with a plain run of the same step, or with values computed b
 """
 
 import copy
+import gc
 import math
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +22,7 @@ from torch.nn import functional
 
 from adiv_monitor import LayerReading, Monitor
 from adiv_monitor.capture.entries import sampled_entries
+from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.maths.readings import Judged, measure
 from adiv_monitor.maths.sums import About, Dots, Evidence, LayerSums, Sampled, Vector
 from adiv_monitor.step import row_moves
@@ -705,3 +709,33 @@ def test_a_hook_that_scales_the_gradient_of_an_output_counts(
     assert found.update_cosine == pytest.approx(plain.update_cosine, rel=1e-9)
     assert found.effective_lr == pytest.approx(plain.effective_lr, rel=1e-9)
     assert found.descent == pytest.approx(plain.descent * factor**2, rel=1e-9)
+
+
+def test_a_pass_that_ends_at_a_hooked_tensor_frees_its_graph() -> None:
+    """As the gradient penalty of a critic that is only logged."""
+
+    def ended() -> weakref.ref[Tensor]:
+        hidden = torch.ones(2, requires_grad=True) * 2
+        reading = lambda gradient: None  # noqa: E731
+        TensorHook(hidden, reading).put_on()
+        hidden.register_hook(lambda gradient: None)
+        (gradient,) = torch.autograd.grad(hidden.tanh().sum(), hidden, create_graph=True)
+        return weakref.ref(gradient)
+
+    seen = ended()
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_backward_pass_in_inference_mode_reaches_the_users_hooks() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked = []
+    with warnings.catch_warnings(), Monitor(model, optimizer, every_n_steps=1):
+        warnings.simplefilter("ignore")
+        hidden = model[0](torch.randn(5, 3))
+        hidden.register_hook(lambda gradient: hooked.append(gradient.shape))
+        loss = model[1](hidden).sum()
+        with torch.inference_mode():
+            loss.backward()
+    assert hooked == [(5, 4)]

@@ -274,14 +274,22 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize("realised", [False, True], ids=["", "realised"])
 @pytest.mark.parametrize("name", DRAWS)
 def test_generators_outside_of_torchs_own_are_put_back(name: str, realised: bool) -> None:
-    runs = []
-    for monitored in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 6), Drawing(DRAWS[name]))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def build() -> nn.Module:
         for generator in (GLOBAL, Drawing.shared):
             generator.manual_seed(0)
         GLOBAL_OF_NUMPY.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        return nn.Sequential(nn.Linear(3, 6), Drawing(DRAWS[name]))
+
+    assert_trains_as_alone(build, realised)
+
+
+def assert_trains_as_alone(build: Callable[[], nn.Module], realised: bool) -> None:
+    """Train for three steps without and with a monitor, and compare all parameters."""
+    runs = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         around: Any = nullcontext()
         if monitored:
             around = Monitor(model, optimizer, every_n_steps=1, realised=realised)
@@ -292,6 +300,17 @@ def test_generators_outside_of_torchs_own_are_put_back(name: str, realised: bool
                 optimizer.step()
         runs.append([*model.parameters()])
     assert all(map(torch.equal, *runs))
+
+
+SYSTEM = random.SystemRandom()  # it has no state
+
+
+def test_generators_without_a_state_are_left_alone() -> None:
+    random.seed(0)
+    saved = Randomness([], [Drawing(DRAWS["a global"])])
+    drawn = random.random()
+    saved.set()
+    assert random.random() == drawn
 
 
 class Averaged(nn.Module):
@@ -320,18 +339,4 @@ class Averaged(nn.Module):
 def test_frozen_parameters_that_a_forward_moves_are_moved_by_the_run_alone(
     in_place: bool, realised: bool
 ) -> None:
-    runs = []
-    for monitored in (False, True):
-        torch.manual_seed(0)
-        model = Averaged(in_place)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        around: Any = nullcontext()
-        if monitored:
-            around = Monitor(model, optimizer, every_n_steps=1, realised=realised)
-        with around:
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.randn(5, 3)).square().sum().backward()
-                optimizer.step()
-        runs.append([*model.parameters()])
-    assert all(map(torch.equal, *runs))
+    assert_trains_as_alone(lambda: Averaged(in_place), realised)

@@ -43,7 +43,7 @@ FILES = sorted(
 GUARDS = {
     "capture/forwards.py": {"__torch_function__", "__call__", "_guarded", "_never"},
     "capture/backward_hooks.py": {"_guarded"},
-    "capture/hook.py": {"__call__"},  # calls a guarded function with a tensor's gradient
+    "capture/hook.py": {"__call__", "_look_again"},  # pass a gradient to a guarded function
     "capture/attention/attention_calls.py": {"_arrives"},
     "capture/realised/rows.py": {"detach"},
     "capture/realised/losses.py": {"_guarded"},
