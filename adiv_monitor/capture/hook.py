@@ -14,7 +14,7 @@ from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.rerun.surroundings import is_rerun, version
+from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import is_traced, run_apart, surely
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -104,14 +104,14 @@ class TensorHook:
 
 
 class _Reading:
-    """Calls a function with a tensor's gradient, and again if later hooks on the tensor change it.
+    """Calls a function with a tensor's gradient; once more, after other hooks on the tensor.
 
     Args:
         function: the function; a second call replaces the first.
         number: the place of the tensor among the outputs of its autograd node.
     """
 
-    __slots__ = ("__weakref__", "_again", "_first", "_function", "_number", "_seen_at", "hooks")
+    __slots__ = ("__weakref__", "_again", "_function", "_number", "hooks")
 
     def __init__(self, function: Callable[[Any], None], number: int) -> None:
         self._function = function
@@ -122,19 +122,15 @@ class _Reading:
     def __call__(self, gradient: Tensor | None) -> None:
         self._function(gradient)
         hooks = self.hooks()
-        if hooks is None or len(hooks) < 2 or gradient is None:
+        if hooks is None or len(hooks) < 2:
             return
-        if self._again is not None:  # of a pass that ended at the tensor, and never ran its node
+        if self._again is not None:  # of an earlier pass
             self._again.remove()
-        # Weak: such a pass would keep its graph alive.
-        self._first, self._seen_at = weakref.ref(gradient), version(gradient)
         node: Any = torch._C._current_autograd_node()  # its own hooks run after its outputs'
         self._again = node.register_prehook(self._look_again)
 
     def _look_again(self, gradients: Sequence[Tensor | None]) -> None:
-        final = gradients[self._number]
-        if final is not None and (final is not self._first() or version(final) != self._seen_at):
-            self._function(final)
+        self._function(gradients[self._number])
 
 
 class ModuleHook:
