@@ -33,6 +33,7 @@ from adiv_monitor.diagnosis.record import (
     WeightStatistics,
     Wiring,
 )
+from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.report import LayerReading, StepReport
 
@@ -278,6 +279,21 @@ def test_from_a_high_first_loss_what_a_tenth_of_the_rate_leaves_decides(
     losses = (8.0, *(2.1,) * (STEPS - 1))
     of = record(losses=losses, chance=6.9, rates=trials(own=2.1, **rates))
     assert [f.strength for f in diagnose(of) if f.name == "rate-too-high"] == [strength]
+
+
+def test_a_trial_that_the_run_itself_overtakes_shows_only_a_rough_beginning() -> None:
+    """As of a ResNet-20 at its best learning rate, with trials of 13 of 60 steps."""
+    shorter = {f: replace(t, steps=13) for f, t in trials(own=2.6, x01=2.1, x10=2.56).items()}
+    losses = (2.3, *(2.9 - 0.025 * step for step in range(STEPS - 1)))
+    recovers, stays = (record(losses=of, chance=2.3, rates=shorter) for of in (losses, RISING))
+    rough, lasting = found(recovers)["rate-too-high"], found(stays)["rate-too-high"]
+    assert (rough.strength, lasting.strength) == ("watch", "act")
+    assert "reaches 2.06 in 40 steps: only its beginning is known to be rough" in rough.summary
+    assert "goes on" not in lasting.summary
+    assert [a.fix for a in rough.advice] == ["warm-up", None]
+    assert not suffers(recovers) and suffers(stays)
+    whole = replace(recovers, rates={f: replace(t, steps=STEPS) for f, t in shorter.items()})
+    assert found(whole)["rate-too-high"].strength == "act"  # not overtaken in as many steps
 
 
 def test_causes_come_before_what_follows_from_them() -> None:

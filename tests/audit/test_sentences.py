@@ -118,6 +118,7 @@ SHRUNK = (*(10.0,) * (STEPS - 1), 2.0)
 LOW = trials(own=2.28, x01=2.3, x10=1.0)  # act
 LOWISH = trials(own=2.0, x01=2.29, x10=1.3)  # watch
 HIGH = trials(own=2.2, x01=0.5)
+AT_FIRST = {factor: replace(trial, steps=13) for factor, trial in HIGH.items()}
 
 
 def probed(name: str, *facts: Fact, **values: object) -> Record:
@@ -1233,6 +1234,11 @@ ROWS: list[Row] = [
         record(rates=HIGH), record(rates=trials(own=0.6, x01=0.5, error=0.2))),
     Row("rate-too-high", "is 0.5; at the current one it diverges",
         record(rates=trials(own=math.inf, x01=0.5)), record(rates=HIGH)),
+    Row("rate-too-high", "The run itself goes on, and reaches 0.396 in 40 steps: only its "
+        "beginning is known to be rough.",
+        record(rates=AT_FIRST), record(rates=AT_FIRST, losses=STILL)),
+    Row("rate-too-high", "compare lower learning rates in runs as long as this one or longer",
+        record(rates=AT_FIRST), record(rates=AT_FIRST, losses=STILL)),
     Row("rate-too-high", "More steps at this learning rate", record(rates=HIGH, losses=STILL),
         record(rates=HIGH)),
     Row("rate-too-high", "4 of 4 measured steps raised the loss of their own batch",
