@@ -22,6 +22,7 @@ WIRING = frozenset(
 # leaves less than this share of the loss. Without dropout, for example, a loss is always lower.
 IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
     {
+        "input-scale": 1.0,
         "rounded-away": 1.0,
         "epsilon-dominates": 1.0,
         "gradient-hooks": 1.0,

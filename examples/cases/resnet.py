@@ -1,20 +1,18 @@
 """ResNet-20 on CIFAR-10 as its authors trained it, but with a cosine in place of their steps.
 
 He et al. (2016): SGD with momentum 0.9, weight decay 0.0001, batches of 128, images padded by 4,
-cropped and mirrored.
+cropped and mirrored. On a GPU in bfloat16, with channels last: 1.9 ms of an H200 a step, not 4.7.
 """
 
-from collections.abc import Iterator
-from itertools import count
-
 import cifar
+import images
 import torch
-from case import Batch, Case, Part
+from case import Batch, Case
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, relu
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-ROWS, HELD_OUT, EPOCHS = 128, 5000, 30
+ROWS, EPOCHS = 128, 20
 WIDTHS, BLOCKS = (16, 32, 64), 3  # of every width
 
 
@@ -58,7 +56,7 @@ def model() -> nn.Module:
 
 def augmented(x: Tensor, chance: torch.Generator) -> Tensor:
     """Rows of pixels as images, padded, cropped at random and half of them mirrored, as rows."""
-    images = pad(x.view(-1, 3, 32, 32), (4, 4, 4, 4))
+    padded = pad(x.view(-1, 3, 32, 32), (4, 4, 4, 4))
     tops, lefts = torch.randint(9, (2, len(x), 1), generator=chance).to(x.device)
     mirrored = (torch.rand(len(x), 1, generator=chance) < 0.5).to(x.device)
     along = torch.arange(32, device=x.device)
@@ -66,39 +64,23 @@ def augmented(x: Tensor, chance: torch.Generator) -> Tensor:
     columns = lefts + torch.where(mirrored, along.flip(0), along)
     each = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
     channels = torch.arange(3, device=x.device).view(1, 3, 1, 1)
-    return images[each, channels, rows[:, None, :, None], columns[:, None, None, :]].flatten(1)
+    return padded[each, channels, rows[:, None, :, None], columns[:, None, None, :]].flatten(1)
 
 
 def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
     """The case, on the CIFAR-10 at a place that `cifar.load` knows."""
     whole = cifar.load(data)
-    apart = cifar.held_out(whole, min(HELD_OUT, len(whole.train) // 10))
-    pixels = cifar.pixels("standardised", apart.train).to(device)
-    whole, apart = whole.to(device), apart.to(device)
+    train = images.apart(whole).train
+    pixels = cifar.pixels("standardised", train).to(device)
 
-    def part(seed: int) -> Part:
-        def batches() -> Iterator[Batch]:
-            for epoch in count():
-                chance = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-                order = torch.randperm(len(apart.train), generator=chance)
-                for rows in torch.split(order.to(device), ROWS):
-                    yield augmented(pixels(apart.train[rows]), chance), apart.train_labels[rows]
-
-        def accuracy(images: Tensor, labels: Tensor, model: nn.Module) -> float:
-            found = zip(torch.split(images, 500), torch.split(labels, 500), strict=True)
-            right = sum(int((model(pixels(x)).argmax(1) == y).sum()) for x, y in found)
-            return 100 * right / len(images)
-
-        return Part(
-            batches,
-            lambda model: accuracy(apart.test, apart.test_labels, model),
-            lambda model: accuracy(whole.test, whole.test_labels, model),
-        )
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return cross_entropy(model(batch[0]), batch[1])
 
     return Case(
         title="ResNet-20 on CIFAR-10",
         setting=f"SGD, momentum 0.9, weight decay 0.0001, cosine, batches of {ROWS}, crops and "
-        "mirrored images.",
+        f"mirrored images{', in bfloat16' if device == 'cuda' else ''}.",
         data=whole.source,
         expected="Nothing to act on: this training has been refined for years. The monitor shows "
         "that the first layers move less than the last, relative to their activations. Whatever "
@@ -106,12 +88,12 @@ def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
         unit="test accuracy, percent",
         higher=True,
         rates=(0.01, 0.03, 0.1, 0.3, 1.0),
-        steps=3 if quick else EPOCHS * -(-len(apart.train) // ROWS),
-        model=lambda: model().to(device),
+        steps=3 if quick else EPOCHS * -(-len(train) // ROWS),
+        model=lambda: model().to(device).to(memory_format=torch.channels_last),
         optimizer=lambda model, lr: torch.optim.SGD(
             model.parameters(), lr, momentum=0.9, weight_decay=1e-4
         ),
         scheduler=CosineAnnealingLR,
-        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        part=part,
+        loss=loss,
+        part=images.parts(whole, ROWS, pixels.__call__, augmented, device),
     )

@@ -1,6 +1,7 @@
 """A training as people do it: swept, read by the monitor, audited, and the advice taken.
 
     python examples/cases/sweep.py regression --out OUT               minutes
+    python examples/cases/sweep.py unscaled --data DIR --out OUT      half an hour
     python examples/cases/sweep.py resnet --data DIR --out OUT        a day on two cores
     python examples/cases/sweep.py gpt --out OUT                      a day on two cores
     python examples/cases/sweep.py gpt --out OUT --device cuda --jobs 5
@@ -40,7 +41,7 @@ from adiv_monitor.diagnosis.record import Record
 sys.path.insert(0, str(Path(__file__).parents[1] / "paper"))  # images and text come from there
 from commandline import count, device, folder, parsed
 
-CASES = ("resnet", "gpt", "regression")
+CASES = ("resnet", "gpt", "regression", "unscaled")
 AUDITED = 60  # steps
 POINTS = 60  # of a loss curve
 Change = Callable[[Fork], None]
@@ -289,7 +290,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--out", type=folder, required=True)
-    parser.add_argument("--data", default="synthetic", help="CIFAR-10, for resnet: see cifar.py")
+    parser.add_argument(
+        "--data", default="synthetic", help="CIFAR-10, for unscaled and resnet: see cifar.py"
+    )
     parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--steps", type=count, help="other than the case's own")
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")

@@ -154,12 +154,13 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
         assert only[0].strength == "watch"  # a tenth less is no merit of less dropout
 
 
-def test_what_can_not_be_overfitted_stands_behind_a_fact_whose_fix_helps() -> None:
+@pytest.mark.parametrize("name", ["bounded-logits", "input-scale"])
+def test_what_can_not_be_overfitted_stands_behind_a_fact_whose_fix_helps(name: str) -> None:
     slow = setup(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3))
     symptom = finding("look", name="cannot-overfit")
-    fact = finding("rate*100", name="bounded-logits", strength="watch")
+    fact = finding("rate*100", name=name, strength="watch")
     first, second = tried([symptom, fact], slow, record(slow))
-    assert (first.name, first.strength) == ("bounded-logits", "act")
+    assert (first.name, first.strength) == (name, "act")
     assert (second.name, second.strength) == ("cannot-overfit", "watch")
 
 

@@ -1,5 +1,6 @@
 """Cases: what is trained, resumed and taken of the audit's advice, and every command, small."""
 
+import itertools
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ import gpt
 import regression
 import resnet
 import sweep
+import unscaled
 from case import Case, Part
 from case_report import best_rate, difference, verdict
 from cifar import synthetic
@@ -142,6 +144,19 @@ def test_seeds_that_split_the_same_rows_are_not_independent() -> None:
     found = verdict([1.0, 3.0, 2.0], higher=True, test_share=2 / 3)
     assert found == "2.000 ± 1.000, p = 0.18: no difference beyond two standard errors"
     assert regression.case("", quick=True).test_share == 71 / 300
+
+
+def test_images_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes as numbers, a tenth held out, in an order that every seed has of its own."""
+    data = synthetic(train=640, test=10)
+    monkeypatch.setattr("cifar.load", lambda place: data)
+    part = unscaled.case("", quick=True).part
+    x, y = map(torch.cat, zip(*itertools.islice(part(0).batches(), 9), strict=True))
+    assert x.dtype == torch.float32 and x.max() > 200 and len(x) == len(y) == 576
+    rows = {tuple(row.tolist()) for row in data.train}
+    assert {tuple(row.tolist()) for row in x} < rows
+    assert torch.equal(next(part(0).batches())[0], x[:64])
+    assert not torch.equal(next(part(1).batches())[0], x[:64])
 
 
 def test_augmented_images_are_moved_and_mirrored() -> None:
