@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from itertools import count
 from types import FrameType, FunctionType
 from typing import Any
@@ -20,11 +20,12 @@ from torch.overrides import (
 )
 
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, trains
+from adiv_monitor.capture.hook import Hook, ModuleHook, hidden_hooks, is_aside, trains
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.capture.weights.shards import gives_back
+from adiv_monitor.rerun.eager import replace_meanwhile
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import (
@@ -131,6 +132,7 @@ class _Running(threading.local):
         self.inside = ""  # the name of the opened function
         # The module in which functions are not watched, and the mode if it could be removed.
         self.closed: tuple[nn.Module, _Mode | None] | None = None
+        self.again = 0  # running calls of this module inside itself
         self.plain: nn.Module | None = None  # the module whose plain hook is running
 
 
@@ -358,7 +360,7 @@ class Forwards:
         running = self._running
         running.forwards.clear()
         self._inside.discard(threading.get_ident())
-        running.closed, running.inside = None, ""
+        running.closed, running.again, running.inside = None, 0, ""
         mode, modes = running.mode, function_modes()
         if mode not in modes:  # the mode is suspended during a call that it handles
             return
@@ -442,6 +444,8 @@ class Forwards:
         begins = not running.forwards and self._may_begin(args)
         if begins and self._hands_over(module, args, kwargs):
             return
+        if running.closed is not None and running.closed[0] is module:
+            running.again += 1
         if running.mode is None or running.closed is not None:
             return
         if _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
@@ -454,7 +458,11 @@ class Forwards:
         if is_rerun() is not self._repeated:
             return
         running = self._running
-        if running.closed is not None and running.closed[0] is module:
+        if running.closed is None or running.closed[0] is not module:
+            return
+        if running.again:
+            running.again -= 1
+        else:
             _, mode = running.closed
             running.closed = None
             if mode is not None:
@@ -493,6 +501,28 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         surely(set_function_modes, modes)
+
+
+def _on_its_path(forward: Function) -> Function:
+    """Return a forward that takes torch's fast path, with other rounding, as without a mode.
+
+    Torch takes it where nothing requires gradients, unless a function mode or a hook is on.
+    """
+
+    @wraps(forward)
+    def as_unwatched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if module.training or trained:
+            return forward(module, *args, **kwargs)
+        with unwatched(), hidden_hooks(module):
+            return forward(module, *args, **kwargs)
+
+    return as_unwatched
+
+
+# Also where no hook is: a teacher in a list, a copy, a forward that is called itself.
+for _kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder):
+    replace_meanwhile(_kind, "forward", _on_its_path(_kind.forward))
 
 
 def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:

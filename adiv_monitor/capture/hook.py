@@ -3,7 +3,8 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -189,6 +190,32 @@ class ModuleHook:
             self._handle.remove()  # from all tables: other code may have cleared only the hooks
             held = self._module.__dict__
             _show([held[name] for name in names])
+
+
+@contextmanager
+def hidden_hooks(module: nn.Module) -> Iterator[None]:
+    """Hide the monitor's hooks on a module, at any depth, from code that asks whether it has any.
+
+    They do not run meanwhile.
+    """
+    tables = [
+        (held, name, held[name])
+        for held in map(vars, module.modules())
+        for name in ("_forward_pre_hooks", "_forward_hooks")
+        if any(isinstance(hook, Hook) for _, hook in held[name].items())
+    ]
+    try:
+        for held, name, table in tables:
+            others = ((key, hook) for key, hook in table.items() if not isinstance(hook, Hook))
+            held[name] = OrderedDict(others)
+        yield
+    finally:
+        surely(_put_back, tables)
+
+
+def _put_back(tables: Iterable[tuple[dict[str, Any], str, object]]) -> None:
+    for held, name, table in tables:
+        held[name] = table
 
 
 class NextForward:

@@ -1,18 +1,22 @@
-"""Eager execution of compiled models while a monitor is armed, so that inner hooks fire."""
+"""What a monitor changes in torch while it is armed: above all, compiled models run eagerly."""
 
 import atexit
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
+from torch._higher_order_ops import utils as operators
 
 from adiv_monitor.rerun.thread import surely
 
 # Monitors may live in several threads, and may be dropped without being closed.
 _holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance before the first holder; None while there is no holder
+_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, usual value, value meanwhile
 
 
 class forced_eager:
@@ -52,6 +56,40 @@ def _settle() -> None:
         else:
             eval_frame._set_stance(_outside)
             _outside = None
+        for owner, name, usual, other in _replaced:
+            before, after = (usual, other) if _holders else (other, usual)
+            if getattr(owner, name) is before:
+                setattr(owner, name, after)
+
+
+def replace_meanwhile(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute of torch wherever a monitor is armed."""
+    _replaced.append((owner, name, getattr(owner, name), value))
+
+
+_prepared = operators._set_compilation_env
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Prepare torch to compile an operator such as `torch.cond`, with the stance of before.
+
+    These operators lift what their branches close over by an inner `torch.compile`. Run eagerly,
+    they would lose the gradients of parameters.
+    """
+    from torch._dynamo import eval_frame
+
+    with _prepared():
+        eager = eval_frame._set_stance(eval_frame._stance if _outside is None else _outside)
+        try:
+            yield
+        finally:
+            eval_frame._set_stance(eager)
+
+
+for _name, _module in list(sys.modules.items()):  # older torch imports it by name
+    if _name.startswith("torch._higher_order_ops.") and "_set_compilation_env" in vars(_module):
+        replace_meanwhile(_module, "_set_compilation_env", _compiling)
 
 
 @atexit.register

@@ -1,0 +1,172 @@
+"""Torch takes the same path through its code with a monitor as without: the same bits come out."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.map import map as mapped
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor
+from adiv_monitor.capture.guard import Guard
+from adiv_monitor.rerun.eager import _replaced
+from adiv_monitor.rerun.thread import function_modes
+
+STEPS, SIZE = 4, 8
+Forward = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A layer, something that runs on its result, and a head."""
+
+    def __init__(self, inner: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 3)
+        self.inner = inner
+        self.outside = [copy.deepcopy(inner).eval().requires_grad_(False)]  # not registered
+        self.between = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.between(self, self.first(x)))
+
+
+def trained(inner: Callable[[], nn.Module], forward: Forward, every: int | None) -> list[Tensor]:
+    """Weights and outputs of a training; with a monitor unless `every` is None."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net(inner(), forward)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    monitor = None if every is None else Monitor(model, optimizer, every_n_steps=every)
+    if monitor is not None:
+        monitor.attach()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        y = model(torch.randn(4, 5, SIZE))
+        y.square().mean().backward()
+        optimizer.step()
+        found.append(y.detach())
+    if monitor is not None:
+        monitor.close()
+        assert [report.step for report in monitor.reports] == list(range(0, STEPS, every or 1))
+        assert all({"first", "head"} <= set(report.layers) for report in monitor.reports)
+    return [*found, *(p.detach() for p in model.parameters())]
+
+
+BRANCHES: dict[str, Forward] = {
+    "cond": lambda net, h: torch.cond(h.sum() > 0, net.inner, lambda y: net.inner(y) * 2, (h,)),
+    "operands": lambda net, h: torch.cond(
+        h.sum() > 0, lambda y, w: y @ w, lambda y, w: y @ w * 2, (h, net.inner.weight)
+    ),
+    "map": lambda net, h: mapped(lambda y: net.inner(y), h),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from torch's own code
+def test_operators_with_branches_keep_the_gradients_of_what_they_close_over(name: str) -> None:
+    """Torch compiles them even in a model that is not compiled."""
+    runs = [trained(lambda: nn.Linear(SIZE, SIZE), BRANCHES[name], every) for every in (None, 1, 3)]
+    for monitored in runs[1:]:
+        assert all(map(torch.equal, monitored, runs[0]))
+    assert all(getattr(owner, name) is usual for owner, name, usual, _ in _replaced)
+
+
+def outside(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = net.outside[0](h)
+    return h + target
+
+
+def inside(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = net.inner.eval()(h)
+    return net.inner.train()(h) + target
+
+
+PATHS: dict[str, Forward] = {
+    "outside": outside,
+    "trained elsewhere": inside,
+    "forward": lambda net, h: h + net.outside[0].forward(h.detach()),
+    "copy": lambda net, h: h + copy.deepcopy(net.outside[0])(h.detach()),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_encoders_take_their_fast_path_where_nothing_requires_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rounds in another way; torch leaves it while a function mode is on."""
+    taken: list[str] = []
+    fast: Any = torch._transformer_encoder_layer_fwd
+
+    def counted(*args: Any) -> Tensor:
+        taken.append(name)
+        return fast(*args)
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+
+    def encoder() -> nn.Module:
+        return nn.TransformerEncoderLayer(SIZE, 2, 16, batch_first=True, dropout=0.0)
+
+    plain = trained(encoder, PATHS[name], None)
+    assert len(taken) == STEPS
+    monitored = trained(encoder, PATHS[name], 1)
+    assert len(taken) == 2 * STEPS and all(map(torch.equal, monitored, plain))
+
+
+class Tree(nn.Module):
+    """A module that calls itself, and notes whether a function mode is on afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+        self.modes: list[int] = []
+
+    def forward(self, h: Tensor, depth: int = 2) -> Tensor:
+        inner = self(h, depth - 1) if depth else h
+        self.modes.append(len(function_modes()))
+        return self.layer(inner)
+
+
+class Force(nn.Module):
+    """A layer and a derivative of it, as of an energy, both run again by a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.detach().requires_grad_()
+        energy = self.layer(x).tanh().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.layer(h) + force
+
+
+INSIDE: dict[str, tuple[type[nn.Module], Forward]] = {
+    "itself": (Tree, lambda net, h: h + net.inner(h)),
+    "a derivative": (Force, lambda net, h: checkpoint(net.inner, h, use_reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_frozen_modules_that_run_again_in_themselves(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(guard: Guard, error: BaseException) -> None:
+        raise AssertionError from error
+
+    monkeypatch.setattr(Guard, "failed", failed)
+    kind, forward = INSIDE[name]
+    made: list[nn.Module] = []
+
+    def frozen() -> nn.Module:
+        made.append(kind().requires_grad_(False))
+        return made[-1]
+
+    plain, monitored = (trained(frozen, forward, every) for every in (None, 1))
+    assert all(map(torch.equal, monitored, plain))
+    assert not any(getattr(made[-1], "modes", []))
