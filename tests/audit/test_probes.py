@@ -1,6 +1,7 @@
 """What is asked of copies: each bug is named where it is planted, and not in its fixed twin."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,19 @@ from audit.fault_benchmark.run import Case, Healthy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from trial_setups import batches, loss, mlp, setup
 
 from adiv_monitor.audit.audit import audit
@@ -757,19 +770,68 @@ def scheduled(factor: Any) -> SGD:
 
 def test_a_warm_up_from_zero_is_told_from_a_schedule_that_stays_there() -> None:
     rises, stays = scheduled(lambda step: step / 10), scheduled(lambda step: step // 1000)
-    assert lifted(rises, 20) == {0} and lifted(stays, 20) == set()
+    assert lifted(rises, 20) == {0: 0.1} and lifted(stays, 20) == {}
     assert rises.param_groups[0]["lr"] == 0 and rises.scheduler.last_epoch == 0  # type: ignore[attr-defined]
 
 
-def test_what_a_warm_up_raises_from_zero_is_trained_at_its_initial_rate() -> None:
+def sequential(optimizer: SGD) -> LRScheduler:
+    parts: list[LRScheduler] = [LinearLR(optimizer, 0.01, 1, 50), CosineAnnealingLR(optimizer, 100)]
+    return SequentialLR(optimizer, parts, [50])
+
+
+@pytest.mark.parametrize(
+    ("made", "peak"),
+    [
+        (lambda o: LinearLR(o, 1e-3, 1, 500), 0.1),
+        (lambda o: LambdaLR(o, lambda step: min(1.0, (step + 1) / 2000)), 0.1),
+        (lambda o: LambdaLR(o, lambda step: min((step + 1) ** -0.5, (step + 1) / 8e3)), 0.1 / 20),
+        (lambda o: LambdaLR(o, lambda step: (step + 1) / 1e5), 0.01),  # as far as it is followed
+        (lambda o: OneCycleLR(o, max_lr=2.5, total_steps=200), 2.5),
+        (lambda o: CyclicLR(o, base_lr=0.1, max_lr=0.7, step_size_up=30), 0.7),
+        (sequential, 0.1),
+        (lambda o: ConstantLR(o, 0.5, 700), 0.1),
+        (lambda o: CosineAnnealingLR(o, 40), None),  # torch's rises again after its end
+        (lambda o: StepLR(o, 10), None),
+        (lambda o: LambdaLR(o, lambda step: 1.0), None),
+        (lambda o: ExponentialLR(o, 1.2), None),  # a search for the largest rate, not a warm-up
+        (ReduceLROnPlateau, None),
+    ],
+)
+def test_what_a_scheduler_raises_is_trained_at_the_highest_rate_of_the_warm_up(
+    made: Callable[[SGD], object], peak: float | None
+) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kept = made(optimizer)
+    before = optimizer.param_groups[0]["lr"]
+    of = setup(model=model, optimizer=optimizer)
+    (group,) = of.fork().optimizer.param_groups
+    assert group["lr"] == pytest.approx(before if peak is None else peak, rel=1e-2)
+    assert optimizer.param_groups[0]["lr"] == before
+    del kept
+
+
+def test_a_warm_up_is_told_of_with_the_rate_of_the_copy() -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
     kept = LambdaLR(optimizer, lambda step: min(1.0, step / 10))
     of = setup(model=model, optimizer=optimizer)
-    assert [group["lr"] for group in of.fork().optimizer.param_groups] == [0.1]
     record = observe(of, every_n_steps=6)
     assert not record.found_by("rate-zero")
-    assert any("`initial_lr`" in note for note in record.notes)
+    said = "no scheduler runs (the copy trains at 0.1, the highest rate of the warm-up)"
+    assert record.lost == (said,) and f"N{said[1:]}." in record.notes
+    del kept
+
+
+def test_the_rates_of_several_warm_ups_are_told_by_the_highest() -> None:
+    model = mlp()
+    first, *rest = model.parameters()
+    optimizer = SGD([{"params": [first], "lr": 0.5}, {"params": rest}], lr=0.1)
+    kept = LinearLR(optimizer, 0.1, 1, 10)
+    record = observe(setup(model=model, optimizer=optimizer), every_n_steps=6)
+    assert record.lost == (
+        "no scheduler runs (the copy trains at up to 0.5, the highest rate of the warm-up)",
+    )
     del kept
 
 

@@ -22,7 +22,6 @@ from adiv_monitor.audit.seen.units import Units
 from adiv_monitor.audit.seen.watching import Watching
 from adiv_monitor.audit.seen.wiring import input_matters, unused
 from adiv_monitor.audit.training.batches import copied, size_of
-from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train
 from adiv_monitor.capture.selection import listed
@@ -226,7 +225,7 @@ def _lost(setup: Setup, fork: Fork, copies: Sequence[str]) -> tuple[str, ...]:
     if not setup.model.training:
         found.append("the model was given in evaluation mode and is trained in training mode")
     if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
-        found.append("no scheduler runs")
+        found.append(f"no scheduler runs{_at_the_peak(setup)}")
     if copies:
         found.append(
             f"if your loop updates {listed(copies)}, as an average or a target, the copy does not"
@@ -248,12 +247,18 @@ def _notes(setup: Setup, fork: Fork) -> list[str]:
         if _is_resumed(setup):
             found.append("The optimizer has taken steps before; the run goes on from its state.")
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            found.append(
-                "No scheduler runs: the learning rates stay constant."
-                + " A learning rate that a warm-up raises from zero is set to its `initial_lr`."
-                * bool(lifted(optimizer, setup.steps))
-            )
+            at_which = _at_the_peak(setup) or ": the learning rates stay constant"
+            found.append(f"No scheduler runs{at_which}.")
     return found
+
+
+def _at_the_peak(setup: Setup) -> str:
+    """Return at which rate the copy trains if a warm-up raises that of the run, else ""."""
+    rates = [f"{rate:.3g}" for rate in sorted(setup.lifted.values())]
+    if not rates:
+        return ""
+    up_to = "up to " * (len(set(rates)) > 1)
+    return f" (the copy trains at {up_to}{rates[-1]}, the highest rate of the warm-up)"
 
 
 def _is_resumed(setup: Setup) -> bool:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,11 @@ class Setup:
     seed: int = 0
     differentiates: bool = False
 
+    @cached_property
+    def lifted(self) -> dict[int, float]:
+        """The groups whose learning rate a warm-up raises, with its highest rate."""
+        return lifted(self.optimizer, self.steps) if isinstance(self.optimizer, Optimizer) else {}
+
     def fork_like(self, trained: Fork) -> Fork:
         """Return a fork with the weights and buffers of a trained one, which stays as it is."""
         fork = self.fork()
@@ -110,8 +115,8 @@ class Setup:
             model.train()
         if isinstance(self.optimizer, Optimizer):
             optimizer = _copy(self.optimizer, memo)
-            for i in lifted(self.optimizer, self.steps):  # forks have no scheduler
-                optimizer.param_groups[i]["lr"] = optimizer.param_groups[i]["initial_lr"]
+            for i, rate in self.lifted.items():  # forks have no scheduler
+                optimizer.param_groups[i]["lr"] = rate
         else:
             with seeded(self.seed):
                 optimizer = self.optimizer(model)
