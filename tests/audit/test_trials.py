@@ -154,6 +154,29 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
         assert only[0].strength == "watch"  # a tenth less is no merit of less dropout
 
 
+@pytest.mark.parametrize(
+    ("name", "without", "strength"),
+    [
+        ("rate-too-low", -1.0, "watch"),  # a share of no loss: it is no fact that a fix promotes
+        ("rate-too-low", 1.0, "watch"),
+        ("dropout-too-high", -1.0, "watch"),  # half of a loss below zero is a higher one
+        ("dropout-too-high", 5.0, "act"),
+        ("input-scale", -1.0, "act"),
+    ],
+)
+def test_a_loss_below_zero_promotes_no_finding(name: str, without: float, strength: str) -> None:
+    def trial(bench: Bench, fix: Fix, layers: tuple[str, ...]) -> Trial:
+        return Trial(fix.name, 20, without - 3, without, None, 0.001)
+
+    healthy = setup()
+    watched = finding("rate*10", name=name, strength="watch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bench, "trial", trial)
+        (found,) = tried([watched], healthy, record(healthy), cost=math.inf)
+    assert found.advice[0].trial is not None and found.advice[0].trial.helps
+    assert found.strength == strength
+
+
 @pytest.mark.parametrize("name", ["bounded-logits", "input-scale"])
 def test_what_can_not_be_overfitted_stands_behind_a_fact_whose_fix_helps(name: str) -> None:
     slow = setup(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3))

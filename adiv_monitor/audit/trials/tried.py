@@ -194,14 +194,23 @@ def _judged(
         pays = any(trial.helps for trial in trials)
     if finding.name == "uneven-rates" and advice[0].fix in _LOWER:
         pays = False  # the learning rate is too high for all layers
-    strength, left = finding.strength, IF_A_FIX_HELPS.get(finding.name, 0.0)
+    strength = finding.strength
     if strength == "act" and trials and not pays and not certain:
         strength = "watch"
-    elif strength == "watch" and any(t.helps and t.loss < left * t.loss_without for t in trials):
+    elif strength == "watch" and any(_promotes(trial, finding.name) for trial in trials):
         strength = "act"
     elif finding.name in ELSE_A_NOTE and (trials or _does_not_apply(advice)):
         strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
+
+
+def _promotes(trial: Trial, name: str) -> bool:
+    """Return whether a trial makes a fact that may be harmless one to act on."""
+    left = IF_A_FIX_HELPS.get(name)
+    if left is None or not trial.helps:
+        return False
+    # A share of a loss means something only above zero.
+    return left == 1 or (trial.loss_without > 0 and trial.loss < left * trial.loss_without)
 
 
 def _does_not_apply(advice: Sequence[Advice]) -> bool:
