@@ -341,6 +341,24 @@ def test_copies_of_their_own_are_drawn_and_held() -> None:
         FIXES["own-copies"].apply(with_model(repeated(own=True)).fork())
 
 
+class Tied(nn.Module):
+    """An embedding and an output layer of one weight, beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x.argmax(-1)))
+
+
+def test_layers_of_two_kinds_that_share_a_weight_are_tied_not_repeated() -> None:
+    assert asked("module-repeated", with_model(Tied())) == Probed()
+    with pytest.raises(DoesNotApply):
+        FIXES["own-copies"].apply(with_model(Tied()).fork())
+
+
 class Joined(nn.Module):
     """Features of a layer, joined with others in a way."""
 

@@ -21,17 +21,18 @@ def ask(setup: Setup, trained: Fork) -> Probed:
 
 
 def repeated(fork: Fork) -> list[tuple[str, nn.Module, list[str]]]:
-    """Return path, parent and names of the entries that have the same parameters.
+    """Return path, parent and names of the entries of one type that have the same parameters.
 
     Entries of other modules than containers may be two names of one part: they count only if this
     part runs more than once in a forward pass.
     """
     found: list[tuple[str, nn.Module, list[str]]] = []
     for path, parent in fork.model.named_modules():
-        entries: dict[tuple[int, ...], list[str]] = {}
+        entries: dict[tuple[object, ...], list[str]] = {}
         for name, module in parent._modules.items():
             if own := tuple(id(p) for p in module.parameters()) if module is not None else ():
-                entries.setdefault(own, []).append(name)
+                # A linear layer may share the weight of an embedding on purpose.
+                entries.setdefault((type(module), *own), []).append(name)
         found += [(path, parent, names) for names in entries.values() if len(names) > 1]
     if all(isinstance(parent, CONTAINERS) for _, parent, _ in found):
         return found
