@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.finding import WIRING, Advice, Finding, Strength
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, WIRING, Advice, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Alternative, Record
 from adiv_monitor.diagnosis.verdict import running_headline
@@ -72,9 +72,11 @@ class Diagnosis:
             return f"{stuck.summary} The audit found nothing else that hinders this training."
         untried = " Other learning rates were not tried." * (not self.record.rates)
         if (better := _best([f for f in self.findings if f.strength == "watch"])) is not None:
+            is_higher = better.trial is not None and better.trial.fix in HIGHER_RATES
+            short = "; so short a run favours high learning rates" * is_higher
             return (
                 "The audit found nothing to act on, but a fix that it tried lowers the loss: "
-                f"{better}.{untried}{rest}"
+                f"{better}{short}.{untried}{rest}"
             )
         return f"The audit found nothing that hinders this training.{untried}{rest}"
 

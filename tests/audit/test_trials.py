@@ -157,14 +157,16 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
 @pytest.mark.parametrize(
     ("name", "without", "strength"),
     [
-        ("rate-too-low", -1.0, "watch"),  # a share of no loss: it is no fact that a fix promotes
+        ("rate-too-low", -1.0, "watch"),  # no fact that a fix may promote
         ("rate-too-low", 1.0, "watch"),
         ("dropout-too-high", -1.0, "watch"),  # half of a loss below zero is a higher one
         ("dropout-too-high", 5.0, "act"),
         ("input-scale", -1.0, "act"),
     ],
 )
-def test_a_loss_below_zero_promotes_no_finding(name: str, without: float, strength: str) -> None:
+def test_a_share_of_a_loss_below_zero_promotes_nothing(
+    name: str, without: float, strength: str
+) -> None:
     def trial(bench: Bench, fix: Fix, layers: tuple[str, ...]) -> Trial:
         return Trial(fix.name, 20, without - 3, without, None, 0.001)
 
