@@ -120,6 +120,7 @@ class WeightStatistics:
         rms: rms of its entries.
         gradient_gain: rms of its entries · √fan-out: the ratio of the rms of gradients before the
             map to that behind it.
+        largest: largest |entry| · √fan-in: at most 1 with torch's initialisation.
     """
 
     gain: float
@@ -129,6 +130,7 @@ class WeightStatistics:
     bare: bool = False
     rms: float = 0.0
     gradient_gain: float = float("inf")
+    largest: float = 0.0
 
 
 @dataclass(frozen=True)

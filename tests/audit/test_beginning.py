@@ -10,6 +10,7 @@ from torch.nn import functional
 from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.fixes import FIXES
+from adiv_monitor.diagnosis.rules.wiring import ROUNDED
 
 
 def net(*behind: nn.Module) -> nn.Module:
@@ -41,6 +42,20 @@ def test_gains_are_those_that_initialisations_promise() -> None:
     constant = weights(setup(model))["0"]
     assert constant.gain == pytest.approx(0.1 * math.sqrt(300))
     assert (constant.alike, constant.bias) == (1, 3)
+
+
+def test_what_torch_draws_has_no_entry_beyond_its_bound() -> None:
+    conv = nn.Conv2d(6, 4, 3, groups=2)
+    model = nn.Sequential(nn.Unflatten(1, (6, 5, 10)), conv, nn.Flatten(), nn.Linear(96, 5))
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for module in (conv, model[3]):
+            module.reset_parameters()  # type: ignore[operator]
+        largest = [weight.largest for weight in weights(setup(model)).values()]
+        assert largest == pytest.approx([1, 1], abs=0.1) and max(largest) < 1 + ROUNDED
+    with torch.no_grad():
+        conv.weight[0, 0, 0, 0] = -1.0
+    assert weights(setup(model))["1"].largest == pytest.approx(27**0.5)
 
 
 def test_the_gain_of_gradients_is_that_by_the_fan_out() -> None:

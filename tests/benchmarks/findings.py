@@ -710,7 +710,7 @@ PICTURES: dict[str, Picture] = {
         with_model(without_first),
         {"frozen parameters": lambda r: len(r.wiring.frozen),
          "gain of the first layer": lambda r: next(iter(r.weights.values())).gain},
-        (wiring, ("UNTRAINED", "ABOUT")),
+        (wiring, ("UNTRAINED", "ABOUT", "ROUNDED")),
     ),
     "input-ignored": Picture(
         "inputs are multiplied by zero in the model",

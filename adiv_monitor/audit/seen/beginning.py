@@ -118,6 +118,7 @@ def _statistics(
         bare=bare,
         rms=rms,
         gradient_gain=rms * math.sqrt(fan_out),
+        largest=float(rows.abs().max()) * math.sqrt(rows.shape[1]),
     )
 
 

@@ -18,6 +18,9 @@ INPUT_MATTERS = 1e-4
 ALIKE = 1e-3  # scale_cv below which all rows count as equal
 # The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
 UNTRAINED, ABOUT = 3**-0.5, 0.03
+# torch draws entries within ±1/√fan-in. Rounding to 16 bits moves them beyond by less than this
+# share; training usually moves some further.
+ROUNDED = 0.01
 # Share of the outputs' first variation that is left of it: the outputs are nearly the same.
 COLLAPSED = 0.2
 # What to do about outputs that are the same for all samples, by what makes them so.
@@ -98,8 +101,10 @@ def frozen(record: Record) -> Iterator[Finding]:
     if not names:
         return
     paths = {name.rpartition(".")[0] for name in names}
-    gains = {path: w.gain for path, w in record.weights.items() if path in paths}
-    untrained = {path: g for path, g in gains.items() if abs(g - UNTRAINED) < ABOUT}
+    untrained = {
+        path: w.gain for path, w in record.weights.items()
+        if path in paths and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED
+    }  # fmt: skip
     yield Finding(
         "frozen",
         names,
