@@ -296,6 +296,43 @@ def test_nodes_of_a_graph_are_meant_to_mix(at_indices: bool) -> None:
     assert ("indices" in told.untold) is at_indices
 
 
+class ByMatrix(nn.Module):
+    """Mixes samples by a matrix: a graph's, the same as an argument, or one of the samples."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(12, 3), kind
+        graph = torch.eye(32) + torch.eye(32).roll(1, 0)
+        self.graph = nn.Parameter(graph) if kind == "trained" else nn.Buffer(graph)
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        z = self.layer(x)
+        if self.kind == "attention":
+            return z + (z @ z.T).softmax(1) @ z
+        (graph,) = given or (self.graph,)
+        if self.kind == "einsum":
+            return torch.einsum("ij,jk->ik", graph, z)
+        if self.kind == "coo":
+            return torch.sparse.mm(graph, z)
+        return (graph.to_sparse_csr() if self.kind == "csr" else graph) @ z
+
+
+KINDS = ("buffer", "given", "einsum", "coo", "csr", "trained", "attention")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_that_does_not_depend_on_the_samples_is_meant_to_mix(kind: str) -> None:
+    def by_graph(model: nn.Module, batch: Any) -> Tensor:
+        given = {"given": (model.graph,), "coo": (model.graph.to_sparse(),)}.get(kind, ())
+        return nn.functional.cross_entropy(model(batch[0], *given), batch[1])
+
+    told = asked_one("samples-mixed", setup(model=ByMatrix(kind), loss=by_graph))
+    is_mixed = kind in ("attention", "trained")
+    assert bool(told.facts) is is_mixed
+    assert ("matrix" in told.untold) is not is_mixed
+
+
 class OneByOne(nn.Module):
     """Takes a list of sequences, one for each sample."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.changed_inputs import still
 from adiv_monitor.audit.seen.concerned import few
+from adiv_monitor.audit.seen.derived import PRODUCTS
 from adiv_monitor.audit.seen.inputs import changed, is_input, is_list
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -23,6 +24,8 @@ Change = Callable[[Tensor, int], Tensor]
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)
 # Functions that add up rows at given indices, as graph networks do with the nodes of edges.
 BY_INDEX = ("index_add", "index_reduce", "scatter_add", "scatter_reduce")
+# Functions that add up rows with the weights of a matrix, which graph networks hold too.
+BY_MATRIX = (*PRODUCTS, "addmm", "_sparse_mm", "_sparse_addmm")
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
@@ -92,7 +95,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
-        self.calls: list[tuple[str, str, Tensor]] = []
+        self.calls: list[tuple[str, str, Tensor, Tensor | None]] = []
         self.exchanged = False
         self.of_lists = False
 
@@ -118,7 +121,7 @@ def _passed(fork: Fork, batch: Any, exchange: int | Change | None, axis: int = 0
             return changed(module, args, kwargs, lambda name, x: mapped(x, lambda y: turn(y, size)))
 
         def other(x: Tensor) -> Tensor:
-            if x.ndim <= axis or (axis == 0 and len(x) != size):
+            if x.ndim <= axis or (axis == 0 and len(x) != size) or not _is_dense(x):
                 return x
             new = x.clone()
             new.select(axis, exchange).copy_(x.select(axis, (exchange + 1) % x.shape[axis]))
@@ -137,8 +140,9 @@ def _passed(fork: Fork, batch: Any, exchange: int | Change | None, axis: int = 0
 
     def look(call: Call) -> None:
         x = call.result[0] if isinstance(call.result, tuple) else call.result
-        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim and call.path is not None:
-            seen.calls.append((call.name, call.place, x.detach().clone()))
+        is_float = isinstance(x, Tensor) and x.is_floating_point() and _is_dense(x)
+        if is_float and x.ndim and call.path is not None:
+            seen.calls.append((call.name, call.place, x.detach().clone(), _graph(call, size)))
 
     fork.model.register_forward_pre_hook(before, with_kwargs=True)
     fork.model.register_forward_hook(after)
@@ -162,7 +166,7 @@ def _shares(own: _Pass, others: _Pass, size: int) -> tuple[float, str] | str:
     changed = sum(int(_is_other(x, y).sum()) for x, y in fitting)
     share = changed / sum(x.numel() for x, _ in fitting)
     place = ""
-    for (name, where, x), (other, _, y) in zip(own.calls, others.calls, strict=False):
+    for (name, where, x, mine), (other, _, y, its) in zip(own.calls, others.calls, strict=False):
         if name != other or x.shape != y.shape:
             break
         if len(x) != size or not x.numel():
@@ -170,10 +174,31 @@ def _shares(own: _Pass, others: _Pass, size: int) -> tuple[float, str] | str:
         changes = _is_other(x, y)
         if name in BY_INDEX and bool(changes[1:].any()):
             return "the model adds up rows at given indices, as graph networks do"
+        if mine is not None and its is not None and changes[1:].any() and _is_fixed(mine, its):
+            return "the model mixes samples by a matrix that does not depend on them, as of a graph"
         if changes.float().mean() > _BEYOND / size:
             place = where
             break
     return share, place
+
+
+def _graph(call: Call, size: int) -> Tensor | None:
+    """Return the weights by which a product adds up samples; None: it does not, or learns them."""
+    factors = list(tensors(call.args))[:-1] if call.name in BY_MATRIX else []
+    graph = next((x for x in factors if x.shape == (size, size)), None)
+    return None if graph is None or graph.requires_grad else graph.detach()
+
+
+def _is_fixed(x: Tensor, y: Tensor) -> bool:
+    """Return whether two graphs are equal but for the row of the exchanged sample."""
+    if _is_dense(x):
+        return torch.equal(x[1:], y[1:])
+    x, y = (z.to_sparse(layout=torch.sparse_coo).coalesce() for z in (x, y))
+    return torch.equal(x.indices(), y.indices()) and torch.equal(x.values(), y.values())
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout is torch.strided
 
 
 def _is_other(x: Tensor, y: Tensor) -> Tensor:
