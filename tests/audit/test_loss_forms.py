@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -394,7 +395,7 @@ def test_without_targets_apart_nothing_can_be_misplaced() -> None:
     ],
 )
 def test_a_loss_of_the_wrong_sign_prefers_wrong_outputs(of: OfPair) -> None:
-    (fact,) = asked("loss-reversed", with_loss(of, several))
+    (fact,) = asked("loss-reversed", with_loss(of, several), trained=True)
     assert fact.numbers["wrong"] < fact.numbers["right"]
     assert strengths("loss-reversed", (fact,)) == ["act"]
 
@@ -416,7 +417,7 @@ def test_a_loss_that_prefers_right_outputs_or_none_is_no_finding(of: OfPair) -> 
 
 def test_classes_of_the_wrong_sign_and_distances() -> None:
     wrong = with_loss(lambda z, y: -functional.cross_entropy(z, y), lambda x, y: y)
-    assert strengths("loss-reversed", asked("loss-reversed", wrong)) == ["act"]
+    assert strengths("loss-reversed", asked("loss-reversed", wrong, trained=True)) == ["act"]
     assert asked("loss-reversed", with_loss(functional.cross_entropy, lambda x, y: y)) == ()
 
     def contrastive(d: Tensor, same: Tensor) -> Tensor:
@@ -424,7 +425,37 @@ def test_classes_of_the_wrong_sign_and_distances() -> None:
 
     model = nn.Sequential(nn.Linear(12, 3), nn.Softplus())
     of = with_loss(contrastive, several, model=model)
-    assert strengths("loss-reversed", asked("loss-reversed", of)) == ["watch"], "a distance"
+    distances = asked("loss-reversed", of, trained=True)
+    assert strengths("loss-reversed", distances) == ["watch"]
+
+
+class ActorCritic(nn.Module):
+    """Gives logits of actions and an estimate of the reward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.actor, self.critic = nn.Linear(12, 3), nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)[:, 0]
+
+
+def sampled(given: tuple[Tensor, Tensor], y: Tensor, sign: int) -> Tensor:
+    """The loss of A2C: actions are drawn, and rewarded if they are the class."""
+    z, value = given
+    policy = torch.distributions.Categorical(logits=z)
+    action = policy.sample()
+    reward = (action == y).float()
+    of_policy = -(policy.log_prob(action) * (reward - value).detach()).mean()
+    return sign * of_policy + (reward - value).square().mean()
+
+
+@pytest.mark.parametrize(("sign", "is_found"), [(1, False), (-1, True)])
+def test_a_surrogate_that_teaches_right_outputs_is_no_finding(sign: int, is_found: bool) -> None:
+    """Its value is higher for right outputs at either sign, and its gradient right at one."""
+    of = with_loss(partial(sampled, sign=sign), lambda x, y: y, model=ActorCritic())  # type: ignore[arg-type]
+    assert bool(asked("loss-reversed", of, trained=True)) is is_found
 
 
 def beside(mask: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> Setup:

@@ -37,15 +37,16 @@ class Answered:
 
     Attributes:
         first: the loss of the model's own outputs.
+        outputs: the model's own outputs; None: none are of floating point.
         targets: tensors of the batch that may be its targets, of 0 and 1, or classes, each with
             what it is in the shape of the outputs.
     """
 
-    def __init__(self, setup: Setup, batch: Any) -> None:
-        fork = setup.fork()
+    def __init__(self, fork: Fork, batch: Any) -> None:
         self._batch, self._outputs, self._loss = batch, Outputs(fork.model), RepeatedLoss(fork)
         self.first = self._loss.of(batch)
         output = self._outputs.seen
+        self.outputs = None if output is None else output.detach()
         self.targets = [
             (x, target)
             for x in tensors(batch)
@@ -63,7 +64,7 @@ def in_batches(setup: Setup, find: Callable[[Answered, Tensor], Losses | None]) 
     found = None
     for whole in setup.batches[:BATCHES]:
         batch = few(setup, whole)
-        found, of = None, Answered(setup, batch)
+        found, of = None, Answered(setup.fork(), batch)
         for x, target in of.targets:
             losses = find(of, target)
             if losses is not None and only_target(setup, batch) is x:
