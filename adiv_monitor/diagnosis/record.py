@@ -121,6 +121,7 @@ class WeightStatistics:
         gradient_gain: rms of its entries · √fan-out: the ratio of the rms of gradients before the
             map to that behind it.
         largest: largest |entry| · √fan-in: at most 1 with torch's initialisation.
+        last: whether the loss, but no other map, takes its outputs: models may have several heads.
     """
 
     gain: float
@@ -131,6 +132,7 @@ class WeightStatistics:
     rms: float = 0.0
     gradient_gain: float = float("inf")
     largest: float = 0.0
+    last: bool = False
 
 
 @dataclass(frozen=True)

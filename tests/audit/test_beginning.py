@@ -108,6 +108,43 @@ def test_knowing_nothing_costs_the_logarithm_of_the_classes(behind: tuple[nn.Mod
     assert chance(setup(net(*behind))) == pytest.approx(math.log(5))
 
 
+class Heads(nn.Module):
+    """Two heads on one body; the one of the classes is a stack of its own, and runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.classes, self.value = nn.Linear(300, 20), net(), nn.Linear(20, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.classes(x), self.value(self.body(x).relu_())[:, 0]
+
+
+def of_heads(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    classes, value = model(batch[0])
+    return functional.cross_entropy(classes, batch[1]) + (value - 1).square().mean()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_each_head_is_a_last_layer(frozen: bool) -> None:
+    model = Heads()
+    model.classes.requires_grad_(not frozen)
+    of = setup(model, of_heads)
+    assert {path for path, weight in weights(of).items() if weight.last} == {"classes.2", "value"}
+    assert chance(of) == pytest.approx(math.log(5) + 1)
+
+
+def test_a_layer_whose_outputs_another_one_reads_is_not_last() -> None:
+    """Even if the loss reads them, too."""
+
+    def penalised(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden = model[0](batch[0])  # type: ignore[index]
+        return functional.cross_entropy(model[2](hidden.relu()), batch[1]) + hidden.square().mean()  # type: ignore[index]
+
+    of = setup(net(), penalised)
+    assert [path for path, weight in weights(of).items() if weight.last] == ["2"]
+
+
 def test_the_model_is_as_it_was() -> None:
     model = net()
     before = [p.clone() for p in model.parameters()]

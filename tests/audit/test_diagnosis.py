@@ -472,6 +472,15 @@ def test_few_inputs_have_a_small_gain_at_the_usual_standard_deviation() -> None:
     assert found(drawn(0.002))["bad-initialisation"].strength == "act"
 
 
+def test_each_last_layer_may_begin_small() -> None:
+    def head(last: bool) -> Record:
+        policy = replace(record().weights["a"], gain=0.01, last=last)
+        return record(weights={**record().weights, "a": policy}, losses=STILL)
+
+    assert "bad-initialisation" not in found(head(last=True))
+    assert "bad-initialisation" in found(head(last=False))
+
+
 def test_weights_may_be_scaled_by_their_fan_out() -> None:
     def drawn(gradient_gain: float) -> Record:
         odd = WeightStatistics(7.0, 0.0, 0.0, gradient_gain=gradient_gain)
@@ -494,7 +503,7 @@ def test_a_parameter_that_no_layer_holds_begins_badly_where_the_run_suffers() ->
     )
     for healthy in (bare(17.0, WELL), bare(0.01, STILL), bare(1.0, STILL)):
         assert "bad-initialisation" not in found(healthy)
-    small = replace(record().weights["c"], gain=0.01)  # the last layer is still exempt
+    small = replace(record().weights["c"], gain=0.01)  # the one that runs last is still exempt
     weights = {**record().weights, "c": small, "mix": WeightStatistics(1.0, 0.0, 0.0, bare=True)}
     assert "bad-initialisation" not in found(record(weights=weights, losses=STILL))
 

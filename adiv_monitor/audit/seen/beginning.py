@@ -1,6 +1,8 @@
 """The state at the beginning of training: the weights, and the loss of a constant prediction."""
 
 import math
+from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -8,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
-from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.seen.graph import nodes_of
+from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import WeightStatistics
 
@@ -26,9 +29,9 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     are multiplied by, under the parameter's name.
     """
     fork = setup.fork()
-    normalised = _normalised(fork)
+    normalised, last = _normalised(fork), frozenset(_last(setup.fork()))
     found = {
-        path: _of_layer(module, normalised=path in normalised)
+        path: _of_layer(module, normalised=path in normalised, last=path in last)
         for path, module in fork.model.named_modules()
         if isinstance(module, _MAPS) and module.weight.numel()
     }
@@ -38,10 +41,11 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     }
 
 
-def _of_layer(layer: Any, *, normalised: bool) -> WeightStatistics:
+def _of_layer(layer: Any, *, normalised: bool, last: bool) -> WeightStatistics:
     weight: Tensor = layer.weight
     fan_out = len(weight) * weight[0, 0].numel()
-    return _statistics(weight.flatten(1), layer.bias, fan_out, normalised=normalised)
+    statistics = _statistics(weight.flatten(1), layer.bias, fan_out, normalised=normalised)
+    return replace(statistics, last=last)
 
 
 def bare_weights(fork: Fork) -> dict[str, Tensor]:
@@ -95,6 +99,41 @@ def _normalised(fork: Fork) -> frozenset[str]:
     return frozenset(found)
 
 
+def _last(fork: Fork) -> list[str]:
+    """Return the paths of the maps whose outputs reach the loss and no other map.
+
+    There are several if a model has several heads. It is the one that runs last if each one's
+    outputs reach another, as where outputs are fed back, and if the graph does not show it. Empty:
+    no map runs, or the loss fails.
+    """
+    ran: list[str] = []
+    made: list[tuple[str, Any]] = []
+    given: list[Any] = []
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        given.extend(x.grad_fn for x in tensors(inputs))
+
+    def mark(path: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        marked = output.requires_grad_().clone()  # a frozen map's outputs have no node
+        ran.append(path)
+        made.append((path, marked.grad_fn))
+        return marked
+
+    for path, module in fork.model.named_modules():
+        if isinstance(module, _MAPS):
+            module.register_forward_pre_hook(look)
+            module.register_forward_hook(partial(mark, path))
+    with torch.enable_grad():
+        try:
+            reached = nodes_of([fork.first_loss().grad_fn])
+        except Exception:  # the training run reports errors of the loss
+            return []
+    read = nodes_of(given)
+    before = {path for path, node in made if node in read}
+    last = {path for path, node in made if node in reached} - before
+    return sorted(last) or ran[-1:]
+
+
 @torch.no_grad()
 def _statistics(
     weight: Tensor,
@@ -123,32 +162,25 @@ def _statistics(
 
 
 def chance(setup: Setup) -> float | None:
-    """Return the loss with the last layer's outputs replaced by zeros; None if it is unknown.
+    """Return the loss with the last layers' outputs replaced by zeros; None if it is unknown.
 
     It is log(classes) for cross-entropy, and the mean square of the targets for squared errors. The
-    last layer is the linear or convolutional one that runs last.
+    last layers are the linear and convolutional ones whose outputs no other one takes.
     """
-    fork = setup.fork()
-    last: list[nn.Module] = []
-
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        last[:] = [module]
+    last, fork = _last(setup.fork()), setup.fork()
+    if not last:
+        return None
 
     def zero(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return torch.zeros_like(output)
 
-    maps = [module for module in fork.model.modules() if isinstance(module, _MAPS)]
-    handles = [module.register_forward_hook(note) for module in maps]
-    batches = setup.batches[:_BATCHES]
+    for path in last:
+        fork.model.get_submodule(path).register_forward_hook(zero)
     with seeded(setup.seed), torch.no_grad():
         try:
-            fork.loss(fork.model, copied(batches[0]))
-            for handle in handles:
-                handle.remove()
-            if not last:
-                return None
-            last[0].register_forward_hook(zero)
-            losses = [float(fork.loss(fork.model, copied(batch))) for batch in batches]
+            losses = [
+                float(fork.loss(fork.model, copied(batch))) for batch in setup.batches[:_BATCHES]
+            ]
         except Exception:  # the training run reports errors of the loss
             return None
     return fmean(losses) if all(map(math.isfinite, losses)) else None

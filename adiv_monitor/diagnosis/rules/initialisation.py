@@ -79,8 +79,8 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
 def _gains(record: Record) -> Iterator[Evidence]:
     """Yield evidence of gains and biases out of range.
 
-    The last layer is exempt, since it may begin small. A gain of zero is accepted, since ends of
-    branches may begin at zero, and so is a small one of entries of a usual size. Weights may be
+    The last layers are exempt, since they may begin small. A gain of zero is accepted, since ends
+    of branches may begin at zero, and so is a small one of entries of a usual size. Weights may be
     scaled by their fan-out, so that a gain is too large only if that of gradients is, too. In front
     of a normalisation any gain is accepted. A parameter that no layer holds may be scaled by other
     code, so that only large gains count, and only if the run suffers.
@@ -89,7 +89,7 @@ def _gains(record: Record) -> Iterator[Evidence]:
         if weight.bare and weight.gain > LARGE_GAIN and suffers(record):
             yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
     for path, weight in [pair for pair in record.weights.items() if not pair[1].bare][:-1]:
-        if weight.normalised:
+        if weight.normalised or weight.last:
             continue
         if min(weight.gain, weight.gradient_gain) > LARGE_GAIN:
             yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.changed_inputs import ChangedInputs, still
 from adiv_monitor.audit.seen.flat import ends_of_function
+from adiv_monitor.audit.seen.graph import nodes_of
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -48,7 +49,7 @@ def lost(fork: Fork) -> list[Fact]:
     with torch.enable_grad():
         loss = see_calls(fork, look)
     used.update(map(id, given_out))
-    reached = _graph(loss)
+    reached = nodes_of([loss.grad_fn])
     calls = [call for key, (call, x) in made.items() if key not in used | {id(loss)}
              and x.grad_fn not in reached]  # fmt: skip
     return [*{c.place: Fact(c.place, {}, {"by": "lost"}) for c in calls}.values()]
@@ -87,18 +88,6 @@ def is_affine(fork: Fork, batch: Any) -> bool:
         s > _SAME * float(x.norm()) and float((x - y).norm()) <= _SAME * s
         for (x, y), s in zip(pairs, spread, strict=True)
     )
-
-
-def _graph(loss: Tensor) -> set[Any]:
-    """Return the nodes of the loss's graph."""
-    seen: set[Any] = set()
-    left = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [before for before, _ in node.next_functions]
-    return seen
 
 
 def _flat(values: Any) -> list[Tensor]:
