@@ -521,6 +521,15 @@ def test_gains_in_front_of_a_normalisation_do_not_matter() -> None:
     assert "bad-initialisation" not in found(record(weights={**weights, "a": odd}, losses=STILL))
 
 
+def test_a_first_loss_is_a_multiple_of_nothing_where_losses_fall_below_zero() -> None:
+    """As in PPO, whose policy's term has a mean of 0 at the start, and an entropy is subtracted."""
+    high = (30.0, *WELL[1:])
+    assert found(record(losses=high))["bad-initialisation"].strength == "act"
+    assert "bad-initialisation" not in found(record(losses=(*high[:-1], -0.1)))
+    faster = {10.0: Trial("rate", STEPS, -0.03, 0.03, None, 0.01)}
+    assert "bad-initialisation" not in found(record(losses=high, rates=faster))
+
+
 def test_a_first_loss_that_large_inputs_make_is_not_the_weights_doing() -> None:
     high = (16.0, *WELL[1:])
     assert "bad-initialisation" in found(record(losses=high))

@@ -67,8 +67,13 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
 
 
 def _first_loss(record: Record) -> Iterator[Evidence]:
-    """Yield evidence of a high first loss, unless large inputs explain it."""
+    """Yield evidence of a high first loss, unless large inputs explain it.
+
+    Multiples of a loss mean nothing if it may be below zero.
+    """
     if any(seen.std > LARGE_STD for seen in record.inputs.values()):
+        return
+    if min((*record.losses, *(t.loss for t in record.rates.values())), default=0.0) < 0:
         return
     if record.chance is not None and record.chance > 0 and record.losses:
         limit = FIRST_LOSS * record.chance
