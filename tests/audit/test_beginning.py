@@ -145,6 +145,40 @@ def test_a_layer_whose_outputs_another_one_reads_is_not_last() -> None:
     assert [path for path, weight in weights(of).items() if weight.last] == ["2"]
 
 
+class Residual(nn.Module):
+    """Adds what its net returns to its input: without the net, it returns the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(300, 20), nn.ReLU(), nn.Linear(20, 300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.net(x)
+
+
+def test_what_differs_between_samples_is_no_constant_prediction() -> None:
+    of_square = lambda m, b: (m(b[0]) - b[0]).square().mean()  # noqa: E731
+    assert chance(setup(Residual(), of_square)) is None
+    assert chance(setup(Residual().net, of_square)) == pytest.approx(1, rel=0.1)
+
+
+def test_outputs_that_the_last_layer_does_not_give_may_differ() -> None:
+    """As the code that an autoencoder returns with its reconstruction."""
+
+    class WithCode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            code = self.net[:2](x)
+            return self.net[2](code), code
+
+    of = setup(WithCode(), lambda m, b: functional.cross_entropy(m(b[0])[0], b[1]))
+    assert chance(of) == pytest.approx(math.log(5))
+
+
 def test_the_model_is_as_it_was() -> None:
     model = net()
     before = [p.clone() for p in model.parameters()]

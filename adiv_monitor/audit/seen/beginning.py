@@ -165,9 +165,12 @@ def chance(setup: Setup) -> float | None:
     """Return the loss with the last layers' outputs replaced by zeros; None if it is unknown.
 
     It is log(classes) for cross-entropy, and the mean square of the targets for squared errors. The
-    last layers are the linear and convolutional ones whose outputs no other one takes.
+    last layers are the linear and convolutional ones whose outputs no other one takes. It is
+    unknown if the outputs then differ between samples: a residual model returns its inputs.
     """
-    last, fork = _last(setup.fork()), setup.fork()
+    plain, fork = setup.fork(), setup.fork()
+    own, without = _outputs(plain.model), _outputs(fork.model)
+    last = _last(plain)
     if not last:
         return None
 
@@ -183,7 +186,21 @@ def chance(setup: Setup) -> float | None:
             ]
         except Exception:  # the training run reports errors of the loss
             return None
-    return fmean(losses) if all(map(math.isfinite, losses)) else None
+    # Outputs that the last layers do not change are no predictions, such as a code beside them.
+    made = [y for x, y in zip(own, without, strict=False) if y.ndim and not torch.equal(x, y)]
+    is_constant = all(torch.allclose(y, y[:1].expand_as(y), equal_nan=True) for y in made)
+    return fmean(losses) if is_constant and all(map(math.isfinite, losses)) else None
+
+
+def _outputs(model: nn.Module) -> list[Tensor]:
+    """Return the list of what the model returns from now on."""
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        seen.extend(x.detach().clone() for x in tensors(output))
+
+    model.register_forward_hook(note)
+    return seen
 
 
 def double_softmax(setup: Setup) -> bool | None:
