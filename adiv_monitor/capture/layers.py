@@ -118,6 +118,8 @@ class Layers:
         raise ValueError(f"'{path}' uses other parameters at every call")
 
     def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
+        if any(tensor is not None and not tensor.numel() for tensor in (use.weight, use.bias)):
+            return None  # a weight that was repeated for the samples of an empty batch
         lead = weight or bias
         assert lead is not None
         parameter = lead.pieces[0].parameter

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -38,6 +39,79 @@ def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
     assert not found.notes
     for reading in found.layers.values():
         assert (reading.rows_total, reading.idle_share) == (6, 0.5)
+
+
+class Scan(nn.Module):
+    """A recurrence that begins with zeros, so that its first state is a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.linear = nn.Parameter(torch.rand(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for column in x.unbind(1):
+            state = self.decay.sigmoid() * state + self.linear(column)
+        return state
+
+
+class Uses(nn.Module):
+    """A function of a batch and of a weight."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+def class_token(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([w.expand(len(x), -1, -1), x], 1)
+
+
+def class_token_of_copies(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([w.repeat(len(x), 1, 1), x], 1)
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(x, w.expand(len(x), 4, 4))
+
+
+EMPTY: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(5),
+    "group norm": lambda: nn.GroupNorm(1, 5),
+    "class token": lambda: Uses(class_token, torch.randn(1, 1, 4)),
+    "class token of copies": lambda: Uses(class_token_of_copies, torch.randn(1, 1, 4)),
+    "product": lambda: Uses(product, torch.randn(4, 4)),
+    "recurrence": Scan,
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
+}
+
+
+FIRST_OR_SECOND = [(name, sizes) for name in EMPTY for sizes in ((0, 3, 3), (3, 0, 3))]
+# In a recurrence, an empty first micro-batch changes which use comes first and gets the name.
+FIRST_OR_SECOND.remove(("recurrence", (0, 3, 3)))
+
+
+@pytest.mark.parametrize(("name", "sizes"), FIRST_OR_SECOND)
+def test_an_empty_micro_batch_leaves_the_readings_alone(name: str, sizes: Sequence[int]) -> None:
+    torch.manual_seed(0)
+    model = EMPTY[name]().double()
+    parts = [torch.randn(size, 5, 4).double() for size in sizes]
+
+    def in_turn(model: nn.Module, parts: list[Tensor]) -> None:
+        for x in parts:
+            model(x).square().sum().backward()
+
+    options: dict[str, object] = {"max_rows": None, "attention": name == "attention"}
+    some = [x for x in parts if len(x)]
+    expected = one_step(copy.deepcopy(model), lambda m: in_turn(m, some), **options)
+    found = one_step(model, lambda m: in_turn(m, parts), **options)
+    same(found, expected)
+    assert (found.unsupported, found.notes) == (expected.unsupported, expected.notes)
+    assert found.attention.keys() == expected.attention.keys()
+    assert bool(found.attention) == (name == "attention")
 
 
 class TwoHeads(nn.Module):

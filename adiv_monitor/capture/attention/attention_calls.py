@@ -271,7 +271,7 @@ class AttentionCalls:
         shaped: Callable[[Tensor], Tensor],
     ) -> _Choice | None:
         """Return the samples of a call to record, or None if it is not measured."""
-        if path in self.refused or not trains(query):
+        if path in self.refused or not trains(query) or not query.numel():
             return None
         if not self._is_due(forward.module):
             self._some_wait = True

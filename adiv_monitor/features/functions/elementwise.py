@@ -124,9 +124,10 @@ def group_norm(
 
     def normalised(rows: Rows) -> Tensor:
         batch, channels = input.shape[:2]
-        moments = torch.stack(_moments(input.reshape(1, batch * num_groups, -1)))
+        of_group = input.shape[1:].numel() // num_groups  # told, as a batch may be empty
+        moments = torch.stack(_moments(input.reshape(1, batch * num_groups, of_group)))
         sample = to_device(rows.positions[0], input.device)
-        of_rows = moments.view(3, batch, -1)[:, sample]
+        of_rows = moments.view(3, batch, num_groups)[:, sample]
         of_channels = of_rows.repeat_interleave(channels // num_groups, 2)
         return _normalised(rows, input, eps, *of_channels)
 
@@ -280,13 +281,13 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The pivot is the first entry, which is near the mean. Ten times as fast as `var_mean` on a CPU.
     """
-    pivot = to_compute_dtype(x[:1, :, :1])
+    pivot = to_compute_dtype(x[:1, :, :1].sum((0, 2)))  # a sum, as an empty batch has no entry
     means, norms = [], []
     for part in in_parts(x):
-        part = to_compute_dtype(part) - pivot
+        part = to_compute_dtype(part) - pivot[:, None]
         means.append(part.mean(2))
         norms.append(torch.linalg.vector_norm(part, dim=2))
     shift = joined(means).mean(0)
     norm = torch.linalg.vector_norm(joined(norms), dim=0)
     variance = norm.square().div_(len(x) * x.shape[2]).sub_(shift.square())
-    return pivot.flatten(), shift, variance
+    return pivot, shift, variance

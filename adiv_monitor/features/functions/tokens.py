@@ -16,13 +16,16 @@ REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
 
 @uses(*REPEATING)
 def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
-    """Z = p, repeated for every sample; no use if it is repeated to another parameter's shape."""
+    """Z = p, repeated for every sample.
+
+    There is no use if it is repeated to another parameter's shape, or for an empty batch.
+    """
     if size and isinstance(size[0], Tensor) and call.of_model(size[0]):
         return None
     shape = call.result.shape
     first = len(shape) - input.dim()
     whole = all(shape[first + d] == size for d, size in enumerate(input.shape) if size > 1)
-    if not call.is_weight(input) or call.result.numel() == input.numel() or not whole:
+    if not call.is_weight(input) or call.result.numel() in (0, input.numel()) or not whole:
         return None
     return offset(input, shape)
 
