@@ -21,6 +21,7 @@ from adiv_monitor.features.uses import as_it_is
 # The first steps are watched as a whole, and then one in this many.
 _FIRST, _EVERY = 2, 16
 _NUMBERS = (bool, int, float, complex)
+_HOOKED = "_is_full_backward_hook"  # torch sets it with a backward hook, which no use depends on
 
 
 ArgumentKey = int | str  # position or name of a function's argument
@@ -160,12 +161,13 @@ def _known(
 ) -> Known:
     """Return the record of the module in its present state."""
     held = vars(module)
-    settings = {name: deepcopy(value) for name, value in held.items() if _is_constant(value)}
+    constant = {name: value for name, value in held.items() if _is_constant(value)}
+    constant.pop(_HOOKED, None)
     return Known(
         module=module,
         kind=type(module),
         forward=held.get("forward"),
-        settings=settings,
+        settings=deepcopy(constant),
         calls=0,
         function=function,
         constants=constants,

@@ -343,6 +343,18 @@ CHANGES: dict[str, Callable[[Changing], None]] = {
 }
 
 
+def test_a_backward_hook_leaves_known_what_is_known() -> None:
+    """Torch then sets an attribute of its own on the module."""
+
+    def before(number: int, model: nn.Module) -> None:
+        if number == 4:
+            model.get_submodule("late").register_full_backward_hook(lambda *_: None)
+
+    for expected, found in zip(run(Changing, 6), run(Changing, 6, before), strict=True):
+        assert found.unsupported == expected.unsupported
+        assert_same(expected.layers, found)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_changes_is_never_misread(name: str, always_whole: Callable[[], None]) -> None:
     def build() -> Changing:
