@@ -19,8 +19,10 @@ from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
 from adiv_monitor.audit.trials.bench import Bench
 from adiv_monitor.audit.trials.budget import Cap
+from adiv_monitor.audit.trials.by_heart import couples
 from adiv_monitor.audit.trials.fixes import FIXES, Fix
 from adiv_monitor.audit.trials.trial import compared, plain_losses
+from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
 
 
@@ -569,6 +571,42 @@ def test_a_batch_that_cannot_be_cut_is_learnt_whole() -> None:
     data = ((torch.randn(32, 12), torch.randint(16, 32, (32, 2))),)
     odd = setup(batches=data, loss=pairs)
     assert overfit(odd, record(odd)).steps == 100
+
+
+def whitened(model: nn.Module, batch: Any) -> Tensor:
+    """As in VICReg: 16 samples have a covariance of rank 15 at most, so that a loss remains."""
+    z = model(batch[0])
+    z = z - z.mean(0)
+    return (z.T @ z / len(z) - torch.eye(z.shape[1])).square().sum()
+
+
+def test_a_loss_that_couples_samples_is_given_the_whole_batch_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 256), nn.Tanh(), nn.Linear(256, 32))
+    coupled = setup(
+        model=model,
+        loss=whitened,
+        batches=batches(scale=3),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=3e-3),
+    )
+    seen = record(coupled)
+    trial = overfit(coupled, seen)
+    assert trial.runs == 2 and trial.loss < 0.5 * trial.loss_without
+    assert not any(f.name == "cannot-overfit" for f in diagnose(replace(seen, overfit=trial)))
+
+
+def test_losses_that_couple_samples_are_told() -> None:
+    def contrast(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)).roll(1))
+
+    def noisy(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, (batch[0] + torch.randn(batch[0].shape), batch[1]))
+
+    normed = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 3))
+    assert all(couples(of, of.batches[0]) for of in (setup(loss=whitened), setup(loss=contrast)))
+    for of in (setup(), setup(loss=noisy), setup(model=normed), setup(model=normed, loss=noisy)):
+        assert not couples(of, of.batches[0])
 
 
 def test_batches_of_any_structure_are_cut_and_joined() -> None:

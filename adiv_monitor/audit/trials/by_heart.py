@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.seen.concerned import passed
+from adiv_monitor.audit.training.batches import mapped, size_of
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.trials.budget import FOR_ONE_BATCH, Cap, CapReached, step_cost
@@ -21,6 +25,9 @@ SAMPLES = 16
 STEPS = 100
 FACTORS = (1.0, 3.0, 0.3)  # on the best learning rate for many batches
 LEARNT = 0.5  # of the first loss: below it, no other learning rate is tried
+# A loss couples samples if one sample changes gradients by more than CHANGED of their rms, in more
+# than BEYOND times its own share of their entries.
+CHANGED, BEYOND = 1e-3, 1.2
 STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
@@ -32,7 +39,9 @@ def overfit(
     Every step draws the same random numbers: noise that is drawn anew can't be learned.
     The batch is the first 16 samples of the first batch, or all of it if it can't be cut. If the
     fork does not overfit it, 3 and 0.3 times that learning rate are tried too, because the best
-    learning rate for many batches may be wrong for one.
+    learning rate for many batches may be wrong for one. If the loss couples samples, as a loss of
+    their covariance does, few samples may leave a rest that more do not: the whole batch is tried
+    second.
 
     Args:
         setup: training setup.
@@ -56,24 +65,47 @@ def overfit(
     batch = setup.batches[0]
     small = first(batch, SAMPLES)
     trials: list[Trial] = []
-    factors = FACTORS[: int(min(len(FACTORS), affordable // steps))]
-    for factor in factors:
+    attempts = [(small, factor) for factor in FACTORS]
+    while attempts and (len(trials) + 1) * steps <= affordable:
+        samples, factor = attempts.pop(0)
         rate = factor * best_rate(record.rates)
         try:
             cap.check(record, steps)
-            trials.append(_trial(setup, small, steps, rate))
+            trials.append(_trial(setup, samples, steps, rate))
         except (CapReached, DoesNotApply):  # no time, or no learning rate
             break
         except Exception:
-            if small is batch:
+            if samples is batch:
                 raise
-            small = batch  # the batch can't be cut
-            trials.append(_trial(setup, small, steps, rate))
+            attempts = [(batch, factor) for factor in FACTORS]  # the batch can't be cut
+            continue
         if trials[-1].loss < LEARNT * trials[-1].loss_without:
             break
+        if len(trials) == 1 and samples is not batch and couples(setup, samples):
+            attempts.insert(0, (batch, FACTORS[0]))
     if not trials:
         return None
     return replace(min(trials, key=lambda trial: trial.loss), runs=len(trials))
+
+
+def couples(setup: Setup, batch: Any) -> bool:
+    """Return whether one sample changes the loss's gradients at the outputs of others.
+
+    Dropout is off, and batch normalisations, which couple samples too, are in evaluation mode.
+    """
+    size = size_of(batch)
+
+    def exchanged(x: Tensor) -> Tensor:
+        return torch.cat([x[1:2], x[1:]]) if x.ndim and len(x) == size else x
+
+    try:
+        own, other = (passed(setup, x).gradients for x in (batch, mapped(batch, exchanged)))
+    except Exception:  # the loss has no such gradients
+        return False
+    if own.shape != other.shape:
+        return False
+    changes = (own - other).abs() > CHANGED * own.square().mean().sqrt()
+    return int(changes.sum()) * size > BEYOND * len(own)
 
 
 def _trial(setup: Setup, batch: object, steps: int, rate: float) -> Trial:
