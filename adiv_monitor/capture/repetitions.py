@@ -1,11 +1,13 @@
 """Weights that are repeated for every sample, as by `weight.expand(batch, -1, -1)`.
 
-The functions that take a repetition determine its role. If only products take it, it is the weight
-of a linear map. Otherwise it counts as data from then on, with the parameter as an offset.
+The functions that take a repetition determine its role. If only products take it, one copy per row,
+it is the weight of a linear map or a gain. If a function takes it as a weight in which copies lie
+within a row (a kernel for all channels), no rule describes the use. Otherwise it counts as data
+from then on, with the parameter as an offset.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.tape import whole_of
+from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
 
@@ -44,6 +47,13 @@ class Repetition:
     known: bool = False
     calls: list[Call] = field(default_factory=list)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight that is repeated."""
+        weight = self.use.bias if self.use.weight is None else self.use.weight
+        assert weight is not None
+        return weight
+
     def once(self, tensor: Tensor) -> Tensor:
         """Return the weight with size 1 in every dimension that the tensor repeats.
 
@@ -52,9 +62,7 @@ class Repetition:
         """
         with torch.enable_grad(), torch._C.DisableTorchFunction():
             if tensor is self.result and tensor._base is None:
-                weight = self.use.bias if self.use.weight is None else self.use.weight
-                assert weight is not None
-                return weight[(None,) * (tensor.dim() - weight.dim())]
+                return self.weight[(None,) * (tensor.dim() - self.weight.dim())]
             for dim, stride in enumerate(tensor.stride()):
                 if stride == 0:
                     tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
@@ -71,6 +79,7 @@ class Repetitions:
         forwards: the running forward calls.
         layers: the layers.
         provenance: the provenance of tensors.
+        without_rule: records the weights whose use no rule describes.
         takes: receives the uses.
         noting: (tensors) → the context in which uses of these tensors are passed on.
 
@@ -84,12 +93,14 @@ class Repetitions:
         forwards: Forwards,
         layers: Layers,
         provenance: Provenance,
+        without_rule: ParametersWithoutRule,
         takes: Takes,
         noting: Noting,
     ) -> None:
         self._forwards = forwards
         self._layers = layers
         self._provenance = provenance
+        self._without_rule = without_rule
         self._takes = takes
         self._noting = weakref.WeakMethod(noting)  # its object holds this one
         self.shown: dict[int, tuple[Tensor, Repetition]] = {}
@@ -130,10 +141,10 @@ class Repetitions:
         """Determine a repetition's role from a function that was called with it."""
         if self.is_view(result, repetition):
             return
-        if not self._is_linear(repetition, function, args, kwargs, result):
+        if not self._is_weight(repetition, function, args, kwargs, result):
             self.is_offset(repetition)
 
-    def _is_linear(
+    def _is_weight(
         self,
         repetition: Repetition,
         function: Function,
@@ -141,34 +152,45 @@ class Repetitions:
         kwargs: dict[str, Any],
         result: Any,
     ) -> bool:
-        """Pass on the use of a repeated weight in a product. Return False if it is no product."""
+        """Pass on the use of a repeated weight. Return False if the function takes it as data."""
         shown = [t for t in tensors_in(args, kwargs) if self.of(t) is repetition]
         if len(shown) != 1 or not isinstance(result, Tensor) or not trains(result):
             return False
-        weight = repetition.once(shown[0])
-        if not self._provenance.is_trained(weight):
-            return False
-        given, named = _replaced((args, kwargs), shown[0], weight)
-        call = FunctionCall(result, self._provenance.of_model, self._forwards.inside)
-        with self._noted(weight), without_autocast(result):
-            uses = uses_in(name_of(function), call, given, named)
-            found = [use for use in uses if use.weight is weight and use.kind == "linear"]
-            if len(found) != 1 or not _fits(found[0], result):
+        of_model, name = self._provenance.of_model, name_of(function)
+        with self._noted(repetition.weight), without_autocast(result):
+            copies = shown[0].detach().requires_grad_()
+            call = FunctionCall(result, lambda t: t is copies or of_model(t), self._forwards.inside)
+            of_copies = _used(name, call, (args, kwargs), shown[0], copies)
+            if not of_copies:
                 return False
+            once = repetition.once(shown[0])
+            found = _used(name, call, (args, kwargs), shown[0], once)
+            is_one = len(found) == 1 and found[0].weight is once
+            is_known = is_one and self._provenance.is_trained(once)
+            if not is_known or not _fits(found[0], of_copies[0], result):
+                self._leave(repetition, name, result)
+                return True
             noted = self._takes.use(found[0], result)
             repetition.calls += [] if noted is None else [noted]
             repetition.known = True
         return True
 
-    def is_offset(self, repetition: Repetition) -> None:
-        """Take the repetition as an offset, and withdraw the calls that took it as a weight."""
+    def _leave(self, repetition: Repetition, name: str, result: Tensor) -> None:
+        """Leave a weight without a rule: a function takes copies that are not one per sample."""
+        self._withdraw(repetition)
+        keys = self._provenance.parameters_of(repetition.weight)
+        self._without_rule.leave(keys, f"torch's {name} with copies of it", [result])
+
+    def _withdraw(self, repetition: Repetition) -> None:
+        """Forget a repetition, and withdraw the calls that took it as a weight."""
         self.shown = {k: found for k, found in self.shown.items() if found[1] is not repetition}
         self._layers.withdraw(repetition.calls)
-        use, result = repetition.use, repetition.result
-        weight = use.bias if use.weight is None else use.weight
-        assert weight is not None
-        with self._noted(weight), without_autocast(result):
-            self._takes.use(use, result)
+
+    def is_offset(self, repetition: Repetition) -> None:
+        """Take the repetition as an offset, and withdraw the calls that took it as a weight."""
+        self._withdraw(repetition)
+        with self._noted(repetition.weight), without_autocast(repetition.result):
+            self._takes.use(repetition.use, repetition.result)
 
     def _noted(self, weight: Tensor) -> AbstractContextManager[object]:
         noting = self._noting()
@@ -186,12 +208,20 @@ class Repetitions:
             self.shown.clear()
 
 
-def _replaced(value: Any, tensor: Tensor, by: Tensor) -> Any:
-    """Return the arguments with one tensor replaced by another."""
-    return tree_map_only(Tensor, lambda given: by if given is tensor else given, value)
+def _used(name: str, call: FunctionCall, given: Any, copies: Tensor, by: Tensor) -> Sequence[Use]:
+    """Return the uses of a tensor that replaces copies, other than as an offset."""
+    args, kwargs = tree_map_only(Tensor, lambda t: by if t is copies else t, given)
+    uses = uses_in(name, call, args, kwargs)
+    return [use for use in uses if use.kind != "offset" and (use.weight is by or use.bias is by)]
 
 
-def _fits(use: Use, result: Tensor) -> bool:
-    """Return whether a use's rows have one entry per output of its weight."""
+def _fits(use: Use, of_copies: Use, result: Tensor) -> bool:
+    """Return whether rows use the weight once as they use its copies: none is within the weight."""
     assert use.weight is not None
-    return use.shaped(use.weight).shape[-2] == use.layout(result).shape[-1]
+    assert of_copies.weight is not None
+    if use.kind == "gain":
+        return use.bias is None and use.weight.numel() == use.layout(result).shape[-1]
+    if use.kind != "linear":
+        return False
+    once, copies = use.shaped(use.weight).shape, of_copies.shaped(of_copies.weight).shape
+    return once[-2] == use.layout(result).shape[-1] and once[-2:] == copies[-2:]

@@ -76,7 +76,9 @@ class Watching(Watcher):
         self._first_begins: Callable[[], object] | None = layers.context.begins
         self._calls, self._attention = layers.context.calls, layers.context.attention
         self._repeated = repeated
-        self._repetitions = Repetitions(forwards, layers, self._provenance, takes, self._noting)
+        self._repetitions = Repetitions(
+            forwards, layers, self._provenance, without_rule, takes, self._noting
+        )
         self._active = True
 
     def detach(self) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from setups import EXACT
+from setups import EXACT, cosine, same
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
@@ -31,7 +32,9 @@ def shown(w: Tensor, x: Tensor) -> Tensor:
     return w.expand(len(x), -1, -1)
 
 
-def stepped(function: Function, *, recomputed: bool = False, **options: object) -> StepReport:
+def stepped(
+    function: Function, *, recomputed: bool = False, is_whole: bool = True, **options: object
+) -> StepReport:
     """Take a step of two micro-batches; assert that the descents sum to −⟨∂L/∂w, Δw⟩."""
     model = Repeats(function)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -44,7 +47,7 @@ def stepped(function: Function, *, recomputed: bool = False, **options: object) 
         truth = ((before - model.w.detach()) * model.w.grad).sum().item()
     report = monitor.latest
     assert report is not None
-    assert report.coverage == 1
+    assert report.coverage == 1 or not is_whole
     assert not report.notes
     assert sum(reading.descent for reading in report.layers.values()) == pytest.approx(truth)
     return report
@@ -95,13 +98,72 @@ def test_recomputation_under_checkpointing() -> None:
     assert found == pytest.approx(stepped(torch.matmul, max_rows=None).layers["w"].measures())
 
 
+ENTRIES: dict[str, tuple[Function, Function]] = {
+    "expand_as": (
+        lambda x, w: w[0].expand_as(x[..., :3]) * x[..., :3],
+        lambda x, w: w[0] * x[..., :3],
+    ),
+    "broadcast_to": (
+        lambda x, w: x * torch.broadcast_to(w[:, 0], x.shape),
+        lambda x, w: x * w[:, 0],
+    ),
+    "a table": (
+        lambda x, w: w.expand(5, 4, 3)[: len(x)] * x[:, :4, :3],
+        lambda x, w: w * x[:, :4, :3],
+    ),
+    "repeat": (lambda x, w: w.repeat(len(x), 1, 1) * x[:, :4, :3], lambda x, w: w * x[:, :4, :3]),
+    "prelu": (
+        lambda x, w: functional.prelu(x.mT, w[0, :1].expand(4)),
+        lambda x, w: functional.prelu(x.mT, w[0, :1]),
+    ),
+    "a number": (lambda x, w: x * w[0, :1].expand(4), lambda x, w: x * w[0, :1]),
+}
+
+
+@pytest.mark.parametrize("max_rows", [None, 7], ids=["all-rows", "sampled"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_elementwise_product_is_a_gain(name: str, max_rows: int | None) -> None:
+    repeated, plain = (stepped(f, is_whole=False, max_rows=max_rows) for f in ENTRIES[name])
+    assert [reading.kind for reading in repeated.layers.values()] == ["gain"]
+    same(repeated, plain)
+
+
+WITHIN: dict[str, Function] = {
+    "kernel": lambda x, w: functional.conv1d(x, w[:1, None].expand(6, 1, 3), groups=6),
+    "copied kernel": lambda x, w: functional.conv1d(x, w[:1, None].repeat(6, 1, 1), groups=6),
+    "norm": lambda x, w: functional.layer_norm(x, (4,), w[0, :1].expand(4)),
+    "bias": lambda x, w: functional.linear(x, torch.ones(2, 4).double(), w[0, :1].expand(2)),
+    "outputs": lambda x, w: functional.linear(x, w[:, 0].expand(2, 4)),
+    "inputs": lambda x, w: x @ w[:1].expand(4, 3),
+    "copies that are reshaped": lambda x, w: w[:, 0].repeat(len(x), 1)[:, None] * x,
+    "of what every sample sees": lambda x, w: (x[0] @ shown(w, x)) * x.mean((1, 2), keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_weight_that_is_repeated_within_itself_is_measured_through_its_module(name: str) -> None:
+    """Its use is not that of its copies as an offset, and no rule knows it."""
+    model = Repeats(WITHIN[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, on_error="raise", max_rows=None) as monitor:
+        z = model(X)
+        z.retain_grad()
+        z.tanh().square().sum().backward()
+        optimizer.step()
+        d = (z - model(X)).detach()
+    report = monitor.latest
+    assert report is not None
+    (reading,) = report.layers.values()
+    assert (reading.kind, z.grad is None) == ("module", False)
+    assert reading.update_cosine == pytest.approx(cosine(d, z.grad), rel=1e-3)  # type: ignore[arg-type]
+
+
 OTHERS: dict[str, Function] = {
     "only a sum": lambda x, w: x[..., :3] + shown(w, x).mean(1, keepdim=True),
     "nobody": lambda x, w: shown(w, x),
     "first a product": lambda x, w: torch.bmm(x, e := shown(w, x)) + e.sin().sum(1, keepdim=True),
     "then a product": lambda x, w: (e := shown(w, x)).sin().sum(1, keepdim=True) + torch.bmm(x, e),
     "in place": lambda x, w: torch.bmm(x, w.repeat(len(x), 1, 1).mul_(2)),
-    "of what every sample sees": lambda x, w: (x[0] @ shown(w, x)) * x.sum((1, 2), keepdim=True),
 }
 
 
