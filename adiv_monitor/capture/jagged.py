@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
+from adiv_monitor.rerun.nested import tensors_in
 
 # Functions that compute each row by itself.
 _BY_ROW = ("linear", "layer_norm", "rms_norm", "embedding")
@@ -55,9 +56,13 @@ def uses_of_packed(
     Raises:
         Refused: the function does not compute each row by itself.
     """
-    rows = replace(call, result=packed(call.result))
-    args, named = tree_map_only(is_nested, packed, (args, dict(kwargs)))
-    found = uses_in(name, rows, args, named)
+    given, named = tree_map_only(is_nested, packed, (args, dict(kwargs)))
+    before = {id(tensor) for tensor in tensors_in(args, kwargs)}
+    data = {id(t) for t in tensors_in(given, named)} - before  # packed: known to no one by its id
+    rows = replace(
+        call, result=packed(call.result), of_model=lambda t: id(t) not in data and call.of_model(t)
+    )
+    found = uses_in(name, rows, given, named)
     if found and name not in _BY_ROW:
         raise Refused(
             f"torch's {name} uses it with a nested tensor, and packed rows are measured only for "

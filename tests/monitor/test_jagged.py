@@ -119,12 +119,13 @@ def test_rows_are_those_that_are_packed(kind: str, max_rows: int | None) -> None
         assert reading.rows_total == sum(LENGTHS)
 
 
+@pytest.mark.parametrize("steps", [3, 4])
 @pytest.mark.parametrize("kind", MODELS)
-def test_they_are_measured_where_plain_hooks_suffice(kind: str) -> None:
+def test_they_are_measured_where_plain_hooks_suffice(kind: str, steps: int) -> None:
     """From the third measured step on, functions that are known are not watched any more."""
     model = MODELS[kind]()
     x = packed(model)
-    options: dict[str, Any] = {"steps": 4, "on_error": "raise", "max_rows": None}
+    options: dict[str, Any] = {"steps": steps, "on_error": "raise", "max_rows": None}
     expected = trained(copy.deepcopy(model), x, **options)[0]
     found = trained(model, jagged(x.split(LENGTHS)), **options)[0]
     assert found is not None
