@@ -530,6 +530,20 @@ def test_a_first_loss_is_a_multiple_of_nothing_where_losses_fall_below_zero() ->
     assert "bad-initialisation" not in found(record(losses=high, rates=faster))
 
 
+def test_weights_that_are_drawn_as_advised_are_not_to_be_drawn_again() -> None:
+    def advised(gain: float, last: float, **layer: float) -> set[str | None]:
+        gains = {"a": gain, "b": 1.38, "c": last}
+        weights = {path: WeightStatistics(g, 0.0, 0.0) for path, g in gains.items()}
+        weights["b"] = replace(weights["b"], **layer)  # type: ignore[arg-type]
+        of = record(losses=(30.0, *WELL[1:]), weights=weights)
+        return {advice.fix for advice in found(of)["bad-initialisation"].advice}
+
+    assert advised(1.45, 1.0) == {"layer-norm"}
+    drawn = {"layer-norm", "reinitialise"}
+    assert advised(3.0, 1.0) == advised(0.58, 1.0) == advised(1.45, 4.0) == drawn
+    assert advised(1.45, 1.0, bias=5.0) == drawn
+
+
 def test_a_first_loss_that_large_inputs_make_is_not_the_weights_doing() -> None:
     high = (16.0, *WELL[1:])
     assert "bad-initialisation" in found(record(losses=high))

@@ -79,6 +79,11 @@ def first_weight(**values: float) -> Record:
     return record(weights={**weights, "a": replace(weights["a"], **values)}, losses=STILL)
 
 
+def high_first_loss(gain: float) -> Record:
+    weights = dict.fromkeys(NAMES, WeightStatistics(gain, 0, 0))
+    return record(losses=tuple(40 * 0.9**s for s in range(STEPS)), weights=weights)
+
+
 def inputs(**values: float) -> Record:
     return record(inputs={"0": replace(INPUTS, **values)})
 
@@ -1219,6 +1224,8 @@ ROWS: list[Row] = [
     Row("bad-initialisation", "75% of the units of layer 'a' equal another",
         record(weights=dict.fromkeys(NAMES, WeightStatistics(0.6, 0, 0.75))),
         record(weights=dict.fromkeys(NAMES, WeightStatistics(0.6, 0, 0.4)))),
+    Row("bad-initialisation", "initialise the weights again, scaled by their fan-in (He for ReLU, "
+        "Xavier for tanh)", high_first_loss(0.58), high_first_loss(1.4)),
     Row("bad-initialisation", "With a lower learning rate, training needs longer to undo a bad "
         "start",
         first_weight(gain=30.0), replace(first_weight(gain=30.0), rates=HIGH)),

@@ -29,6 +29,8 @@ SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
 # Transformers draw all weights with a standard deviation of 0.02: those of few inputs have a small
 # gain, as in the position biases of Swin Transformer V2, which have two.
 USUAL_RMS = 0.018
+# Gains between which weights are as drawn by Xavier's initialisation, 1, or He's, √2.
+LEAST_DRAWN, MOST_DRAWN = 0.8, 1.7
 LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
 ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
@@ -49,14 +51,15 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     unusual = any(e.measure in ("gain", "alike") for e in evidence)
     dies = dead_share(record) > DEAD_ACT and any(e.layer is not None for e in evidence)
     harmful = far or (unusual and suffers(record)) or dies
+    again = Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
+                   "tanh)", "reinitialise")  # fmt: skip
     yield Finding(
         "bad-initialisation",
         layers,
         "act" if harmful else "watch",
         evidence,
         (
-            Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
-                   "tanh)", "reinitialise"),
+            *(() if _is_drawn(record) and not layers else (again,)),
             Advice("add layer normalisation in front of the layers", "layer-norm"),
         ),
         "The initial weights are unsuitable: " + "; ".join(_said(record, evidence)) + ".",
@@ -64,6 +67,12 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
         0,
         LOWER_RATES,
     )  # fmt: skip
+
+
+def _is_drawn(record: Record) -> bool:
+    """Return whether all layers have the gain that they would have if they were drawn again."""
+    gains = [weight.gain for weight in record.weights.values() if not weight.bare]
+    return bool(gains) and all(LEAST_DRAWN < gain < MOST_DRAWN for gain in gains)
 
 
 def _first_loss(record: Record) -> Iterator[Evidence]:
