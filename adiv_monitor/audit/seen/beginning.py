@@ -29,7 +29,7 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     are multiplied by, under the parameter's name.
     """
     fork = setup.fork()
-    normalised, last = _normalised(fork), frozenset(_last(setup.fork()))
+    last, normalised = _places(fork)
     found = {
         path: _of_layer(module, normalised=path in normalised, last=path in last)
         for path, module in fork.model.named_modules()
@@ -73,65 +73,45 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
     return found
 
 
-def _normalised(fork: Fork) -> frozenset[str]:
-    """Return layers whose outputs go directly into a normalisation, which removes their scale."""
-    paths = {module: path for path, module in fork.model.named_modules()}
-    made: dict[int, tuple[Tensor, str]] = {}  # tensors are held so that their ids stay unique
-    found: set[str] = set()
+def _places(fork: Fork) -> tuple[list[str], frozenset[str]]:
+    """Return the paths of the last maps, and of those directly before a normalisation.
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            made[id(output)] = output, paths[module]
-
-    def look(module: nn.Module, inputs: Any) -> None:
-        found.update(made[id(x)][1] for x in inputs[:1] if id(x) in made)
-
-    for module in paths:
-        if isinstance(module, _MAPS):
-            module.register_forward_hook(note)
-        elif isinstance(module, _NORMS):
-            module.register_forward_pre_hook(look)
-    with torch.no_grad():
-        try:
-            fork.first_loss()
-        except Exception:  # the training run reports errors of the loss
-            return frozenset()
-    return frozenset(found)
-
-
-def _last(fork: Fork) -> list[str]:
-    """Return the paths of the maps whose outputs reach the loss and no other map.
-
-    There are several if a model has several heads. It is the one that runs last if each one's
-    outputs reach another, as where outputs are fed back, and if the graph does not show it. Empty:
-    no map runs, or the loss fails.
+    The last ones are those whose outputs reach the loss and no other map: several if a model has
+    several heads. It is the one that runs last if each one's outputs reach another, as where
+    outputs are fed back, and if the graph does not show it. A normalisation removes the scale of
+    its inputs. Empty: no map runs, or the loss fails.
     """
-    ran: list[str] = []
-    made: list[tuple[str, Any]] = []
+    made: dict[int, tuple[str, Tensor, Any]] = {}  # tensors are held so that their ids stay unique
     given: list[Any] = []
+    normalised: set[str] = set()
 
     def look(module: nn.Module, inputs: Any) -> None:
         given.extend(x.grad_fn for x in tensors(inputs))
 
     def mark(path: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         marked = output.requires_grad_().clone()  # a frozen map's outputs have no node
-        ran.append(path)
-        made.append((path, marked.grad_fn))
+        made[id(marked)] = path, marked, marked.grad_fn
         return marked
+
+    def look_of_norm(module: nn.Module, inputs: Any) -> None:
+        normalised.update(made[id(x)][0] for x in inputs[:1] if id(x) in made)
 
     for path, module in fork.model.named_modules():
         if isinstance(module, _MAPS):
             module.register_forward_pre_hook(look)
             module.register_forward_hook(partial(mark, path))
+        elif isinstance(module, _NORMS):
+            module.register_forward_pre_hook(look_of_norm)
     with torch.enable_grad():
         try:
             reached = nodes_of([fork.first_loss().grad_fn])
         except Exception:  # the training run reports errors of the loss
-            return []
+            return [], frozenset()
     read = nodes_of(given)
-    before = {path for path, node in made if node in read}
-    last = {path for path, node in made if node in reached} - before
-    return sorted(last) or ran[-1:]
+    ran = [path for path, _, _ in made.values()]
+    before = {path for path, _, node in made.values() if node in read}
+    last = {path for path, _, node in made.values() if node in reached} - before
+    return sorted(last) or ran[-1:], frozenset(normalised)
 
 
 @torch.no_grad()
@@ -170,7 +150,7 @@ def chance(setup: Setup) -> float | None:
     """
     plain, fork = setup.fork(), setup.fork()
     own, without = _outputs(plain.model), _outputs(fork.model)
-    last = _last(plain)
+    last, _ = _places(plain)
     if not last:
         return None
 
