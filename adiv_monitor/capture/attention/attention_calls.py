@@ -172,7 +172,7 @@ class AttentionCalls:
         self._choosers: dict[int, Chooser] = {}
         self._paths = selection.modules
         self._due, self._selected = selection.due, selection.places
-        self._some_wait, self._in_parts = False, selection.peers is not None
+        self._some_left_out, self._in_parts = False, selection.peers is not None
         trained = {id(p) for p in selection.trained}
         self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for module in selection.modules:
@@ -188,8 +188,8 @@ class AttentionCalls:
         self._active = False
 
     def saw_none(self) -> bool:
-        """Return whether no attention was measured, refused or left for another step."""
-        return not self.attending and not self.refused and not self._some_wait
+        """Return whether no attention was measured, refused or left out."""
+        return not self.attending and not self.refused and not self._some_left_out
 
     def rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Return the samples whose gradient is complete when this parameter's gradient arrives."""
@@ -271,10 +271,10 @@ class AttentionCalls:
         shaped: Callable[[Tensor], Tensor],
     ) -> _Choice | None:
         """Return the samples of a call to record, or None if it is not measured."""
-        if path in self.refused or not trains(query) or not query.numel():
+        if path in self.refused or not trains(query):
             return None
-        if not self._is_due(forward.module):
-            self._some_wait = True
+        if not query.numel() or not self._is_due(forward.module):
+            self._some_left_out = True
             return None
         if not forward.random.is_still(forward.random.now()):
             raise Refused(
