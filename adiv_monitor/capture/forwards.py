@@ -73,6 +73,7 @@ class _Mode(TorchFunctionMode):
 
     def __init__(self, watcher: "Watcher", guard: Guard) -> None:
         super().__init__()
+        self.ended = False
         self._watcher = watcher
         self._guard = guard
 
@@ -362,7 +363,9 @@ class Forwards:
         self._inside.discard(threading.get_ident())
         running.closed, running.again, running.inside = None, 0, ""
         mode, modes = running.mode, function_modes()
-        if mode not in modes:  # the mode is suspended during a call that it handles
+        if mode not in modes:  # it is suspended: during a call that it handles, or a report
+            if mode is not None:
+                mode.ended = True
             return
         surely(set_function_modes, [other for other in modes if other is not mode])
         running.mode = None

@@ -89,7 +89,11 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
-    """Make these the only active modes; after an interrupt, it can be called again."""
+    """Make these the only active modes; after an interrupt, it can be called again.
+
+    A mode with a true attribute `ended` is left out: it ended while it was suspended.
+    """
+    wanted = [mode for mode in wanted if not getattr(mode, "ended", False)]
     modes = function_modes()
     alike = 0
     while alike < min(len(modes), len(wanted)) and modes[alike] is wanted[alike]:

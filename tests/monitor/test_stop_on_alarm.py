@@ -11,6 +11,7 @@ from torch import nn
 
 from adiv_monitor import AdivError, AlarmError, Monitor
 from adiv_monitor.report import LayerReading
+from adiv_monitor.rerun.thread import function_modes
 from adiv_monitor.sinks import MemorySink
 
 
@@ -149,6 +150,7 @@ def test_it_raises_where_the_report_is_complete_and_leaves_no_hook() -> None:
         with pytest.raises(AlarmError) as caught:
             climb(sink)
     assert isinstance(caught.value, AdivError)
+    assert not function_modes()
     (made,) = sink.reports
     assert made.step == 0 and caught.value.report == made
     assert caught.value.alarms == made.alarms and len(made.alarms) == 1
