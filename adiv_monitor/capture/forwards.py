@@ -25,8 +25,8 @@ from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.capture.weights.shards import gives_back
-from adiv_monitor.rerun.eager import replace_meanwhile
 from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.replaced import replace_meanwhile
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import (
     ThreadState,
@@ -514,8 +514,8 @@ def _on_its_path(forward: Function) -> Function:
 
     @wraps(forward)
     def as_unwatched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        if module.training or trained or is_rerun():  # what runs again shows every function
+        shows = module.training or is_rerun()  # what runs again shows every function
+        if shows or (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
             return forward(module, *args, **kwargs)
         with unwatched(), hidden_hooks(module):
             return forward(module, *args, **kwargs)

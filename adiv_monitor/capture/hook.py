@@ -15,6 +15,7 @@ from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
+from adiv_monitor.rerun.replaced import hold, release
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import is_traced, run_apart, surely
 
@@ -247,6 +248,7 @@ class NextForward:
 
     def put_on(self) -> None:
         """Register the hooks. `remove` removes them, even if this method raises."""
+        hold(self)
         for hook in self._hooks:
             hook.put_on()
 
@@ -254,6 +256,7 @@ class NextForward:
         """Remove the hooks."""
         call_all(*[hook.remove for hook in self._hooks])
         self._hooks.clear()
+        release(self)
 
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
         if is_rerun() or not trains(args):

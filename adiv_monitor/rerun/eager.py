@@ -1,4 +1,4 @@
-"""What a monitor changes in torch while it is armed: above all, compiled models run eagerly."""
+"""Eager execution of compiled models while a monitor is armed, so that inner hooks fire."""
 
 import atexit
 import sys
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils as operators
 
+from adiv_monitor.rerun.replaced import hold, release, replace_meanwhile
 from adiv_monitor.rerun.thread import surely
 
 # Monitors may live in several threads, and may be dropped without being closed.
 _holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance before the first holder; None while there is no holder
-_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, usual value, value meanwhile
 
 
 class forced_eager:
@@ -28,6 +28,7 @@ class forced_eager:
     """
 
     def __enter__(self) -> None:
+        hold(self)
         _holders.add(weakref.ref(self, _leave))
         _settle()
 
@@ -37,6 +38,7 @@ class forced_eager:
     def leave(self) -> None:
         """Leave the context, if it was entered."""
         _leave(weakref.ref(self))
+        release(self)
 
 
 def _leave(holder: weakref.ref[forced_eager]) -> None:
@@ -56,15 +58,6 @@ def _settle() -> None:
         else:
             eval_frame._set_stance(_outside)
             _outside = None
-        for owner, name, usual, other in _replaced:
-            before, after = (usual, other) if _holders else (other, usual)
-            if getattr(owner, name) is before:
-                setattr(owner, name, after)
-
-
-def replace_meanwhile(owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute of torch wherever a monitor is armed."""
-    _replaced.append((owner, name, getattr(owner, name), value))
 
 
 _prepared = operators._set_compilation_env

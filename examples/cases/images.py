@@ -20,26 +20,24 @@ def apart(whole: cifar.Data) -> cifar.Data:
 
 
 def parts(
-    whole: cifar.Data, rows: int, inputs: Inputs, augmented: Augmented | None, device: str
+    train: cifar.Data, test: cifar.Data, rows: int, inputs: Inputs, augmented: Augmented | None
 ) -> Callable[[int], Part]:
     """What every seed trains on: an order of its own, and its own chance.
 
     Args:
-        whole: the data.
+        train: the data to train on, and those held out as its test images.
+        test: the data to test on.
         rows: of a batch.
         inputs: what the network sees of rows of bytes.
         augmented: what training makes of inputs, at random; None: nothing.
-        device: where it is trained.
     """
-    train = apart(whole).to(device)
-    test = whole.to(device)
 
     def part(seed: int) -> Part:
         def batches() -> Iterator[Batch]:
             for epoch in count():
                 chance = torch.Generator().manual_seed(1_000_003 * seed + epoch)
                 order = torch.randperm(len(train.train), generator=chance)
-                for chosen in torch.split(order.to(device), rows):
+                for chosen in torch.split(order.to(train.train.device), rows):
                     x = inputs(train.train[chosen])
                     x = x if augmented is None else augmented(x, chance)
                     yield x, train.train_labels[chosen]

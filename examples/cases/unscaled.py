@@ -17,6 +17,7 @@ ROWS, EPOCHS = 64, 5
 def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
     """The case, on the CIFAR-10 at a place that `cifar.load` knows."""
     whole = cifar.load(data)
+    train = images.apart(whole)
     return Case(
         title="A small CNN on images as they come",
         setting=f"The CNN of PyTorch's tutorial; Adam; batches of {ROWS}; pixels from 0 to 255.",
@@ -27,12 +28,12 @@ def case(data: str, *, quick: bool, device: str = "cpu") -> Case:
         unit="test accuracy, percent",
         higher=True,
         rates=(3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
-        steps=3 if quick else EPOCHS * -(-len(images.apart(whole).train) // ROWS),
+        steps=3 if quick else EPOCHS * -(-len(train.train) // ROWS),
         model=lambda: model().to(device),
         optimizer=lambda model, lr: torch.optim.Adam(model.parameters(), lr),
         scheduler=None,
         loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        part=images.parts(whole, ROWS, Tensor.float, None, device),
+        part=images.parts(train.to(device), whole.to(device), ROWS, Tensor.float, None),
     )
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.guard import Guard
-from adiv_monitor.rerun.eager import _replaced
+from adiv_monitor.rerun.replaced import _attributes
 from adiv_monitor.rerun.thread import function_modes
 
 STEPS, SIZE = 4, 8
@@ -72,7 +72,7 @@ def test_operators_with_branches_keep_the_gradients_of_what_they_close_over(name
     runs = [trained(lambda: nn.Linear(SIZE, SIZE), BRANCHES[name], every) for every in (None, 1, 3)]
     for monitored in runs[1:]:
         assert all(map(torch.equal, monitored, runs[0]))
-    assert all(getattr(owner, name) is usual for owner, name, usual, _ in _replaced)
+    assert all(getattr(owner, name) is usual for owner, name, usual, _ in _attributes)
 
 
 def outside(net: Net, h: Tensor) -> Tensor:
@@ -95,27 +95,49 @@ PATHS: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_encoders_take_their_fast_path_where_nothing_requires_gradients(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which rounds in another way; torch leaves it while a function mode is on."""
-    taken: list[str] = []
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(SIZE, 2, 16, batch_first=True, dropout=0.0)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes the calls of an encoder layer's fast path."""
+    found: list[int] = []
     fast: Any = torch._transformer_encoder_layer_fwd
 
     def counted(*args: Any) -> Tensor:
-        taken.append(name)
+        found.append(1)
         return fast(*args)
 
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    return found
 
-    def encoder() -> nn.Module:
-        return nn.TransformerEncoderLayer(SIZE, 2, 16, batch_first=True, dropout=0.0)
 
+@pytest.mark.parametrize("name", PATHS)
+def test_encoders_take_their_fast_path_where_nothing_requires_gradients(
+    name: str, taken: list[int]
+) -> None:
+    """Which rounds in another way; torch leaves it while a function mode or a hook is on."""
     plain = trained(encoder, PATHS[name], None)
     assert len(taken) == STEPS
     monitored = trained(encoder, PATHS[name], 1)
     assert len(taken) == 2 * STEPS and all(map(torch.equal, monitored, plain))
+
+
+def test_a_part_is_evaluated_on_its_fast_path_while_a_report_waits(taken: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), encoder())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(4, 5, SIZE)
+    with Monitor(model, optimizer, every_n_steps=2) as monitor:
+        for step in range(4):
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                model[1](x)
+            model.train()
+            assert len(taken) == step + 1
+    assert [report.step for report in monitor.reports] == [0, 2]
 
 
 class Tree(nn.Module):

@@ -80,7 +80,7 @@ def suffers(record: Record) -> bool:
     if not record.losses or not is_long_enough(record) or tells_nothing(record):
         return False
     share_at_lower, share_at_higher = (
-        1.0 if better is None or overtakes(record, better[1]) else share_of_fall(record, better[1])
+        1.0 if better is None or _overtakes(record, better[1]) else share_of_fall(record, better[1])
         for better in (_lower(record), _higher(record))
     )
     return (
@@ -104,7 +104,7 @@ def share_of_fall(record: Record, trial: Trial) -> float:
     return -math.inf if -fall > STILL * abs(start(record)) else 1.0
 
 
-def overtakes(record: Record, trial: Trial) -> bool:
+def _overtakes(record: Record, trial: Trial) -> bool:
     """Return whether the run, longer than the trial, ends below the trial's loss.
 
     Then the trial compares beginnings only. A ResNet-20 at its best learning rate of 0.1 is above
@@ -154,7 +154,7 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     factor, trial = better
     share = share_of_fall(record, trial)
     left = trial.loss / trial.loss_without if _far_less_is_left(factor, trial) else None
-    rough = overtakes(record, trial)
+    rough = _overtakes(record, trial)
     if share < SHARE_OF_FALL_WATCH or left is not None:
         yield _too_high(
             record,
