@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from itertools import count
@@ -20,7 +20,15 @@ from torch.overrides import (
 )
 
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import Hook, ModuleHook, hidden_hooks, is_aside, trains
+from adiv_monitor.capture.hook import (
+    HiddenTable,
+    Hook,
+    ModuleHook,
+    hide_hooks,
+    is_aside,
+    show_hooks,
+    trains,
+)
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
@@ -514,13 +522,28 @@ def _on_its_path(forward: Function) -> Function:
 
     @wraps(forward)
     def as_unwatched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        shows = module.training or is_rerun()  # what runs again shows every function
-        if shows or (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+        hidden: list[HiddenTable] = []
+        modes = function_modes()
+        try:
+            with suppress(Exception):
+                _hide(module, hidden)
             return forward(module, *args, **kwargs)
-        with unwatched(), hidden_hooks(module):
-            return forward(module, *args, **kwargs)
+        finally:
+            surely(show_hooks, hidden)
+            surely(set_function_modes, modes)
 
     return as_unwatched
+
+
+def _hide(module: nn.Module, hidden: list[HiddenTable]) -> None:
+    """Hide hooks and modes from a module that may take its fast path."""
+    if module.training or is_rerun():  # what runs again shows every function
+        return
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        return
+    while isinstance(_get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
+        _pop_mode()  # type: ignore[no-untyped-call]
+    hide_hooks(module.modules(), hidden)
 
 
 # Also where no hook is: a teacher in a list, a copy, a forward that is called itself.

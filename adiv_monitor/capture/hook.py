@@ -3,8 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import is_traced, run_apart, surely
 
 _PLAIN = (Tensor, nn.Parameter)
+HiddenTable = tuple[dict[str, Any], str, object]  # a module's attributes, the name of one, a table
 
 
 class Hook(partial[Any]):
@@ -193,29 +193,27 @@ class ModuleHook:
             _show([held[name] for name in names])
 
 
-@contextmanager
-def hidden_hooks(module: nn.Module) -> Iterator[None]:
-    """Hide the monitor's hooks on a module, at any depth, from code that asks whether it has any.
+def hide_hooks(modules: Iterable[nn.Module], hidden: list[HiddenTable]) -> None:
+    """Hide the monitor's hooks on modules from code that asks whether there are any.
 
-    They do not run meanwhile.
+    They do not run meanwhile. `show_hooks` shows them again, even if this function raises.
+
+    Args:
+        modules: the modules.
+        hidden: the list to which what was hidden is added.
     """
-    tables = [
-        (held, name, held[name])
-        for held in map(vars, module.modules())
-        for name in ("_forward_pre_hooks", "_forward_hooks")
-        if any(isinstance(hook, Hook) for _, hook in held[name].items())
-    ]
-    try:
-        for held, name, table in tables:
-            others = ((key, hook) for key, hook in table.items() if not isinstance(hook, Hook))
-            held[name] = OrderedDict(others)
-        yield
-    finally:
-        surely(_put_back, tables)
+    for held in map(vars, modules):
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            table = held[name]
+            if Hook in map(type, dict.values(table)):  # the table hides ours
+                hidden.append((held, name, table))
+                others = ((i, hook) for i, hook in table.items() if type(hook) is not Hook)
+                held[name] = OrderedDict(others)
 
 
-def _put_back(tables: Iterable[tuple[dict[str, Any], str, object]]) -> None:
-    for held, name, table in tables:
+def show_hooks(hidden: Iterable[HiddenTable]) -> None:
+    """Show hooks again; after an interrupt, it can be called again."""
+    for held, name, table in hidden:
         held[name] = table
 
 
