@@ -113,6 +113,25 @@ class StepReport:
         groups: layer → number of the parameter group that holds its weight, from 0; empty if all
             groups have the same learning rate.
         optimizer: class name of the optimizer, e.g. "AdamW"; "" without one.
+        trainable: number of elements of all trainable parameters of the model; 0: not counted.
+        not_held: module path → elements of its trainable parameters that have a gradient, but that
+            this optimizer does not hold, and that nothing has changed since the last measured step.
+        cut_off: module path → elements of its trained parameters that no gradient reached, although
+            the module ran before a measured layer whose input carries no gradient.
+        removed: module path → elements of its trained parameters whose gradient was there after the
+            backward pass, and is removed or zero as the optimizer steps.
+        zeroed_passes: number of this step's backward passes whose gradients were zeroed before the
+            optimizer stepped, though no optimizer stepped and no weight changed since.
+        loss_gradients: for each backward pass of this step, the gradient at the loss: 1 for
+            `loss.backward()`, 1/k for the mean over k micro-batches, the scale of an AMP scaler;
+            empty if the loss is not known.
+        evaluated: paths of dropouts and of normalisations with running statistics, if they are in
+            eval mode since the whole model was in eval mode in this step's forward pass.
+        batch: sums of the tensors that enter the first measured module in this step.
+        next_batch: the same in the next step; empty if it is not known.
+        weights_returned: how much of the way that the weights went since an earlier measured step
+            was undone as this step began: 1 if they equal those of that step, 0 if they are
+            farther away than ever; the largest over the earlier steps; None: not known.
     """
 
     step: int
@@ -132,6 +151,16 @@ class StepReport:
     learning_rates: tuple[float, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
     optimizer: str = ""
+    trainable: int = 0
+    not_held: Mapping[str, int] = field(default_factory=dict)
+    cut_off: Mapping[str, int] = field(default_factory=dict)
+    removed: Mapping[str, int] = field(default_factory=dict)
+    zeroed_passes: int = 0
+    loss_gradients: tuple[float, ...] = ()
+    evaluated: tuple[str, ...] = ()
+    batch: tuple[float, ...] = ()
+    next_batch: tuple[float, ...] = ()
+    weights_returned: float | None = None
 
     def __repr__(self) -> str:
         said = [f"step {self.step}", _count(len(self.layers), "layer")]
@@ -235,6 +264,16 @@ class StepReport:
             "learning_rates": list(self.learning_rates),
             "groups": dict(self.groups),
             "optimizer": self.optimizer,
+            "trainable": self.trainable,
+            "not_held": dict(self.not_held),
+            "cut_off": dict(self.cut_off),
+            "removed": dict(self.removed),
+            "zeroed_passes": self.zeroed_passes,
+            "loss_gradients": list(self.loss_gradients),
+            "evaluated": list(self.evaluated),
+            "batch": list(self.batch),
+            "next_batch": list(self.next_batch),
+            "weights_returned": self.weights_returned,
         }
 
     @staticmethod
