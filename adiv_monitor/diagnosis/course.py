@@ -1,7 +1,10 @@
 """The course of the loss, which a rule must check before it says "act"."""
 
 import math
+from dataclasses import replace
+from itertools import takewhile
 from statistics import fmean, median
+from typing import Literal
 
 from adiv_monitor.diagnosis.record import Record
 
@@ -14,11 +17,38 @@ STILL = 0.05
 OPPOSED = 0.9
 FAR_BELOW = 100.0  # times the first loss, or times 1 if that is larger
 FEWEST = 12  # fewest steps of a run whose loss can be judged
+PEAK = 3.0  # times the first loss
+
+Course = Literal["rises", "falls", "does not fall", "unknown"]
 
 
 def is_long_enough(record: Record) -> bool:
     """Return whether the loss can be judged: it has enough steps, or is not finite."""
     return len(record.losses) >= FEWEST or not all(map(math.isfinite, record.losses))
+
+
+def course(record: Record) -> Course:
+    """Return what the loss does, up to where it is finite.
+
+    - "rises": the last quarter is above the first value, and above the loss of a constant
+      prediction (chance) where that is known, by more than noise.
+    - "falls": see `fell`; and the last quarter is below chance.
+    - "does not fall": all else, as a loss that ends at chance after a fall from far above it.
+    - "unknown": too few losses are known.
+    """
+    finite = replace(record, losses=tuple(takewhile(math.isfinite, record.losses)))
+    if len(finite.losses) < FEWEST:
+        return "unknown" if finite.losses == record.losses else "does not fall"
+    if rose(finite) and end(finite) > start(finite):
+        return "rises"
+    at_chance = record.chance is not None and end(finite) > (1 - STILL) * record.chance
+    return "falls" if fell(finite) and not at_chance else "does not fall"
+
+
+def smoothed(record: Record) -> list[float]:
+    """Return the means of the losses over windows of an eighth of the run, one for each step."""
+    width = max(1, len(record.losses) // 8)
+    return [fmean(record.losses[max(0, i - width + 1) : i + 1]) for i in range(len(record.losses))]
 
 
 def is_opposed(record: Record) -> bool:
@@ -99,9 +129,13 @@ def fell(record: Record) -> bool:
 
     The decrease is taken from the first step to the mean of the last quarter, or from the mean of
     the first quarter, which has less noise than one batch. A loss that comes down part of the way
-    that it went up did not fall.
+    that it went up did not fall, nor one that is not below half its first value after a peak of
+    `PEAK` times that.
     """
     if not record.losses:
+        return False
+    first = record.losses[0]
+    if end(record) > first / 2 and max(smoothed(record)) > PEAK * first > 0:
         return False
     n = _quarter(record)
     begin = fmean(record.losses[:n])

@@ -1,19 +1,20 @@
 """All rules in order: causes come before their consequences."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from adiv_monitor.diagnosis.course import course
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
     attention,
     code,
+    could_train,
     data,
     initialisation,
     inputs,
     interference,
-    loop,
     loss,
     numbers,
     optimizer,
@@ -34,8 +35,8 @@ Rule = Callable[[Record], Iterable[Finding]]
 # predicts the labels, a fix that lowers the loss only memorises them: `labels_unrelated`
 # stands before the findings of the step.
 RULES: tuple[Rule, ...] = (
+    could_train.could_train,
     wiring.not_held,
-    loop.not_zeroed,
     code.hidden_parameters,
     wiring.unreached,
     code.rate_zero,
@@ -122,6 +123,26 @@ RULES: tuple[Rule, ...] = (
 # Findings that follow from others. If only reports are known, so no fix was tried, they give no
 # advice of their own beside other findings, and are at most "watch".
 SYMPTOMS = frozenset({"rate-too-low", "loss-stuck", "stands-still", "outside-healthy"})
+# What a monitor is certain of: the loop does not train the model as it should. All else, but the
+# inputs, may follow from it, and nothing can be said of a learning rate that is too low.
+CERTAIN = frozenset(
+    {
+        *("not-held", "unreached", "not-zeroed", "zeroed-early", "left-in-eval", "clipping-always"),
+        *("rate-zero", "rate-gone", "rate-rises", "weights-set-back", "gradients-summed"),
+    }
+)
+INPUTS = frozenset({"input-scale", "input-mean", "row-spread"})
+# In a monitor's run, what steps that are far too long lead to.
+_OF_LONG_STEPS = SYMPTOMS | {
+    *("non-finite", "dead-units", "saturated-units", "exploding", "vanishing", "uneven-rates"),
+    *("optimizer-turns", "bad-initialisation"),
+}
+LEADS_TO: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "unbounded-loss": _OF_LONG_STEPS | {"rate-too-high"},
+        "rate-too-high": _OF_LONG_STEPS,
+    }
+)
 # Faults in wiring and loss that exist before the first step; findings about learning rates, units
 # and overfitting follow from them.
 CAUSES = frozenset(
@@ -170,11 +191,27 @@ FIRST_THAT = (
 )
 
 
-def _behind_its_cause(finding: Finding, findings: Iterable[Finding]) -> Finding:
-    causes = [f for f in findings if f.name not in SYMPTOMS and f.strength != "note"]
-    if finding.name not in SYMPTOMS or not causes:
-        return finding
-    return _behind(finding)
+def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Finding]:
+    """Yield the findings of a monitor's run: the first cause that explains others, and these.
+
+    If the loss rises, a learning rate that is too high is asked about before the inputs.
+    """
+    causes = [finding for finding in findings if finding.strength != "note"]
+    if course(record) == "rises":
+        causes.sort(key=lambda finding: finding.name in INPUTS)
+    certain = any(finding.name in CERTAIN for finding in causes)
+    cause = next((finding for finding in causes if finding.name in LEADS_TO), None)
+    follows = LEADS_TO[cause.name] if cause is not None else frozenset()
+    others = any(finding.name not in SYMPTOMS for finding in causes)
+    for finding in findings:
+        name = finding.name
+        if certain and name == "rate-too-low":
+            continue
+        behind = certain and name not in CERTAIN | INPUTS
+        if behind or name in follows or (name in SYMPTOMS and others):
+            yield _behind(finding)
+        else:
+            yield finding
 
 
 def _behind(finding: Finding) -> Finding:
@@ -207,19 +244,12 @@ def explained(findings: Sequence[Finding]) -> list[Finding]:
 def diagnose(record: Record) -> tuple[Finding, ...]:
     """Return all findings, strongest first, and of equal strength causes before symptoms.
 
-    If a run is known from its reports only, values that are not finite come first, because no copy
-    was trained to find their cause. If a learning rate was tried and pays, statements of rules that
-    it would not help are removed.
+    If a learning rate was tried and pays, statements of rules that it would not help are removed.
     """
     findings = [finding for rule in RULES for finding in rule(record)]
     findings += states.outside_healthy(record, findings)
     if not record.is_audited:
-        findings = [_behind_its_cause(finding, findings) for finding in findings]
+        findings = [*_of_reports(findings, record)]
     findings = explained(findings)
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
-
-    def order(finding: Finding) -> tuple[int, bool]:
-        is_first = finding.name == "non-finite" and not record.is_audited
-        return STRENGTHS.index(finding.strength), not is_first
-
-    return tuple(sorted(said, key=order))
+    return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))

@@ -4,11 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.course import FEWEST, fell, is_long_enough, may_have_fallen
+from adiv_monitor.diagnosis.course import FEWEST, course, is_long_enough, may_have_fallen
 from adiv_monitor.diagnosis.finding import STRENGTHS, Finding
-from adiv_monitor.diagnosis.readings import by_layer, entering, maps
+from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, entering, maps
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.could_train import FEWEST_SAME
 from adiv_monitor.diagnosis.rules.initialisation import FEWEST_LAYERS
+from adiv_monitor.diagnosis.rules.remedies import optimizer_of
 from adiv_monitor.diagnosis.rules.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.titles import finding_title
 
@@ -17,6 +19,7 @@ EXPLAINING = frozenset({"rate-decayed", "settled"})
 NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
+NO_CAUSE = "Does not train; cause not found: "
 _AUDIT = "run `adiv-audit`"
 FEWEST_REPORTS = 3  # fewest reports that show typical values
 
@@ -44,6 +47,8 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
         strongest = min((f.strength for f in found), key=STRENGTHS.index)
         titles = dict.fromkeys(finding_title(f.name) for f in found if f.strength == strongest)
         first, *others = titles
+        if found[0].name == "loss-stuck" and strongest != "note":
+            return NO_CAUSE + found[0].summary[:1].lower() + found[0].summary[1:].rstrip(".")
         more = f" and {len(others)} more" if others else ""
         return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
     return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
@@ -64,9 +69,23 @@ def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]
 
 
 def _could_show(record: Record) -> tuple[str, ...]:
-    paths = maps(record)
+    paths, reports = maps(record), record.reports
+    passes = any(report.loss_gradients for report in reports)
+    loop = {
+        "not-held": any(report.trainable for report in reports),
+        "unreached": any(report.trainable for report in reports),
+        "zeroed-early": True,
+        "left-in-eval": True,
+        "same-batch": len(reports) >= FEWEST_SAME and any(report.batch for report in reports),
+        "clipping-always": passes and optimizer_of(record) not in SCALE_FREE,
+        "rate-gone": any(report.learning_rates for report in reports),
+        "rate-rises": any(report.learning_rates for report in reports) and _knows_loss(record),
+        "weights-set-back": any(report.weights_returned is not None for report in reports),
+        "gradients-summed": passes,
+    }
+    of_loop = tuple(name for name, told in loop.items() if told and len(reports) >= FEWEST_REPORTS)
     if not paths:
-        return ("non-finite", "loss-stuck") if _knows_loss(record) else ("non-finite",)
+        return (*of_loop, "non-finite", *["loss-stuck"] * _knows_loss(record))
     from_the_start = record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS
     several = len(record.reports) >= FEWEST_REPORTS
     has_steps = several and bool(by_layer(record, "parameter_cosine"))
@@ -86,7 +105,7 @@ def _could_show(record: Record) -> tuple[str, ...]:
         "projection-fights": bool(by_layer(record, "projection_cosine")),
         "interference": bool(by_layer(record, "attainable_cosine")),
     }
-    return tuple(name for name, is_told in names.items() if is_told)
+    return (*of_loop, *(name for name, is_told in names.items() if is_told))
 
 
 def untold(record: Record) -> tuple[Untold, ...]:
@@ -118,7 +137,7 @@ def untold(record: Record) -> tuple[Untold, ...]:
     return (
         *found,
         Untold("Whether another learning rate does better", _AUDIT),
-        Untold("Wiring: parameters that are not held, not reached or frozen", _AUDIT),
+        Untold("Wiring inside the model: parameters that are frozen, or that nothing uses", _AUDIT),
         Untold(
             "Whether labels belong to their inputs",
             "overfit one batch, and look at some samples with their labels",
@@ -143,9 +162,9 @@ def loss_words(record: Record) -> str:
         return "not finite"
     if not is_long_enough(record):
         return "too few steps to tell whether it falls"
-    if fell(record):
-        return "falls"
-    return "not clear whether it falls" if may_have_fallen(record) else "does not fall"
+    if may_have_fallen(record):
+        return "not clear whether it falls"
+    return course(record)
 
 
 def _knows_loss(record: Record) -> bool:

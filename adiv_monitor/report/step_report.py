@@ -113,6 +113,8 @@ class StepReport:
         groups: layer → number of the parameter group that holds its weight, from 0; empty if all
             groups have the same learning rate.
         optimizer: class name of the optimizer, e.g. "AdamW"; "" without one.
+        other_optimizers: class names of other optimizers that stepped between this optimizer's last
+            step and this one.
         trainable: number of elements of all trainable parameters of the model; 0: not counted.
         not_held: module path → elements of its trainable parameters that have a gradient, but that
             this optimizer does not hold, and that nothing has changed since the last measured step.
@@ -151,6 +153,7 @@ class StepReport:
     learning_rates: tuple[float, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
     optimizer: str = ""
+    other_optimizers: tuple[str, ...] = ()
     trainable: int = 0
     not_held: Mapping[str, int] = field(default_factory=dict)
     cut_off: Mapping[str, int] = field(default_factory=dict)
@@ -264,6 +267,7 @@ class StepReport:
             "learning_rates": list(self.learning_rates),
             "groups": dict(self.groups),
             "optimizer": self.optimizer,
+            "other_optimizers": list(self.other_optimizers),
             "trainable": self.trainable,
             "not_held": dict(self.not_held),
             "cut_off": dict(self.cut_off),

@@ -234,12 +234,12 @@ class StepController:
             return None  # these need all functions to be watched, or run again
         return self._trace.plan(selection, self._history.distrusted | self._history.suspected)
 
-    def _awaits_step(self) -> bool:
-        """Whether layers were called and the followed optimizer has not begun its step."""
+    def _awaits_step(self) -> bool | None:
+        """Whether layers were called; None if the followed optimizer has begun its step."""
         armed = self._armed
         # After its first attempt, steps of others around or within its step are part of it.
         if self._followed.optimizer is None or armed is None or armed.attempts:
-            return False
+            return None
         return armed.capture.saw_calls()
 
     def _give_up(self, other: str) -> None:

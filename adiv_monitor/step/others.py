@@ -17,23 +17,26 @@ class Others:
     Args:
         own: the monitor's optimizer, whose steps are not counted.
         parameters: the parameters whose versions are compared before and after a step.
-        counts: returns whether a step that ends now is to be counted.
+        counts: returns whether a step that ends now is to be counted; None: it is a part of the
+            monitored optimizer's own step.
         guard: runs the body of a hook: (body, *arguments).
 
     Attributes:
         steps: number of these steps.
         last: class name of the optimizer that took the last of them.
+        names: class names of all that stepped, whatever they wrote to.
     """
 
     def __init__(
         self,
         own: Optimizer | None,
         parameters: Sequence[Tensor],
-        counts: Callable[[], bool],
+        counts: Callable[[], bool | None],
         guard: Callable[..., object],
     ) -> None:
         self.steps = 0
         self.last = ""
+        self.names: dict[str, None] = {}
         self.guard = guard
         self._own = own
         self._parameters = parameters
@@ -57,9 +60,10 @@ class Others:
     def ends(self, stepping: Optimizer) -> None:
         """Count an optimizer's step as it ends; a step with another inside counts only that one."""
         before, self._before = self._before, None
-        if stepping is self._own or before is None or not self._counts():
+        if stepping is self._own or before is None or (counts := self._counts()) is None:
             return
-        if before != self._versions():
+        self.names[type(stepping).__name__] = None
+        if counts and before != self._versions():
             self.steps += 1
             self.last = type(stepping).__name__
 

@@ -43,6 +43,10 @@ _LACK = {
 # of what that explains; labels that a model of theirs explains so little of, with so many samples
 # of each class, may not belong to their inputs.
 EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
+_NO_MEASURE = (
+    " That is no fault of generative adversarial networks, of reinforcement learning, or of a run "
+    "that was resumed."
+)
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 
 
@@ -295,17 +299,23 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
 
 
 def loss_stuck(record: Record) -> Iterator[Finding]:
-    """Find a loss that does not fall, ends no lower than a constant prediction's, or is unclear."""
+    """Find a loss that does not fall, ends no lower than a constant prediction's, or is unclear.
+
+    A monitor can't know whether a loss is a measure of the training. It is one if it is positive,
+    and this optimizer alone trains, from the first step; else the finding is a note.
+    """
     if not is_long_enough(record) or not math.isfinite(end(record)) or tells_nothing(record):
         return
     no_lower = end(record) > (1 - STILL) * start(record) > 0
     if fell(record) and not no_lower:
         return
     unclear = may_have_fallen(record) and not no_lower
+    if unclear and not record.is_audited:
+        return
     rises = still_rises(record.reports)
     ends_higher = end(record) > (1 + STILL) * record.losses[0] > 0
     factor = usual_factor(move.value for move in by_layer(at_peak(record), "update_ratio").values())
-    factors = [0.1] if ends_higher else [10.0, 0.1]
+    factors = [0.1] if ends_higher else [10.0, 0.1] if record.is_audited else []
     if factor is not None and factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
     advice = tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors)
@@ -313,14 +323,23 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         advice = (Advice(LOOK_AGAIN),)
     elif unclear:
         advice = (Advice("train for more steps: the mean over more batches has less noise"),)
+    elif not advice:
+        advice = (Advice("run adiv-audit: it looks for the cause, and tries learning rates"),)
+    told = record.is_audited or is_measure(record)
     yield Finding(
         "loss-stuck",
         (),
-        "note" if unclear or rises else "watch",
+        "note" if unclear or rises or not told else "watch",
         (Evidence("loss", end(record), start(record)), *_overfits(record)),
         advice,
-        _stuck(record, no_lower=no_lower) + RISES_YET * rises,
+        _stuck(record, no_lower=no_lower) + RISES_YET * rises + _NO_MEASURE * (not told),
     )
+
+
+def is_measure(record: Record) -> bool:
+    """Return whether reports show no reason for which the loss need not fall."""
+    alone = not any(report.other_optimizers for report in record.reports)
+    return alone and min(record.losses) > 0 and record.reports[0].step == 0
 
 
 def _stuck(record: Record, *, no_lower: bool) -> str:
@@ -338,11 +357,7 @@ def _stuck(record: Record, *, no_lower: bool) -> str:
     elif fell(record) or may_have_fallen(record):
         said = "ends no lower than it began"
     overfits = " However, the model overfits one small batch." * bool(list(_overfits(record)))
-    # An audit examines whether the parts of the loss oppose each other.
-    opposed = (
-        " It need not fall if its parts oppose each other, as in a generative adversarial network."
-    )
-    return f"The loss {said}: {course}.{overfits}{opposed * (not record.is_audited)}"
+    return f"The loss {said}: {course}.{overfits}"
 
 
 def _overfits(record: Record) -> Iterator[Evidence]:

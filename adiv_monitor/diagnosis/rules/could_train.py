@@ -1,0 +1,396 @@
+"""Rules that ask first of all whether the user's own loop can train the model; for monitors.
+
+Each condition is exact, because each of these is also done on purpose. An audit trains a copy in a
+loop of its own, and asks the same by its probes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import fmean, median
+
+from adiv_monitor.diagnosis.course import course, end, noise, smoothed
+from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.diagnosis.phases import at_peak, learning_rate
+from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, these
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.rates import overshoot
+from adiv_monitor.diagnosis.rules.remedies import optimizer_of
+from adiv_monitor.report import StepReport
+from adiv_monitor.report.wording import percent
+
+FEWEST = 3  # measured steps, in all of which a condition must hold
+FEWEST_SAME = 5  # the same, for batches: whole epochs of few batches repeat, too
+LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head that nobody uses
+# Norm of the gradient that was there before a step's first backward pass, over that of the gradient
+# that the optimizer used. It is 0 if gradients are zeroed after each step; if never, it comes near
+# 1 within a few steps.
+KEPT = 0.1
+CLIPPED = 0.1  # the gradient used over that of the backward pass, if clipping takes the step
+GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of a usual schedule
+RISEN = 10.0  # times the learning rate at the lowest loss
+RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
+SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
+SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
+
+
+def could_train(record: Record) -> Iterator[Finding]:
+    """Find what keeps the loop from training: the most certain causes, so they come first."""
+    if not record.is_audited:
+        for rule in _RULES:
+            yield from rule(record)
+
+
+def _strength(record: Record) -> Strength:
+    return "watch" if course(record) in ("falls", "unknown") else "act"
+
+
+def _in_all(record: Record, has: Callable[[StepReport], object], fewest: int = FEWEST) -> bool:
+    return len(record.reports) >= fewest and all(map(has, record.reports))
+
+
+def _not_held(record: Record) -> Iterator[Finding]:
+    """Find parameters with a gradient that no optimizer has changed in any measured step."""
+    layers = _share_of(record, "not_held", record.reports[1:])
+    if layers is None:
+        return
+    paths, share = layers
+    yield Finding(
+        "not-held",
+        paths,
+        _strength(record),
+        (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
+        (
+            Advice("pass these parameters to the optimizer: create it after the model is complete, "
+                   "or add a parameter group"),
+            Advice("set requires_grad=False, if these parameters should not be trained"),
+        ),
+        f"The optimizer does not hold the parameters of {these(record, paths)}, "
+        f"{percent(share)} of the trainable ones: they have a gradient, and nothing changes them.",
+        "Another learning rate does not train them.",
+        against=RATES,
+    )  # fmt: skip
+
+
+def _cut_off(record: Record) -> Iterator[Finding]:
+    """Find modules that ran before the first trained layer, and that no gradient reaches."""
+    layers = _share_of(record, "cut_off", record.reports)
+    if layers is None:
+        return
+    paths, share = layers
+    yield Finding(
+        "unreached",
+        paths,
+        _strength(record),
+        (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
+        (
+            Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax behind the last "
+                   "of these layers"),
+            Advice("set requires_grad=False, if these parameters should not be trained"),
+        ),
+        f"No gradient reaches {these(record, paths)}, with {percent(share)} of the trainable "
+        "parameters: they run in each measured step, but what the next layer gets has no gradient.",
+        "No optimizer and no learning rate can train parameters without a gradient.",
+        against=RATES,
+    )  # fmt: skip
+
+
+def _share_of(
+    record: Record, field: str, reports: tuple[StepReport, ...]
+) -> tuple[tuple[str, ...], float] | None:
+    """Return the paths that a field has in all reports, and their share; None: too few."""
+    if len(record.reports) < FEWEST or not reports[-1].trainable:
+        return None
+    of_last = getattr(reports[-1], field)
+    paths = tuple(path for path in of_last if all(path in getattr(r, field) for r in reports))
+    share = sum(of_last[path] for path in paths) / reports[-1].trainable
+    return (paths, share) if share >= LEAST_SHARE else None
+
+
+def _not_zeroed(record: Record) -> Iterator[Finding]:
+    """Find layers whose gradients are not zeroed between two steps of the optimizer.
+
+    The first measured step is left out: a run may begin with gradients of other code. Several
+    backward passes of one step are no fault, because `.grad` is zero before the first of them.
+    """
+    seen: dict[str, list[float]] = {}
+    for report in record.reports[1:]:
+        for path, reading in report.layers.items():
+            if not math.isnan(reading.gradient_factor):  # else the gradient's size is not known
+                seen.setdefault(path, []).append(reading.earlier_share)
+    kept = {
+        path: median(shares)
+        for path, shares in seen.items()
+        if len(shares) >= FEWEST - 1 and min(shares) > KEPT
+    }
+    if not kept:
+        return
+    layers = tuple(kept)
+    largest = max(layers, key=lambda path: kept[path])
+    yield Finding(
+        "not-zeroed",
+        layers,
+        "act",
+        (Evidence("norm of the gradient kept from earlier steps, over that of the gradient used",
+                  kept[largest], KEPT, largest),),
+        (
+            Advice("call optimizer.zero_grad() once for every optimizer step, before the step's "
+                   "first backward pass, even if several backward passes are added up for a step; "
+                   "if you do, and another loss, such as a penalty, goes backward before the "
+                   "forward pass, all is well"),
+        ),
+        f"The gradients of {these(record, layers)} are not zeroed between optimizer steps: "
+        "before the first backward pass of a step through these layers, `.grad` holds a gradient, "
+        f"of earlier steps or of another loss. Its norm is {kept[largest]:.3g} times that of the "
+        "gradient that the optimizer used.",
+        "At a lower learning rate, the optimizer still follows the sum of all gradients so far.",
+        record.reports[1].step,
+        LOWER_RATES,
+    )  # fmt: skip
+
+
+def _zeroed_early(record: Record) -> Iterator[Finding]:
+    """Find gradients that are removed between the backward pass and the step, or between passes."""
+    passes = {report.zeroed_passes for report in record.reports}
+    removed = _share_of(record, "removed", record.reports)
+    if removed is not None and removed[1] > 0.5:
+        paths, share = removed
+        evidence = Evidence("share of the trainable parameters", share, 0.5)
+        said = (
+            "`zero_grad()`, or other code, removes the gradients between the backward pass and the "
+            f"optimizer's step: nothing of it is left for {these(record, paths)}."
+        )
+        advice = "call optimizer.zero_grad() before the backward pass, or after the step"
+    elif len(record.reports) >= FEWEST and len(passes) == 1 and (count := passes.pop()) > 0:
+        paths, evidence = (), Evidence("backward passes of a step that were zeroed", count, 0)
+        said = (
+            f"Gradients are zeroed between the micro-batches of a step: of {count + 1} backward "
+            "passes, the optimizer uses the last one alone."
+        )
+        advice = "call optimizer.zero_grad() once for every optimizer step, not for each backward"
+    else:
+        return
+    yield Finding(
+        "zeroed-early",
+        paths,
+        _strength(record),
+        (evidence,),
+        (Advice(advice),),
+        said,
+        "Another learning rate does not bring these gradients back.",
+        against=RATES,
+    )
+
+
+def _left_in_eval(record: Record) -> Iterator[Finding]:
+    """Find a model that is in eval mode as a whole in all measured steps."""
+    if not _in_all(record, lambda report: report.evaluated):
+        return
+    paths = record.reports[-1].evaluated
+    yield Finding(
+        "left-in-eval",
+        paths,
+        _strength(record),
+        (Evidence("dropouts and normalisations in eval mode", len(paths), 0),),
+        (Advice("call model.train() before the training, and again after each evaluation"),),
+        "The whole model is in eval mode as it trains: dropouts drop nothing, and normalisations "
+        "use their running statistics, which no step updates.",
+    )
+
+
+def _same_batch(record: Record) -> Iterator[Finding]:
+    """Find inputs that are equal in all measured steps, and in the step after each."""
+    sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}
+    if len(record.reports) < FEWEST_SAME or len(sums) > 1 or not sums.pop():
+        return
+    yield Finding(
+        "same-batch",
+        (),
+        "note",
+        (Evidence("different batches in the measured steps", 1, 1),),
+        (Advice("check that the data loader is asked for a new batch in each step"),),
+        "Every measured step saw the same batch. That is meant, if these are all your data.",
+    )
+
+
+def _clipped(record: Record) -> Iterator[Finding]:
+    """Find clipping that leaves so little of the gradient that the layers hardly move."""
+    if optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
+        return
+    # Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step.
+    shares = [
+        max(1.0, fmean(report.loss_gradients)) * median(factors)
+        for report in record.reports
+        if report.loss_gradients
+        and (factors := [r.gradient_factor for r in report.layers.values()
+                         if r.gradient_factor > 0])
+    ]  # fmt: skip
+    moves = by_layer(at_peak(record), "update_ratio")
+    low = HEALTH["update_ratio"].healthy[0]
+    if (
+        len(shares) < FEWEST
+        or not median(shares) < CLIPPED
+        or not moves
+        or not median(move.value for move in moves.values()) < low
+    ):
+        return
+    scale = median(fmean(r.loss_gradients) for r in record.reports if r.loss_gradients)
+    scaled = scale > 1
+    yield Finding(
+        "clipping-always",
+        (),
+        "act",
+        (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
+        (
+            *([Advice("call scaler.unscale_(optimizer) before the gradients are clipped")]
+              * scaled),
+            Advice("clip at a higher norm, or not at all"),
+        ),
+        f"Clipping takes the step: the optimizer gets {median(shares):.2g} times the gradient, and "
+        "its steps are as much shorter."
+        + f" The gradients are clipped while they are still multiplied by the scale {scale:g} of "
+        "the mixed-precision scaler." * scaled,
+        "A higher learning rate makes up for it only until the clipping changes.",
+        against=RATES,
+    )  # fmt: skip
+
+
+def _schedule(record: Record) -> Iterator[Finding]:
+    """Find a learning rate that is zero, is gone long before the end, or rises too far."""
+    rates = {r.step: rate for r in record.reports if (rate := learning_rate(r)) is not None}
+    if len(rates) < FEWEST:
+        return
+    peak, (first, *_, last) = max(rates.values()), rates
+    if peak == 0:
+        yield Finding(
+            "rate-zero",
+            (),
+            "act",
+            (Evidence("learning rate", 0.0, 0.0),),
+            (Advice("give the optimizer, or its scheduler, a learning rate above zero"),),
+            "The learning rate is zero in all measured steps.",
+            against=RATES,
+        )
+        return
+    low = [step for step, rate in rates.items() if rate < GONE * peak]
+    since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
+    if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
+        yield Finding(
+            "rate-gone",
+            (),
+            _strength(record),
+            (Evidence("learning rate over its peak", rates[last] / peak, GONE, step=last),),
+            (Advice("make the schedule as long as the training: is it stepped once per batch, and "
+                    "counted in epochs?"),),
+            f"The schedule has brought the learning rate to {rates[last] / peak:.1g} of its peak: "
+            f"since step {since:,} nothing is learnt.",
+            "A higher base learning rate decays as soon.",
+            since,
+            RATES,
+        )  # fmt: skip
+    yield from _rising(record, rates)
+
+
+def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
+    smooth = smoothed(record)
+    if not smooth or not math.isfinite(record.losses[0]):
+        return
+    steps, lowest = record.steps_of_losses, min(range(len(smooth)), key=smooth.__getitem__)
+    there, last = steps[lowest], max(rates)
+    long = len(smooth) - lowest > RISEN_SHARE * len(smooth)
+    before = [rate for step, rate in rates.items() if step <= there]
+    times = rates[last] / max(before) if before and max(before) > 0 else 0.0
+    risen = not end(record) <= smooth[lowest] + 2 * noise(record)
+    if times >= RISEN and risen and long and end(record) > 2 * abs(smooth[lowest]):
+        yield Finding(
+            "rate-rises",
+            (),
+            "act",
+            (Evidence("learning rate over that at the lowest loss", times, RISEN, step=last),),
+            (Advice("end the schedule's rise before the loss rises, near step "
+                    f"{there:,}, or lower its peak"),),
+            f"The learning rate rises, and so does the loss: since the lowest loss, near step "
+            f"{there:,}, it has grown {times:.3g} times.",
+            since=there,
+        )  # fmt: skip
+
+
+def _set_back(record: Record) -> Iterator[Finding]:
+    """Find weights that begin measured steps as they were in an earlier one."""
+    back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
+    wholly = sum(share >= RETURNED for share in back)
+    often = sum(share > SET_BACK for share in back) > len(back) / 2
+    if len(back) < FEWEST - 1 or not (
+        wholly > len(back) / 2 or (often and course(record) in ("rises", "does not fall"))
+    ):
+        return
+    share = median(back)
+    yield Finding(
+        "weights-set-back",
+        (),
+        _strength(record),
+        (Evidence("share of the weights' way that is undone", share, SET_BACK),),
+        (Advice("look for load_state_dict, copy_ or a moving average that writes to the weights of "
+                "the model in training, and is not undone"),),
+        "The weights are set back between the optimizer's steps: "
+        + ("measured steps begin with those of an earlier one." if wholly > len(back) / 2 else
+           f"measured steps begin after {percent(share)} of the way since an earlier one is "
+           "undone."),
+        "No learning rate helps while other code undoes the steps.",
+        against=RATES,
+    )  # fmt: skip
+
+
+def _summed(record: Record) -> Iterator[Finding]:
+    """Find micro-batches whose gradients are added up where their mean was meant."""
+    counts = {len(report.loss_gradients) for report in record.reports}
+    if len(record.reports) < FEWEST or len(counts) != 1 or (k := counts.pop()) < SUMMED:
+        return
+    whole = all(min(report.loss_gradients) >= 1 for report in record.reports)
+    if not whole or not (course(record) == "rises" or overshoot(record)):
+        return
+    yield Finding(
+        "gradients-summed",
+        (),
+        "act",
+        (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
+        (
+            Advice(f"divide the loss of each micro-batch by {k}"),
+            Advice(f"learning rate × {1 / k:.3g}, if the sum is meant"),
+        ),
+        f"The gradients of {k} micro-batches are summed, not averaged: the steps are {k} times as "
+        "long as those of their mean, and too long for this loss.",
+    )
+
+
+def _negated(record: Record) -> Iterator[Finding]:
+    """Find steps that go up the loss, which then has no bound."""
+    seen = [report.loss_gradients for report in record.reports if report.loss_gradients]
+    if not seen or not all(max(gradients) < 0 for gradients in seen) or not seen[0]:
+        return
+    yield Finding(
+        "unbounded-loss",
+        (),
+        "act" if course(record) == "rises" else "note",
+        (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
+        (Advice("call backward() on the loss itself, not on its negative"),),
+        "The steps raise the loss, since backward() begins at its negative: it has no bound in "
+        "that direction.",
+        "A lower learning rate only goes up more slowly.",
+        against=RATES,
+    )
+
+
+_RULES = (
+    _not_held,
+    _cut_off,
+    _not_zeroed,
+    _zeroed_early,
+    _left_in_eval,
+    _same_batch,
+    _clipped,
+    _schedule,
+    _set_back,
+    _summed,
+    _negated,
+)
