@@ -123,7 +123,7 @@ def audit(
         )
         record = _beside(replace(record, facts=replace(record.facts, data=in_words(batches))),
                          own_losses, drawn_anew=is_drawn_anew(batches))  # fmt: skip
-        tries = try_fixes and try_seconds > 0 and record.repeats
+        tries = try_fixes and try_seconds > 0 and record.repeats and not record.moving_targets
         cap = trials.Cap(try_seconds) if tries else None
         return _Diagnosis(setup, record, progress).report(cap, what_if)
 
@@ -182,7 +182,8 @@ class _Diagnosis:
         if what_if:
             self._alternatives = alternatives(setup)
         if cap is None:
-            off = "trials are off" if self._record.repeats else "runs can't be compared"
+            compares = self._record.repeats and not self._record.moving_targets
+            off = "trials are off" if compares else "runs can't be compared"
             self._findings = trials.untried(self._findings, off)
         else:
             self._findings = trials.tried(

@@ -93,8 +93,8 @@ def falls_ever_faster(record: Record) -> bool:
 
 
 def tells_nothing(record: Record) -> bool:
-    """Return whether the decrease of the loss is uninformative: it is opposed or unbounded."""
-    return is_opposed(record) or is_unbounded(record)
+    """Return whether the loss's decrease is uninformative: opposed, unbounded, moving targets."""
+    return record.moving_targets or is_opposed(record) or is_unbounded(record)
 
 
 def start(record: Record) -> float:

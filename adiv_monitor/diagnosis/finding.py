@@ -47,7 +47,7 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
 # Of these, what is meant as often as not: a note, where a fix of it was tried and does not help.
 ELSE_A_NOTE = frozenset({"order-ignored", "attention-saturated"})
 # Learning rates below and above the run's own, by the names of their trials.
-LOWER_RATES = ("rate*0.01", "rate*0.1", "rate*0.3")
+LOWER_RATES = ("rate*0.001", "rate*0.01", "rate*0.1", "rate*0.3")
 HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))
 RATES = (*LOWER_RATES, *HIGHER_RATES)
 
@@ -164,12 +164,13 @@ class Trial:
     def beats_constant(self) -> bool:
         """Whether the loss is below that of a constant prediction, if that is known.
 
-        It must be lower by 2 %, and by more than two standard errors of `loss`, if they are known.
+        It must be lower by 2 %, and by more than the standard error of `loss`, if it is known: the
+        run itself is beaten by two of them, and a constant prediction is no run with noise.
         """
         if self.constant is None:
             return math.isfinite(self.loss)
         error = 0.0 if math.isnan(self.loss_error) else self.loss_error
-        return self.constant - self.loss > max(2 * error, _LEAST * abs(self.constant))
+        return self.constant - self.loss > max(error, _LEAST * abs(self.constant))
 
     @property
     def helps(self) -> bool:

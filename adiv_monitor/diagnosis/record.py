@@ -250,6 +250,9 @@ class Record:
         interrupted: whether a keyboard interrupt ended the run early.
         repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
             something from call to call: runs can't be compared, and nothing is tried.
+        trained: whether the weights were trained or loaded before this run: no initialisation.
+        moving_targets: whether the loss of the same outputs changed in training, because its
+            targets or samples come from the network or from a memory. It is no measure then.
         hurried: the time for trials (try_seconds) was over before all of them had run: what they
             gave depends on the clock.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
@@ -281,6 +284,8 @@ class Record:
     repeats: bool = True
     activated_output: ActivatedOutput | None = None
     descent_share: float | None = None
+    trained: bool = False
+    moving_targets: bool = False
     hurried: bool = False
     loss_steps: tuple[int, ...] = ()
     non_finite_since: int | None = None

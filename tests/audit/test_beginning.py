@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.seen.beginning import are_trained, chance, double_softmax, weights
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.fixes import FIXES
 from adiv_monitor.diagnosis.rules.wiring import ROUNDED
@@ -220,3 +220,21 @@ def test_batches_are_as_they_were() -> None:
     chance(of)
     double_softmax(of)
     assert torch.equal(of.batches[0][0], before)
+
+
+def test_what_was_trained_or_loaded_is_told_from_what_was_drawn() -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+
+    assert not are_trained(setup(net()))
+    loaded = net()
+    for p in loaded[1].parameters():  # type: ignore[index]
+        p.data += 0.01 * torch.randn(8)
+    assert are_trained(setup(loaded))
+    counted = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    counted(torch.randn(16, 4))
+    assert not are_trained(setup(counted)), "one pass, as in a test"
+    for _ in range(20):
+        counted(torch.randn(16, 4))
+    assert are_trained(setup(counted))

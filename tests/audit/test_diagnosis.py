@@ -34,6 +34,7 @@ from adiv_monitor.diagnosis.record import (
     Wiring,
 )
 from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
 from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.report import LayerReading, StepReport
 
@@ -360,7 +361,7 @@ def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
     few = record(
         dict.fromkeys("abc", reading(update_ratio=0.006)), rates=no_better, losses=(9.0,) * STEPS
     )
-    assert found(few)["rate-too-low"].strength == "watch"
+    assert "rate-too-low" not in found(few)
     assert strength(2.0) == "watch"  # 0.3: ten times the steps get there, too
     assert strength(1.6) == "note"
     assert strength(1.4) is None
@@ -688,3 +689,82 @@ def test_every_finding_has_its_page() -> None:
     assert names >= set(HITS)
     index = (ROOT / "docs" / "findings" / "README.md").read_text()
     assert all(f"[{name}]({name}.md)" in index for name in names)
+
+
+def at_steps(*moves: dict[str, float], rates: tuple[float, ...] = ()) -> tuple[StepReport, ...]:
+    """Return reports of every tenth step with these moves of layers."""
+    return tuple(
+        StepReport(
+            10 * i,
+            {path: reading(update_ratio=move) for path, move in step.items()},
+            {},
+            1.0,
+            learning_rates=rates,
+        )
+        for i, step in enumerate(moves)
+    )
+
+
+FAR = {"a": 20.0, "b": 0.3, "c": 0.4}
+AFTERWARDS = {"a": 1e-3, "b": 2e-3, "c": 2e-3}
+
+
+def test_a_layer_that_moves_too_far_gets_a_lower_rate_whatever_it_does_later() -> None:
+    uneven = found(record(reports=at_steps(FAR, *[AFTERWARDS] * 3), losses=RISING))["uneven-rates"]
+    assert uneven.layers == ("a",)
+    assert uneven.advice[0].text.endswith(f"× {0.7 / 20:.3g} for 'a'")
+    assert {evidence.measure for evidence in uneven.evidence} == {"update_ratio"}
+
+
+def test_a_layer_that_stands_still_gets_a_higher_rate_and_one_at_the_limit_none() -> None:
+    starved = record(reports=at_steps(*[{"a": 1e-4, "b": 0.3, "c": 0.4}] * 4), losses=STILL)
+    assert rates_per_layer(starved) == {"a": pytest.approx(0.009 / 1e-4)}
+    near = record(reports=at_steps(*[{"a": 31 * 0.4, "b": 0.4, "c": 0.4}] * 4))
+    assert rates_per_layer(near) == {"a": pytest.approx(0.7 / (31 * 0.4))}
+    high = record(reports=at_steps(*[{"a": 31.0, "b": 1.0, "c": 1.0}] * 4), losses=STILL)
+    assert rates_per_layer(high) == {"a": pytest.approx(1 / 31)}, "not below the median layer"
+    low = record(reports=at_steps(*[{"a": 1.02e-3, "b": 5e-2 * 1.05, "c": 5e-2 * 1.05}] * 4))
+    assert rates_per_layer(low)["a"] > 1
+    even = record(reports=at_steps(*[{"a": 0.2, "b": 0.3, "c": 0.4}] * 4))
+    assert rates_per_layer(even) == {}
+
+
+def test_a_step_far_beyond_the_range_makes_a_rate_too_high_though_layers_then_stand_still() -> None:
+    reports = at_steps(FAR, *[AFTERWARDS] * 3)
+    said = found(record(reports=reports, losses=RISING))
+    assert said["rate-too-high"].strength == "act" and "rate-too-low" not in said
+    assert said["rate-too-high"].evidence[0].layer == "a"
+    assert "rate-too-low" not in found(record(reports=reports, losses=RISING, realised={}))
+    weights = {name: WeightStatistics(0.6, 0.05, 0.0) for name in "abc"}
+    weights["a"] = replace(weights["a"], gain=0.0)
+    zero = record(reports=reports, losses=RISING, weights=weights)
+    assert "rate-too-high" not in found(zero), "a weight that begins at zero"
+    assert "rate-too-high" not in found(record(reports=reports)), "the loss falls"
+    nearly = at_steps({**FAR, "a": 6.9}, *[AFTERWARDS] * 3)
+    assert "rate-too-high" not in found(record(reports=nearly, losses=RISING))
+
+
+def test_a_rate_that_is_no_better_than_a_constant_prediction_is_not_advised() -> None:
+    collapses = trials(own=3.6, x01=3.1, x3=2.49)
+    said = found(record(losses=(2.4, *[3.0] * (STEPS - 1)), rates=collapses))
+    assert "rate-too-low" not in said
+    unknown = record(losses=STILL, chance=None, rates=trials(own=2.3, x10=2.2))
+    assert "rate-too-low" in found(unknown)
+    above = record(losses=(2.3, *[4.0] * (STEPS - 1)), chance=None, rates=trials(own=4.0, x10=2.4))
+    assert "rate-too-low" not in found(above), "it ends above the first loss"
+
+
+def test_a_warm_up_from_zero_is_no_rate_of_zero() -> None:
+    of = probed("rate-zero", share=0.5, initial_lr=0.0, group=0)
+    steps = [{"a": 0.1}] * 3
+    still = replace(of, reports=at_steps(*steps, rates=(0.0,)))
+    assert found(still)["rate-zero"].strength == "act"
+    rises = (*still.reports[:1], *at_steps(*steps, rates=(0.1,))[1:])
+    assert "rate-zero" not in found(replace(still, reports=rises))
+
+
+def test_trained_weights_are_no_initialisation() -> None:
+    weights = {name: WeightStatistics(9.0, 0.05, 0.0, gradient_gain=9.0) for name in "abc"}
+    drawn = record(weights=weights, losses=STILL)
+    assert "bad-initialisation" in found(drawn)
+    assert "bad-initialisation" not in found(replace(drawn, trained=True))

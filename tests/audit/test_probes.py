@@ -848,6 +848,46 @@ def test_what_a_scheduler_raises_is_trained_at_the_highest_rate_of_the_warm_up(
     del kept
 
 
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_factory_whose_warm_up_begins_at_zero_trains_at_its_peak(dropped: bool) -> None:
+    def made(model: nn.Module) -> SGD:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+        if not dropped:
+            optimizer.kept = scheduler  # type: ignore[attr-defined]
+        return optimizer
+
+    of = setup(optimizer=made)
+    assert of.fork().optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert not asked_one("rate-zero", of).facts
+
+
+class Gained(nn.Module):
+    """Residual branches behind a gain, and a last layer, that begin at nothing or next to it."""
+
+    def __init__(self, gain: float, *, zeros: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 3)
+        self.branch = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.gain = nn.Parameter(torch.full((16,), gain))
+        if zeros:
+            nn.init.zeros_(self.branch[2].weight)
+            nn.init.zeros_(self.branch[2].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        found: Tensor = self.last(h + self.gain * self.branch(h))
+        return found
+
+
+@pytest.mark.parametrize(
+    "model", [Gained(0.0), Gained(1e-6), Gained(1.0, zeros=True)], ids=["zero", "small", "weight"]
+)
+def test_a_branch_whose_gain_begins_at_zero_lacks_no_activation(model: nn.Module) -> None:
+    assert asked_one("no-activation", setup(model=model)) == Probed()
+
+
 def test_a_warm_up_is_told_of_with_the_rate_of_the_copy() -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)

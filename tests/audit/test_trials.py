@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -212,15 +213,49 @@ def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:
 def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     found = with_rates(slow).rates
-    assert list(found) == [0.1, 0.3, 3, 10, 100]
+    assert list(found) == [0.1, 0.3, 3, 10, 100, 1000]
     assert [t.fix for t in found.values()] == [f"rate*{f:g}" for f in found]
     fork = replace(slow, optimizer=sgd(lr=1e-3 * 3)).fork()
     expected = train(fork).losses
     assert found[3].loss == np.mean(expected[-6:])
     assert found[3].steps == 24 and found[3].loss_by_rate is None
     fast = setup(optimizer=sgd(lr=300.0))
-    assert list(with_rates(fast).rates) == [0.01, 0.1, 0.3, 3, 10]
+    assert list(with_rates(fast).rates) == [0.01, 0.1], "the loss rises"
     assert list(with_rates(setup(optimizer=sgd(lr=1.0))).rates) == [0.1, 0.3, 3, 10]
+
+
+def unstable(rate: float) -> Setup:
+    """Return a run whose loss rises; only at a hundredth of the rate it is soon below chance."""
+    chance, widths = torch.Generator().manual_seed(1), (12, 64, 64, 64, 64)
+    centres = 0.7 * torch.randn(10, 12, generator=chance)
+    labels = [torch.randint(10, (16,), generator=chance) for _ in range(48)]
+    given = [(centres[y] + torch.randn(16, 12, generator=chance), y) for y in labels]
+    torch.manual_seed(0)
+    hidden = [
+        layer
+        for a, b in pairwise(widths)
+        for layer in (nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU())
+    ]
+    model = nn.Sequential(*hidden, nn.Linear(64, 10))
+    return setup(model=model, batches=tuple(given), optimizer=sgd(lr=rate, momentum=0.9), steps=48)
+
+
+def test_a_loss_that_rises_is_tried_at_lower_rates_until_one_helps() -> None:
+    of = unstable(10.0)
+    seen = with_rates(of)
+    assert list(seen.rates) == [0.01, 0.1]
+    assert seen.rates[0.01].helps and not seen.rates[0.1].beats_constant
+    first = diagnose(seen)[0]
+    assert (first.name, first.strength) == ("rate-too-high", "act")
+    assert first.advice[0].fix == "rate*0.01"
+
+
+def test_an_initialisation_that_does_not_end_lower_is_not_advised() -> None:
+    learnt = setup().fork()
+    train(learnt)
+    of = setup(model=learnt.model)
+    (found,) = tried([finding("reinitialise", "layer-norm")], of, record(of), cost=math.inf)
+    assert [advice.fix for advice in found.advice] == ["layer-norm"]
 
 
 def test_a_rate_100_times_too_small_is_fixed_by_a_larger_one() -> None:

@@ -19,6 +19,7 @@ _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 # Functions that multiply by a weight, and the place of the weight among their arguments.
 _RIGHT = {"linear": 1, "matmul": 1, "__matmul__": 1, "mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
+_COUNTED = 10  # batches that batch normalisations may have counted before training, as in a test
 _BATCHES = 4  # number of batches for the loss of a constant prediction
 
 
@@ -71,6 +72,14 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
         except Exception:  # the training run reports errors of the loss
             return {}
     return found
+
+
+def last_maps(fork: Fork) -> list[str]:
+    """Return the paths of the last linear and convolutional layers, whose outputs no other takes.
+
+    Those outputs reach the loss. Empty: no such layer runs, or the loss fails.
+    """
+    return _places(fork)[0]
 
 
 def _places(fork: Fork) -> tuple[list[str], frozenset[str]]:
@@ -141,6 +150,29 @@ def _statistics(
     )
 
 
+def are_trained(setup: Setup) -> bool:
+    """Return whether weights were trained or loaded: the state in which training begins tells.
+
+    The optimizer has a state, or batch normalisations have counted batches, or the gains and
+    offsets of most normalisations, which begin constant, spread around a mean.
+    """
+    if getattr(setup.optimizer, "state", None):
+        return True
+    norms = [module for module in setup.model.modules() if isinstance(module, _NORMS)]
+    counts = [int(n) for m in norms if (n := getattr(m, "num_batches_tracked", None)) is not None]
+    gains = [m for m in norms if m.weight is not None and m.weight.numel() > 1]
+    moved = [m for m in gains if _spreads(m.weight, 3.0) and _spreads(getattr(m, "bias", None))]
+    return max(counts, default=0) > _COUNTED or len(moved) > len(gains) / 2
+
+
+def _spreads(values: Tensor | None, within: float = 0.0) -> bool:
+    """Return whether values differ, and their mean is this many standard deviations from 0."""
+    if values is None:
+        return True
+    spread, mean = float(values.detach().std()), float(values.detach().mean())
+    return spread > 0 and abs(mean) > within * spread
+
+
 def chance(setup: Setup) -> float | None:
     """Return the loss with the last layers' outputs replaced by zeros; None if it is unknown.
 
@@ -150,7 +182,7 @@ def chance(setup: Setup) -> float | None:
     """
     plain, fork = setup.fork(), setup.fork()
     own, without = _outputs(plain.model), _outputs(fork.model)
-    last, _ = _places(plain)
+    last = last_maps(plain)
     if not last:
         return None
 

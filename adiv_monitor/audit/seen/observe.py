@@ -12,8 +12,9 @@ from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.seen.averages import averages
-from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.seen.beginning import are_trained, chance, double_softmax, weights
 from adiv_monitor.audit.seen.digits import told
+from adiv_monitor.audit.seen.moving_targets import moving_targets
 from adiv_monitor.audit.seen.outputs import activated_output, descent_share
 from adiv_monitor.audit.seen.probed import probe
 from adiv_monitor.audit.seen.probes import asked
@@ -34,6 +35,12 @@ from adiv_monitor.rerun.eager import forced_eager
 T = TypeVar("T")
 # Least number of batches, and of samples, with which the trained model is examined.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
+_LEARNT = 0.9  # first loss over that of a constant prediction: weights that were drawn predict less
+_MOVING = (
+    "The loss of the same outputs changes in training: its targets or samples come from the "
+    "network, or from what training keeps. The audit does not judge learning rates, fixes or "
+    "overfitting by such a loss."
+)
 EXCHANGED = 2  # number of these batches whose inputs are exchanged between samples
 
 
@@ -136,6 +143,8 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
         else:
             facts = replace(record.facts, step_cost=step_cost(setup))
             record = _with_beginning(replace(record, facts=facts), setup)
+            if moving_targets(setup, fork):
+                record = replace(record, moving_targets=True, notes=(*record.notes, _MOVING))
         record = replace(record, wiring=_with_unused(record.wiring, setup))
         record = replace(record, probed=asked(setup, fork))
         if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
@@ -159,6 +168,8 @@ def _with_beginning(record: Record, setup: Setup) -> Record:
         activated_output=activated_output(setup.fork()),
         descent_share=descent_share(setup),
     )
+    below = record.chance is not None and 0 < record.losses[0] < _LEARNT * record.chance
+    record = replace(record, trained=below or are_trained(setup))
     if not is_opposed(record):
         return record
     note = (

@@ -17,13 +17,17 @@ def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
     """Return the groups whose learning rate a warm-up raises, with its highest rate.
 
     A copy of the scheduler is stepped until the rates fall, or have not risen for a while. A rate
-    of 0 that is not raised within the given steps is left out: it is a fault, not a warm-up.
+    of 0 that is not raised within the given steps is left out: it is a fault, not a warm-up. If no
+    scheduler of torch's is known, a rate of 0 is taken for the beginning of another's warm-up.
     """
+    groups = {i: g for i, g in enumerate(optimizer.param_groups) if g.get("initial_lr", 0) > 0}
+    schedulers = _schedulers(optimizer) if groups else []
+    if not schedulers:
+        return {i: float(g["initial_lr"]) for i, g in groups.items() if g["lr"] == 0}
     peaks: dict[int, float] = {}
-    if any("initial_lr" in group for group in optimizer.param_groups):
-        for scheduler in _schedulers(optimizer):
-            for i, rate in _peaks(scheduler, steps).items():
-                peaks[i] = max(rate, peaks.get(i, rate))
+    for scheduler in schedulers:
+        for i, rate in _peaks(scheduler, steps).items():
+            peaks[i] = max(rate, peaks.get(i, rate))
     return peaks
 
 

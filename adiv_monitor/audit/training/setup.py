@@ -114,13 +114,14 @@ class Setup:
         if not model.training:
             model.train()
         if isinstance(self.optimizer, Optimizer):
-            optimizer = _copy(self.optimizer, memo)
-            for i, rate in self.lifted.items():  # forks have no scheduler
-                optimizer.param_groups[i]["lr"] = rate
+            optimizer, peaks = _copy(self.optimizer, memo), self.lifted
         else:
             with seeded(self.seed):
                 optimizer = self.optimizer(model)
+            peaks = lifted(optimizer, self.steps) if isinstance(optimizer, Optimizer) else {}
         _check_optimizer(model, optimizer)
+        for i, rate in peaks.items():  # forks have no scheduler
+            optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
         given = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         pair = None if given is None else (given, optimizer)

@@ -1,7 +1,7 @@
 """Trials of other learning rates, so that no fix gets the credit for their effect."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -25,7 +25,8 @@ from adiv_monitor.diagnosis.rules.remedies import usual_factor
 
 FACTORS = (0.1, 0.3, 3.0, 10.0)
 _FEWEST = (0.1, 10.0)
-_BEYOND = {0.1: 0.01, 10.0: 100.0}  # tried as well, if the best factor is at that end
+_BEYOND = {0.1: (0.01,), 10.0: (100.0, 1000.0)}  # tried while it gets better, at that end
+_LOWER = (0.1, 0.01, 0.001)  # tried first where the loss rises, until one helps
 
 
 def rate_trials(
@@ -36,11 +37,12 @@ def rate_trials(
     cap: Cap | None = None,
     progress: Progress | None = None,
 ) -> dict[float, Trial]:
-    """Return runs at the learning rate × 0.1, 0.3, 3 and 10, and one beyond the better end.
+    """Return runs at the learning rate × 0.1, 0.3, 3 and 10, and some beyond the better end.
 
-    If these cost too much, only × 0.1 and 10 are tried. If layers hardly move, further runs use the
-    power of ten at which activations would move by a hundredth of their length, and then ten times
-    that, or a tenth of it, as long as the loss gets lower.
+    A run whose loss rises is first tried at × 0.1, 0.01 and 0.001: if one of them helps, it is the
+    last. If the runs cost too much, only × 0.1 and 10 are tried. If layers hardly move, further
+    runs use the power of ten at which activations would move by a hundredth of their length, and
+    then ten times that, or a tenth of it, as long as the loss gets lower.
 
     Args:
         setup: training setup.
@@ -66,28 +68,28 @@ def rate_trials(
     runs = _Runs(shorter, record, Cap() if cap is None else cap)
     try:
         with suppress(CapReached):
-            for factor in factors:
-                runs.end(factor)
-                if progress is not None:
-                    progress("learning rates", len(runs.losses) - 1, len(factors) + 1)
-            ends = {factor: runs.end(factor) for factor in sorted(runs.losses)}
-            best = min(ends, key=ends.__getitem__)
-            if best in _BEYOND:
-                runs.end(_BEYOND[best])
-            if (far := far_factor(record)) is not None:
-                _sweep(far, runs)
+            if not (runs.rises and any(runs.trial(factor).helps for factor in _LOWER)):
+                _around(factors, runs, progress)
+                if (far := far_factor(record)) is not None:
+                    _sweep(far, runs)
     except DoesNotApply:
         return {}
     if progress is not None:
         progress("learning rates", len(factors) + 1, len(factors) + 1)
-    without = runs.losses.pop(1.0)
-    return {
-        factor: replace(
-            compared(rate_name(factor), runs.losses[factor], without, shorter.steps),
-            constant=constant_loss(record),
-        )
-        for factor in sorted(runs.losses)
-    }
+    return {factor: runs.trial(factor) for factor in sorted(runs.losses) if factor != 1}
+
+
+def _around(factors: Sequence[float], runs: "_Runs", progress: Progress | None) -> None:
+    """Try these factors, and those beyond the end at which the loss is lowest."""
+    for done, factor in enumerate(factors):
+        runs.end(factor)
+        if progress is not None:
+            progress("learning rates", done + 1, len(factors) + 1)
+    best = min(sorted(runs.losses), key=runs.end)
+    for factor in _BEYOND.get(best, ()):
+        if not runs.end(factor) < runs.end(best):
+            break
+        best = factor
 
 
 class _Runs:
@@ -114,6 +116,19 @@ class _Runs:
             FIXES[rate_name(factor)].apply(fork)
             self.losses[factor] = losses_of(fork)
         return at_the_end(self.losses[factor], self._setup.steps)
+
+    def trial(self, factor: float) -> Trial:
+        """Return the trial of this factor; raises as `end` does."""
+        self.end(factor)
+        steps, name = self._setup.steps, rate_name(factor)
+        found = compared(name, self.losses[factor], self.losses[1.0], steps)
+        return replace(found, constant=constant_loss(self._record))
+
+    @property
+    def rises(self) -> bool:
+        """Whether the unchanged run ends above its first loss, and above a constant prediction."""
+        constant = constant_loss(self._record)
+        return self.end(1.0) > max(self.losses[1.0][0], -math.inf if constant is None else constant)
 
 
 def far_factor(record: Record) -> float | None:

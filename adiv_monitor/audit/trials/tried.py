@@ -15,6 +15,7 @@ from adiv_monitor.diagnosis.diagnose import CAUSES, explained
 from adiv_monitor.diagnosis.finding import (
     ELSE_A_NOTE,
     IF_A_FIX_HELPS,
+    LOWER_RATES,
     NO_STEPS,
     NO_TIME,
     STRENGTHS,
@@ -29,7 +30,6 @@ from adiv_monitor.diagnosis.record import Record
 
 FIRST = 3  # number of fixes of a finding that are tried
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
-_LOWER = frozenset(rate_name(factor) for factor in (0.01, 0.1, 0.3))
 _AS_GOOD = 0.1  # losses that differ by a smaller share count as equal
 
 NOT_AMONG_THE_FIRST = f"only the first {FIRST} fixes of each finding are tried"
@@ -189,10 +189,11 @@ def _judged(
     trials = [each.trial for each in advice if each.trial is not None]
     if finding.name not in WIRING:
         advice = _in_order(_with_rate(advice, record))
+    advice = [each for each in advice if each.fix != "reinitialise" or _ends_lower(each, record)]
     pays = any(trial.pays for trial in trials)
     if finding.name == "input-mean":  # else the learning rate explains the gain
         pays = any(trial.helps for trial in trials)
-    if finding.name == "uneven-rates" and advice[0].fix in _LOWER:
+    if finding.name == "uneven-rates" and advice and advice[0].fix in LOWER_RATES:
         pays = False  # the learning rate is too high for all layers
     strength = finding.strength
     if strength == "act" and trials and not pays and not certain:
@@ -202,6 +203,11 @@ def _judged(
     elif finding.name in ELSE_A_NOTE and (trials or _does_not_apply(advice)):
         strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
+
+
+def _ends_lower(again: Advice, record: Record) -> bool:
+    """Return whether an initialisation may be advised: not one tried in vain, nor if trained."""
+    return not record.trained and (again.trial is None or again.trial.pays)
 
 
 def _promotes(trial: Trial, name: str) -> bool:
@@ -220,7 +226,7 @@ def _does_not_apply(advice: Sequence[Advice]) -> bool:
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
     """Add a learning rate to the advice if a fix pays no more than that learning rate alone."""
     factor = best_rate(record.rates)
-    if factor == 1 or not record.rates[factor].pays:
+    if factor == 1 or not record.rates[factor].helps:
         return advice
     rate = FIXES[rate_name(factor)]
     if any(each.fix == rate.name for each in advice) or not any(map(_is_no_better, advice)):

@@ -60,7 +60,7 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
 
 def rate_zero(record: Record) -> Iterator[Finding]:
     """Find parameter groups whose learning rate is zero and stays zero."""
-    facts = record.found_by("rate-zero")
+    facts = [fact for fact in record.found_by("rate-zero") if not _rises(record, fact)]
     if facts:
         share = sum(fact.numbers["share"] for fact in facts)
         scheduled = any(fact.numbers["initial_lr"] > 0 for fact in facts)
@@ -83,6 +83,12 @@ def rate_zero(record: Record) -> Iterator[Finding]:
             0,
             RATES,
         )  # fmt: skip
+
+
+def _rises(record: Record, fact: Fact) -> bool:
+    """Return whether the group's learning rate is above 0 in some measured step: it warms up."""
+    group = int(fact.numbers.get("group", -1))
+    return any(any(report.learning_rates[group : group + 1]) for report in record.reports)
 
 
 def rounded_away(record: Record) -> Iterator[Finding]:

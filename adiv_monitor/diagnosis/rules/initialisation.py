@@ -40,9 +40,12 @@ FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
 
 
 def bad_initialisation(record: Record) -> Iterator[Finding]:
-    """Find weights that make signals grow or fade, units that begin alike, a high first loss."""
+    """Find weights that make signals grow or fade, units that begin alike, a high first loss.
+
+    Weights that were trained, or loaded, are no initialisation.
+    """
     evidence = (*_first_loss(record), *_gains(record), *_alike(record))
-    if not evidence:
+    if not evidence or record.trained:
         return
     layers = tuple(dict.fromkeys(e.layer for e in evidence if e.layer is not None))
     far = any(e.measure == "loss" and e.limit and e.value > FAR * e.limit for e in evidence)
@@ -170,7 +173,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
             (
                 _everywhere("add layer normalisation in front of all layers", "layer-norm"),
                 _everywhere("add batch normalisation in front of all layers", "batch-norm"),
-                _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise"),
+                *_again(record),
                 Advice(
                     "use ReLU-like activation functions instead of sigmoids, or add residual "
                     "connections"
@@ -230,7 +233,7 @@ def exploding(record: Record) -> Iterator[Finding]:
             "act" if ratio > FAR * EXPLODED and suffers(record) else "watch",
             _evidence(norms, first, ratio, EXPLODED),
             (
-                _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise"),
+                *_again(record),
                 _everywhere("add layer normalisation in front of all layers", "layer-norm"),
                 Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip"),
             ),
@@ -248,6 +251,11 @@ def _everywhere(text: str, fix: str) -> Advice:
     Gradients shrink or grow on their way through the other layers.
     """
     return Advice(text, fix, everywhere=True)
+
+
+def _again(record: Record) -> Iterator[Advice]:
+    if not record.trained:  # what was learnt would be lost
+        yield _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise")
 
 
 def gradient_ratios(record: Record) -> dict[int, float]:

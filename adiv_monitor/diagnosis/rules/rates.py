@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import median
+from dataclasses import replace
+from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import (
     FEWEST,
@@ -10,6 +11,7 @@ from adiv_monitor.diagnosis.course import (
     end,
     fell,
     is_long_enough,
+    noise,
     start,
     tells_nothing,
 )
@@ -21,15 +23,19 @@ from adiv_monitor.diagnosis.readings import (
     Typical,
     at_first,
     by_layer,
+    maps,
     named,
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import (
+    OVERDRIVEN,
+    STARVED,
     GroupRates,
     group_rates,
     optimizer_of,
     own_rates,
+    rates_per_layer,
     usual_factor,
 )
 
@@ -50,8 +56,8 @@ MOVES_TOO_FAR = 1.0
 MOVES_TOO_FAR_UNSEEN = 10.0  # limit if the losses are unknown, so that they may fall all the same
 # Typical ‖Δz‖ / ‖z‖ of a step in the layer that moves most. Healthy runs have 0.01 to 0.5.
 HARDLY_MOVES = 3e-3
-# update_ratio of a layer over the median layer's, at the first step. Healthy nets have 1/25 to 24.
-OVERDRIVEN, STARVED = 30.0, 50.0
+OVERSHOOTS = 10 * HEALTH["update_ratio"].healthy[1]
+LEAST_GAIN = 0.1  # rms of a weight's entries · √fan-in: below it, its outputs begin near zero
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 
@@ -65,6 +71,8 @@ def rate_too_high(record: Record) -> Iterator[Finding]:
 
 def rate_too_low(record: Record) -> Iterator[Finding]:
     """Find a learning rate so low that nothing is learned."""
+    if overshoot(record) is not None:
+        return
     if record.rates:
         yield from _too_low_by_trial(record)
     else:
@@ -131,20 +139,32 @@ def _higher(record: Record) -> tuple[float, Trial] | None:
 def _better(record: Record) -> tuple[float, Trial] | None:
     """Return the best learning rate factor and its trial, if it pays, else None.
 
-    It pays if the loss is lower by more than two standard errors, and by 2 %. There is none if the
-    loss need not fall.
+    It pays if the loss is lower by more than two standard errors, and by 2 %, and below that of a
+    constant prediction. Where that is not known, a higher rate must end below the first loss by two
+    standard errors. A lower rate need only be better than a run that ends above its first loss.
+    There is none if the loss need not fall.
     """
     if tells_nothing(record):
         return None
     trials = [
         (factor, trial)
         for factor, trial in record.rates.items()
-        if trial.steps >= FEWEST and math.isfinite(trial.loss)
+        if trial.steps >= FEWEST and math.isfinite(trial.loss) and _learns(record, factor, trial)
     ]
     if not trials:
         return None
     factor, trial = min(trials, key=lambda pair: pair[1].loss)
     return (factor, trial) if trial.pays else None
+
+
+def _learns(record: Record, factor: float, trial: Trial) -> bool:
+    first = record.losses[0] if record.losses else math.nan
+    if factor < 1 and trial.loss_without > first:
+        return True
+    if record.chance is not None:
+        return trial.loss < record.chance
+    error = 0.0 if math.isnan(trial.loss_error) else trial.loss_error
+    return factor < 1 or trial.loss + 2 * error < first
 
 
 def _too_high_by_trial(record: Record) -> Iterator[Finding]:
@@ -205,8 +225,45 @@ def _goes_on(record: Record) -> str:
     )
 
 
+def overshoot(record: Record) -> tuple[str, Typical] | None:
+    """Return the layer that moved furthest in a step after which the loss rose, and its move.
+
+    It counts at any measured step, though the layer may stand still later, if it is ten times
+    beyond the healthy range. A weight that begins at or near zero (the second factor of a low-rank
+    update, the end of a residual branch, a head) moves far relative to its output and is healthy.
+    """
+    found = {}
+    for report in record.reports:
+        if not _rises_after(record, report.step):
+            continue
+        for path in maps(replace(record, reports=(report,))):
+            reading, weight = report.layers[path], record.weights.get(path)
+            move = reading.update_ratio
+            is_small = weight is not None and weight.gain < LEAST_GAIN
+            if move is None or not math.isfinite(move) or is_small:
+                continue
+            error = reading.standard_error.get("update_ratio", 0.0)
+            found[path, report.step] = Typical(move, error, report.step)
+    (path, _), most = max(
+        found.items(), key=lambda pair: pair[1].value, default=(("", 0), Typical(0.0, 0.0))
+    )
+    return (path, most) if most.above(OVERSHOOTS) else None
+
+
+def _rises_after(record: Record, step: int) -> bool:
+    """Return whether the loss over the next eighth of the run is above that of the step."""
+    by_step = dict(zip(record.steps_of_losses, record.losses, strict=False))
+    after = [loss for s, loss in by_step.items() if s > step][: max(3, len(by_step) // 8)]
+    if step not in by_step or not after:
+        return False
+    here = by_step[step]
+    return not fmean(after) <= here + max(STILL * abs(here), noise(record) / math.sqrt(len(after)))
+
+
 def _too_high_by_measures(record: Record) -> Iterator[Finding]:
-    """Find steps that raise their batch's loss, or a first step that moves activations too far."""
+    """Find steps that raise their batch's loss, or that move activations too far."""
+    if tells_nothing(record):
+        return
     predicted = {r.step: r.descent for r in record.reports if r.descent is not None}
     steps = [s for s in record.realised if predicted.get(s, 0) > 0]
     risen = sum(not record.realised[s] <= 0 for s in steps)
@@ -215,22 +272,28 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
     limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
     far = moves > limit and not end(record) <= start(record) / 2
-    if not (often or far):
-        return
-    share = risen / len(steps) if steps else math.nan
-    yield _too_high(
-        record,
-        "act" if suffers(record) else "watch",
-        (
-            *((Evidence("steps that raise their batch's loss", share, 0.5),) if often else ()),
-            *((Evidence("update_ratio, median layer", moves, limit, step=0),)
-              if far else ()),
-        ),
-        f"{risen} of {len(steps)} measured steps raised the loss of their own batch."
-        if often else f"The first step moved the activations of the median layer by {moves:.3g} "
-        "times their length.",
-        0.1,
-    )  # fmt: skip
+    over = None if fell(record) else overshoot(record)
+    evidence = []
+    if over is not None:
+        path, move = over
+        evidence.append(Evidence("update_ratio", move.value, OVERSHOOTS, path, move.since))
+        said = (
+            f"Step {move.since} moved the activations of {named(record, path)} by {move.value:.3g} "
+            "times their length, and the loss rose after it."
+        )
+    if far:
+        evidence.append(Evidence("update_ratio, median layer", moves, limit, step=0))
+        said = (
+            f"The first step moved the activations of the median layer by {moves:.3g} times their "
+            "length."
+        )
+    if often:
+        share = risen / len(steps)
+        evidence.insert(0, Evidence("steps that raise their batch's loss", share, 0.5))
+        said = f"{risen} of {len(steps)} measured steps raised the loss of their own batch."
+    if evidence:
+        strength: Strength = "act" if suffers(record) else "watch"
+        yield _too_high(record, strength, tuple(evidence), said, 0.1)
 
 
 def _too_high(
@@ -271,7 +334,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
         "note": SHARE_OF_FALL_TOO_LOW_NOTE,
     }
     strength = next((name for name, limit in limits.items() if share < limit), None)
-    if strength == "act" and not (_moves_little(record) and _beats_chance(record, trial)):
+    if strength == "act" and not _moves_little(record):
         strength = "watch"  # a run that is slow at first only looks like that, too
     if strength is not None:
         short = " So short a run favours high learning rates: compare them in a longer one."
@@ -290,10 +353,6 @@ def _moves_little(record: Record) -> bool:
         not moves
         or median(move.value for move in moves.values()) < HEALTH["update_ratio"].healthy[0]
     )
-
-
-def _beats_chance(record: Record, trial: Trial) -> bool:
-    return record.chance is None or trial.loss < record.chance
 
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
@@ -365,18 +424,14 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     layers = worst_first(off)
     ratios = _moving(at_first(record, "update_ratio")[0])
     middle = median(t.value for t in ratios.values())
-    rates = at_first(record, "effective_lr")[0]
     starved = all(ratios[p].value < middle for p in layers)
     groups = _at_fault(group_rates(record, layers), record, ratios, layers)
     yield Finding(
         "uneven-rates",
         layers,
         strength,
-        (
-            *(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
+        tuple(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
               for p in layers[:3]),
-            *(Evidence("effective_lr", rates[p].value, None, p) for p in layers[:3] if p in rates),
-        ),
         tuple(_evened(record, layers, groups)),
         f"In one step, the activations of {', '.join(named(record, p) for p in layers[:3])} "
         f"{'hardly move' if starved else 'move unlike those of the other layers'}: "
@@ -402,7 +457,8 @@ def _evened(record: Record, layers: Sequence[str], groups: GroupRates | None) ->
             "group-rate",
         )
         return
-    yield Advice(own_rates(record, layers), "rate-per-layer")
+    if rates_per_layer(record, layers):
+        yield Advice(own_rates(record, layers), "rate-per-layer")
     if optimizer_of(record) not in SCALE_FREE:
         text = "use AdamW with learning rate 0.001: it scales each parameter's step"
         yield Advice(text, "adamw")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.diagnosis.readings import at_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 from adiv_monitor.report.wording import listed
@@ -16,6 +18,9 @@ USUAL = 0.9  # momentum, and Adam's β₁
 SAID = 6  # most layers whose learning rates an advice lists
 MOVES = 0.01  # move of activations, relative to their length, in a step of a model that learns
 AT_MOST = 100.0  # largest factor on a layer's learning rate
+LEAST, MOST = 0.7, 1.4  # factors between them change nothing that can be told
+# update_ratio of a layer over the median layer's, at the first step. Healthy nets have 1/25 to 24.
+OVERDRIVEN, STARVED = 30.0, 50.0
 
 
 def less_momentum(momentum: float) -> float:
@@ -50,27 +55,35 @@ def usual_factor(moves: Iterable[float]) -> float | None:
 
 
 def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:
-    """Return factors on layers' learning rates that even out `update_ratio`: median(u) / u_l.
+    """Return factors on the learning rates of layers that move unlike the median layer.
 
-    Not `effective_lr`: where gradients vanish on the way down, it is largest in the lowest layers,
-    which hardly move.
+    A factor is limit / u, with a layer's largest `update_ratio` u of the first two measured steps:
+    below 1 where it moves too far, above 1 where it stands still. The limit is the nearest value
+    that is healthy and on this side of the median. Not by `effective_lr`: where gradients vanish on
+    the way down, it is largest in the lowest layers, which hardly move.
 
     Args:
         record: The record of the run.
         layers: The layers to include; empty: all.
 
     Returns:
-        Layer → factor, 0.01 to 100; empty if fewer than two layers move.
+        Layer → factor, 0.01 to 100, for the layers outside of the limits; none from 0.7 to 1.4.
     """
-    speeds = _speeds(record)
-    if len(speeds) < 2:
+    steps = [{path: t.value for path, t in step.items() if t.value > 0}
+             for step in at_first(record, "update_ratio")]  # fmt: skip
+    if not any(steps):
         return {}
-    middle = median(speeds.values())
-    return {
-        path: min(max(middle / speed, 1 / AT_MOST), AT_MOST)
-        for path, speed in speeds.items()
-        if not layers or path in layers
-    }
+    middle = median(steps[0].values() or [math.nan])
+    low, high = HEALTH["update_ratio"].healthy
+    found = {}
+    for path in layers or steps[0]:
+        move = max((step[path] for step in steps if path in step), default=middle)
+        if move > middle * OVERDRIVEN:
+            found[path] = max(min(high, middle * OVERDRIVEN), middle) / move
+        elif move < middle / STARVED:
+            found[path] = min(max(low, middle / STARVED), middle) / move
+    factors = {path: min(max(f, 1 / AT_MOST), AT_MOST) for path, f in found.items()}
+    return {path: f for path, f in factors.items() if not LEAST <= f <= MOST}
 
 
 class GroupRates(NamedTuple):
@@ -127,18 +140,6 @@ def own_rates(record: Record, layers: Sequence[str]) -> str:
     """Return advice with the factors of `rates_per_layer`."""
     factors = rates_per_layer(record, layers)
     said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
-    more = f" and {len(said) - SAID} more, each by the ratio of the median layer's speed to its own"
+    more = f" and {len(said) - SAID} more, each by the ratio of its limit to its move"
     shown = ", ".join(said[:SAID]) + more * (len(said) > SAID)
     return "give these layers their own learning rates" + (f": {shown}" if said else "")
-
-
-def _speeds(record: Record) -> dict[str, float]:
-    """Return each layer's median `update_ratio` over the measured steps, if it is positive."""
-    seen: dict[str, list[float]] = {}
-    for report in record.reports:
-        for path, reading in report.layers.items():
-            value = reading.update_ratio
-            if value is not None and math.isfinite(value):
-                seen.setdefault(path, []).append(value)
-    middles = {path: median(values) for path, values in seen.items()}
-    return {path: value for path, value in middles.items() if value > 0}

@@ -10,7 +10,7 @@ from adiv_monitor.audit.seen.changed_inputs import ChangedInputs, still
 from adiv_monitor.audit.seen.flat import ends_of_function
 from adiv_monitor.audit.seen.graph import nodes_of
 from adiv_monitor.audit.training.samples import first
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 SAMPLES = 12  # most samples of a batch
@@ -23,9 +23,24 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     """Report lost results of activation functions, and a model of several maps that is affine."""
     facts = lost(setup.fork())
     layers = maps_that_run(setup.fork())
-    if len(layers) > 1 and is_affine(still(setup.fork()), first(setup.batches[0], SAMPLES)):
+    fork = switched_on(still(setup.fork()))
+    if len(layers) > 1 and is_affine(fork, first(setup.batches[0], SAMPLES)):
         facts.append(Fact("", {"layers": float(len(layers))}, {"by": "affine"}))
     return Probed(tuple(facts))
+
+
+@torch.no_grad()
+def switched_on(fork: Fork) -> Fork:
+    """Move gains, biases and weights that are zero, so that no branch is multiplied by next to 0.
+
+    Residual branches may begin so (ReZero, LayerScale, a last layer of zeros). An affine model
+    stays affine whatever its weights are.
+    """
+    with seeded(fork.seed):
+        for p in fork.model.parameters():
+            if p.is_floating_point() and (p.ndim < 2 or p.squeeze().ndim < 2 or not p.any()):
+                p.add_(torch.randn_like(p), alpha=0.3)
+    return fork
 
 
 def lost(fork: Fork) -> list[Fact]:

@@ -13,7 +13,7 @@ from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import group_rates, rates_per_layer
 
-FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
+FACTORS = (0.001, 0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
 FAR_FACTORS = tuple(10.0**n for n in range(2, 10))  # for layers that hardly move
 
 
@@ -61,7 +61,7 @@ def _per_layer(fork: Fork, layers: Sequence[str], record: Record | None) -> None
     """Scale the learning rates as `remedies.rates_per_layer` recommends."""
     wanted = {} if record is None else rates_per_layer(record, layers)
     if not wanted:
-        raise DoesNotApply("the speeds of fewer than two layers are known")
+        raise DoesNotApply("no layer is known to move unlike the others")
     factors: dict[int, float] = {}
     for path, module in named_modules(fork.model):
         if path in wanted:
