@@ -55,9 +55,11 @@ class Capture:
         pieces: the pieces of parameters that are known from earlier steps.
 
     Attributes:
+        selection: the parameters to watch.
         layers: the layers found so far.
         rows: the rows of the watched layers, by path.
         unreached: by path of a layer without a gradient, why it has none.
+        removed: parameters that got a gradient in the backward pass, and have none any more.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Capture:
     ) -> None:
         self.attention = context.attention
         self.unreached: dict[str, str] = {}
+        self.removed: list[nn.Parameter] = []
         self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
-        self._selection = selection
+        self.selection = selection
         self._without_gradient: set[int] | None = None
         self._frozen = set[int]()
         is_watched = plan is None or bool(plan.watched)
@@ -100,7 +103,7 @@ class Capture:
     def detach(self) -> None:
         """Remove every hook; hooks in graphs that are already built become inactive."""
         if self._without_gradient is None:  # `.grad` may be reset to None later
-            parameters = self._selection.parameters
+            parameters = self.selection.parameters
             self._without_gradient = {id(p) for p in parameters if p.grad is None}
             self._frozen = {id(p) for p in parameters if not p.requires_grad}
         call_all(
@@ -120,7 +123,7 @@ class Capture:
 
         These are the first one that ran in this step, and those that did not run.
         """
-        owners, ran = self._selection.owners, self._watching.record.calls
+        owners, ran = self.selection.owners, self._watching.record.calls
         held = set(owners)
         first = next((module for module in ran if module in held), None)
         return [module for module in owners if module is first or module not in ran]
@@ -131,6 +134,7 @@ class Capture:
         Afterwards `unreached` names the others.
         """
         self.unreached.clear()
+        self.removed.clear()
         self._cut.clear()
         reached: dict[Layer, list[Call]] = {}
         others: list[tuple[Layer, bool]] = []
@@ -141,7 +145,10 @@ class Capture:
                 continue
             calls = rows.finish()
             lead = layer.parameters[0]  # looked at first: it has a gradient nearly always
-            if calls and is_alone and lead.grad is None and _has_none(layer):
+            is_removed = bool(calls) and lead.grad is None and _has_none(layer)
+            if is_removed:
+                self.removed += layer.parameters
+            if is_removed and is_alone:
                 self.unreached[layer.path] = _REMOVED
                 rows.release()
             elif calls:
@@ -155,7 +162,7 @@ class Capture:
             else:
                 self.unreached[layer.path] = _why_unreached(layer)
         shared = self.layers.shared(reached, self._without_rule.unmeasured)
-        captured, knows_own = self._gathering.captured, self._selection.peers is None
+        captured, knows_own = self._gathering.captured, self.selection.peers is None
         found: dict[Layer, CapturedLayer] = {}
         for layer, calls in reached.items():
             is_shared = layer.path in shared
@@ -165,6 +172,25 @@ class Capture:
                 self.layers.failed(layer.path, error)
         return found
 
+    def cut_off(self) -> list[nn.Parameter] | None:
+        """Return the parameters that are cut off from the loss; None: not known in this step.
+
+        No gradient reached them, although their modules ran before a layer with a gradient whose
+        input carries none. Call this after `finish`.
+        """
+        if self.plan is not None:
+            return None
+        held: dict[nn.Module, list[nn.Parameter]] = defaultdict(list)
+        for key, places in self.selection.places.items():
+            for place in places:
+                held[place.module].append(self.selection.held[key])
+        removed = set(map(id, self.removed))
+        reached = {
+            module: any(p.grad is not None or id(p) in removed for p in several)
+            for module, several in held.items()
+        }
+        return [p for module in self.forwards.runs.cut_off(reached) for p in held[module]]
+
     def _trains(self, parameter: nn.Parameter) -> bool:
         """Return whether an unmeasured use of the parameter received a gradient."""
         return self._without_rule.why(id(parameter)) is not None
@@ -173,8 +199,8 @@ class Capture:
         """Pass the recorded uses to the trace for later steps. Call this after `detach`."""
         held = {id(p) for layer in self.layers.found.values() for p in layer.parameters}
         without = self._without_gradient or set()
-        unseen = set(map(id, self._selection.due_parameters)) - held - without
-        trace.learn(self._selection, self.plan, self._watching.record, unseen)
+        unseen = set(map(id, self.selection.due_parameters)) - held - without
+        trace.learn(self.selection, self.plan, self._watching.record, unseen)
 
     def notes(self) -> list[str]:
         """Return notes for the report about uses of parameters that are measured only partly."""
@@ -188,10 +214,10 @@ class Capture:
             )
         partly = defaultdict(list)
         unmeasured = self._without_rule.unmeasured
-        for parameter in self._selection.due_parameters if unmeasured else ():
+        for parameter in self.selection.due_parameters if unmeasured else ():
             why = self._without_rule.why(id(parameter))
             if why is not None and self.layers.of_parts(parameter):
-                partly[why].append(self._selection.names[id(parameter)])
+                partly[why].append(self.selection.names[id(parameter)])
         for why, names in partly.items():
             notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
         if self.attention is not None and self.attention.saw_none():
@@ -205,9 +231,9 @@ class Capture:
     def why_unmeasured(self, parameter: nn.Parameter) -> str:
         """Return the reason why a parameter, or a part of it, belongs to no layer."""
         key = id(parameter)
-        place = self._selection.places[key][0]
+        place = self.selection.places[key][0]
         kind = type(place.module)
-        rule = self._selection.rules.get(place.module)
+        rule = self.selection.rules.get(place.module)
         if key in (self._without_gradient or ()):
             return "no gradient reached it in this step"
         if key in self._frozen:

@@ -30,6 +30,7 @@ from adiv_monitor.capture.hook import (
     trains,
 )
 from adiv_monitor.capture.room import FRAMES, Room
+from adiv_monitor.capture.runs import Runs
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.capture.weights.shards import gives_back
@@ -187,6 +188,7 @@ class Forwards:
 
     Attributes:
         strangers: the classes of modules with copied hooks that ran in place of these modules.
+        runs: the runs of these modules, if all of them have hooks (without a plan).
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class Forwards:
         repeated: bool = False,
     ) -> None:
         self.strangers: set[type[nn.Module]] = set()
+        self.runs = Runs()
         self._renew = renew
         self._guard = guard
         self._repeated = repeated
@@ -388,6 +391,10 @@ class Forwards:
             return
         if running.forwards and _is_over(running.forwards, module):
             self._unwind()
+        if self._plan is None and self._is_watching:
+            with torch._C.DisableTorchFunction():
+                around = {f.module: (*f.args, *f.kwargs.values()) for f in running.forwards}
+                self.runs.begins(module, (*args, *kwargs.values()), around)
         begins = not running.forwards
         if begins and (not self._may_begin(args) or self._hands_over(module, args, kwargs)):
             return

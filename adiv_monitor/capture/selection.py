@@ -1,6 +1,6 @@
 """Selects the layers and parameters to measure, with reasons for those that are not measured."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -223,6 +223,13 @@ class Selection:
         """The trained parameters that are due in this step."""
         return [p for p in self.trained if self.due is None or id(p) in self.due]
 
+    def by_module(self, parameters: Iterable[Tensor]) -> dict[str, int]:
+        """Return the numbers of elements of parameters to measure, by the paths of their modules."""
+        found = Counter[str]()
+        for p in dict.fromkeys(parameters):
+            found[self.places[id(p)][0].home[0]] += elements(p)
+        return dict(found)
+
     def accountable(self, layers: Iterable[Layer]) -> "Selection":
         """Return a selection whose due parameters are those that the report accounts for.
 
@@ -275,7 +282,7 @@ class Selection:
     @cached_property
     def elements(self) -> int:
         """The number of elements of all trained parameters that are due in this step."""
-        return sum(map(_elements, self._trained_now))
+        return sum(map(elements, self._trained_now))
 
     def coverage(self, missing: Mapping[int, int]) -> float:
         """Return the share of the trained elements that lie in the measured layers, 0 to 1.
@@ -297,7 +304,7 @@ class Selection:
             key = id(p)
             if key in pieces and pieces[key][0].view is None:  # the whole parameter
                 continue
-            count = _elements(p) - covered(p, pieces[key])
+            count = elements(p) - covered(p, pieces[key])
             if count or is_lazy(p):
                 found[key] = count
         return found
@@ -365,6 +372,16 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Return an iterator over the model's trainable parameters, each once."""
     held = held_in_place_of(model)
     return (held.get(id(p), p) for p in model.parameters() if p.requires_grad)
+
+
+def paths_of_parameters(model: nn.Module) -> dict[int, str]:
+    """Return by id of each parameter the path of the first module that holds it."""
+    sharded, found = held_in_place_of(model), dict[int, str]()
+    for path, module in named_modules(model):
+        for name, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(id(sharded.get(id(p), p)), Place(path, module, name).home[0])
+    return found
 
 
 def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
@@ -515,7 +532,8 @@ def listed(paths: Sequence[str]) -> str:
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
-def _elements(parameter: Tensor) -> int:
+def elements(parameter: Tensor) -> int:
+    """Return the number of elements of a parameter; 0 if it is lazy."""
     return 0 if is_lazy(parameter) else parameter.numel()
 
 

@@ -53,6 +53,7 @@ from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import NO_RATES, learning_rates
+from adiv_monitor.step.whole_model import WholeModel
 
 # After this many steps of other optimizers, without one of its own, the followed one is replaced.
 _OTHERS = 3
@@ -214,6 +215,7 @@ class StepController:
             generator=self._generator,
             realised=realised,
             agree=self._agree,
+            whole=WholeModel(self._followed.model, self._followed.trained, self._history),
         )
         others = Others(
             self._followed.optimizer, selection.parameters, self._awaits_step, self._failures.safely

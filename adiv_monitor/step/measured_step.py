@@ -34,6 +34,7 @@ from adiv_monitor.step.rows_across_ranks import NOT_ALIKE
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
+from adiv_monitor.step.whole_model import WholeModel
 
 _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step "
@@ -53,6 +54,7 @@ class MeasuredStep:
         generator: the monitor's own random numbers.
         realised: measures the realised move, if requested.
         agree: asks the other ranks whether all of them reach a point of the step.
+        whole: follows the whole model.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class MeasuredStep:
         generator: np.random.Generator,
         realised: Realised | None,
         agree: Agree,
+        whole: WholeModel,
     ) -> None:
         self._capture = capture
         # When the gradient is final: whether there is one rank, and whether a step follows.
@@ -72,6 +75,7 @@ class MeasuredStep:
             None if capture.attention is None else AttentionStep(capture.attention, generator)
         )
         self._realised = realised
+        self._whole = whole
         self._unreached: dict[str, str] = {}
         self._refused: set[str] = set()  # paths of layers that had rows, but were refused
         self.discarded = False  # whether the step can't be measured
@@ -107,6 +111,7 @@ class MeasuredStep:
         if self._realised is not None and steps:
             self._realised.step_begins()
         reached = self._capture.finish()
+        self._whole.gradient_is_final(self._capture, self._flags)
         self._unreached |= self._capture.unreached
         try:
             # Of all due parameters: the layers that were reached differ between ranks.
@@ -242,6 +247,7 @@ class MeasuredStep:
             notes=[*self._capture_notes(), *self._notes],
             keeps_gradient=steps is not None and steps.has_copies,
         )
+        self._whole.describe(part, found.flags)
         part.rows_lost |= self._refused
         learn(self._history, part)
         attention = self._capture.attention

@@ -29,12 +29,10 @@ from adiv_monitor.step.gradient_check import (
     speaks_against,
 )
 from adiv_monitor.step.merge_rows import in_units
-from adiv_monitor.step.rank_contribution import Facts, RankContribution
+from adiv_monitor.step.rank_contribution import Facts, RankContribution, was_zeroed
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.weight_versions import reaches_all, resolved
 
-# A smaller factor from the gradient after the backward pass to the final one shows no scaling.
-_ZEROED = 1e-20
 # Reasons that say that γ is not the gradient of the loss; with the others it is, or may be.
 _NOT_THE_LOSSES = ("weighed", "edited", "earlier", "apart")
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
@@ -199,11 +197,7 @@ def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
 
 
 def _without_gradient(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
-    paths = [
-        path
-        for path, layer in layers.items()
-        if layer.dots.gamma_gamma == 0 and factor_of(layer) < _ZEROED
-    ]
+    paths = [path for path, layer in layers.items() if was_zeroed(layer)]
     if not paths:
         return []
     return [f"The gradient of {listed(paths)} was set to zero after the backward pass."]

@@ -8,7 +8,7 @@ import numpy as np
 
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
+from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, factor_of, of_rows
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.parameter_steps import PieceNumbers
 from adiv_monitor.step.run_history import RunHistory
@@ -16,6 +16,8 @@ from adiv_monitor.step.transfer import StepSums
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
 RULE_TOLERANCE = 0.05
+# A smaller factor from the gradient after the backward pass to the final one shows no scaling.
+_ZEROED = 1e-20
 
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
 _MOVED = (
@@ -151,6 +153,13 @@ def learn(history: RunHistory, part: RankContribution) -> None:
             gradient_changed=part.facts.gradient_changed,
             weights_changed=part.facts.weights_changed,
         )
+
+
+def was_zeroed(layer: LayerSums[Array]) -> bool:
+    """Return whether the gradient was set to zero after the backward pass."""
+    then = layer.evidence.then
+    was_there = factor_of(layer) < _ZEROED or (then is not None and bool(then.any()))
+    return layer.dots.gamma_gamma == 0 and was_there
 
 
 def _has_idle_rows(layer: LayerSums[Array]) -> bool:

@@ -2,8 +2,24 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ref
 
 from torch import Tensor
+
+
+class Unheld(NamedTuple):
+    """A parameter with a gradient that the optimizer does not hold.
+
+    Attributes:
+        parameter: the parameter.
+        version: its version as the step began.
+        norm: norm of some of its entries then.
+    """
+
+    parameter: ref[Tensor]
+    version: int
+    norm: float
 
 
 @dataclass
@@ -20,6 +36,8 @@ class RunHistory:
         seen: layers that were measured, or found to be unmeasurable.
         copies: on a CPU, the copies of the last step, whose memory the next step uses again: each
             page of new memory costs a fault, more than the copy itself.
+        cut_off: ids of the parameters that were cut off from the loss when that was last known.
+        unheld: by id, the parameters of the last step that the optimizer does not hold.
     """
 
     gradient_changes: bool = True
@@ -30,6 +48,8 @@ class RunHistory:
     idle: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     copies: list[Tensor] = field(default_factory=list)
+    cut_off: set[int] = field(default_factory=set)
+    unheld: dict[int, Unheld] = field(default_factory=dict)
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
         """Record the changes seen; each is expected from then on, even if seen only once."""

@@ -27,6 +27,8 @@ class Flags(Generic[T]):
         moved: nonzero if the optimizer moved the weights before the gradient was computed.
         loss_change: realised change of the loss.
         loss_changes: realised change of every sample's loss.
+        unheld: norms of some entries of each parameter with a gradient that the optimizer does not
+            hold.
     """
 
     gradient_scale: T | None = None
@@ -36,6 +38,7 @@ class Flags(Generic[T]):
     moved: T | None = None
     loss_change: T | None = None
     loss_changes: T | None = None
+    unheld: tuple[T, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

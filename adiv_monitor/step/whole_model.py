@@ -1,0 +1,105 @@
+"""What a measured step shows about the whole model: what its optimizer does not train, and why."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.entries import sampled_entries
+from adiv_monitor.capture.selection import elements, paths_of_parameters, trainable
+from adiv_monitor.capture.weights.shards import is_shard, part_of
+from adiv_monitor.maths.sums import Array
+from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.step.rank_contribution import RankContribution, was_zeroed
+from adiv_monitor.step.run_history import RunHistory, Unheld
+from adiv_monitor.step.transfer import Flags
+
+
+class WholeModel:
+    """The parts of a model that a measured step does not train.
+
+    Args:
+        model: the model.
+        trained: returns the parameters that the optimizer holds.
+        history: the run history; what this step shows is recorded there.
+    """
+
+    def __init__(
+        self, model: nn.Module, trained: Callable[[], Iterable[Tensor]], history: RunHistory
+    ) -> None:
+        self._model = model
+        self._trained = trained
+        self._history = history
+        self._capture: Capture | None = None
+        self._cut_off: dict[str, int] = {}
+        self._trainable = 0
+        self._unheld: list[nn.Parameter] = []  # those with a gradient
+        self._versions: list[int] = []
+
+    def gradient_is_final(self, capture: Capture, flags: Flags[Tensor]) -> None:
+        """Read the model as the optimizer's step begins; add numbers for the host to `flags`.
+
+        Args:
+            capture: the capture of this step, which is finished.
+            flags: the numbers of the step.
+        """
+        self._capture = capture
+        self._find_cut_off(capture)
+        held = set(map(id, self._trained()))
+        every = list(trainable(self._model))
+        self._trainable = sum(map(elements, every))
+        self._unheld = [p for p in every if p.grad is not None and id(p) not in held]
+        self._versions = [*map(version, self._unheld)]
+        plain = [part_of(p) for p in self._unheld if is_shard(p) or type(p.data) is Tensor]
+        if len(plain) == len(self._unheld) > 0:  # writes through .data change no version
+            flags.unheld = tuple(torch._foreach_norm([*map(sampled_entries, plain)]))
+
+    def _find_cut_off(self, capture: Capture) -> None:
+        found = capture.cut_off()
+        if found is not None:
+            self._history.cut_off = set(map(id, found))
+        self._cut_off = capture.selection.by_module(
+            p
+            for p in capture.selection.parameters
+            if id(p) in self._history.cut_off and p.requires_grad and p.grad is None
+        )
+
+    def describe(self, part: RankContribution, flags: Flags[Array]) -> None:
+        """Fill in what this step showed, and record it in the run history.
+
+        Args:
+            part: the contribution of this rank.
+            flags: the numbers of the step on the host.
+        """
+        if self._capture is None:  # the gradient was never final
+            return
+        found = self._capture.layers.found
+        zeroed = [found[path] for path, layer in part.layers.items() if was_zeroed(layer)]
+        removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
+        part.report = replace(
+            part.report,
+            trainable=self._trainable,
+            not_held=self._not_held(flags.unheld),
+            cut_off=self._cut_off,
+            removed=self._capture.selection.by_module(removed),
+        )
+
+    def _not_held(self, norms: tuple[Array, ...]) -> dict[str, int]:
+        before, now = self._history.unheld, dict[int, Unheld]()
+        still = []
+        for i, (parameter, number) in enumerate(zip(self._unheld, self._versions, strict=True)):
+            norm = float(norms[i]) if norms else 0.0
+            seen = now[id(parameter)] = Unheld(weakref.ref(parameter), number, norm)
+            if before.get(id(parameter)) == seen:
+                still.append(parameter)
+        self._history.unheld = now
+        self._unheld = []
+        paths = paths_of_parameters(self._model) if still else {}
+        found = Counter[str]()
+        for parameter in still:
+            found[paths[id(parameter)]] += elements(parameter)
+        return dict(found)

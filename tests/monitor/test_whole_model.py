@@ -1,0 +1,275 @@
+"""What a report says about the whole model: what its optimizer does not train, and why."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor import Monitor, StepReport
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+SIZES = {"0": 35, "2": 24, "4": 15}
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss of a plain forward pass."""
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+def train(
+    model: nn.Module,
+    trained: Iterable[nn.Parameter],
+    loss: Loss = squares,
+    *,
+    steps: int = 3,
+    between: Callable[[int, torch.optim.Optimizer], object] = lambda step, optimizer: None,
+    after: Callable[[int], object] = lambda step: None,
+    watched: bool = True,
+    rate: float = 0.05,
+    **options: Any,
+) -> list[StepReport]:
+    """Train and return the reports.
+
+    Args:
+        model: the model.
+        trained: the parameters of the optimizer.
+        loss: computes the loss of a batch.
+        steps: the number of steps.
+        between: called between the backward pass and the optimizer's step.
+        after: called after each step.
+        watched: whether a monitor is attached.
+        rate: the learning rate.
+        options: those of the monitor.
+    """
+    optimizer = torch.optim.SGD(trained, lr=rate)
+    options = {"every_n_steps": 1, "on_error": "raise", **options}
+    monitor = Monitor(model, optimizer, **options)
+    chance = torch.Generator().manual_seed(1)
+    with monitor if watched else nullcontext():
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(model, torch.randn(7, 6, generator=chance)).backward()
+            between(step, optimizer)
+            optimizer.step()
+            after(step)
+    return list(monitor.reports)
+
+
+def of_head(model: nn.Module) -> Iterator[nn.Parameter]:
+    return model.get_submodule("4").parameters()
+
+
+# --- trainable and not_held ----------------------------------------------------------------------
+
+
+def test_trainable_parameters_of_the_whole_model_are_counted() -> None:
+    model = network()
+    model[0].bias.requires_grad_(False)
+    assert [r.trainable for r in train(model, of_head(model))] == [69, 69, 69]
+
+
+def test_parameters_are_counted_as_they_are_unfrozen() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    reports = train(
+        model, model.parameters(), after=lambda step: model[0].requires_grad_(step >= 1)
+    )
+    assert [r.trainable for r in reports] == [39, 39, 74]
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": ["4"]}, {"layers_per_step": 1}])
+def test_parameters_that_the_optimizer_does_not_hold_are_told(options: dict[str, Any]) -> None:
+    model = network()
+    first, *later = train(model, of_head(model), **options)
+    assert first.not_held == {}
+    assert [r.not_held for r in later] == [{"0": 35, "2": 24}] * 2
+    assert StepReport.from_dict(later[0].to_dict(quantiles=True)) == later[0]
+
+
+def _by_optimizer(parameters: list[nn.Parameter]) -> None:
+    torch.optim.SGD(parameters, lr=0.1).step()
+
+
+def _through_data(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("change", [_by_optimizer, _through_data])
+def test_what_something_else_changes_is_not_told(
+    change: Callable[[list[nn.Parameter]], None],
+) -> None:
+    model = network()
+    others = [*model[0].parameters()]
+    reports = train(model, of_head(model), after=lambda step: change(others))
+    assert [r.not_held for r in reports] == [{}, {"2": 24}, {"2": 24}]
+
+
+def test_what_has_no_gradient_or_is_frozen_is_not_told() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    reports = train(model, of_head(model), lambda m, x: squares(m[4], m[:4](x).detach()))
+    assert [r.not_held for r in reports] == [{}] * 3
+
+
+# --- removed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_removed_before_the_step_are_told(to_none: bool) -> None:
+    model = network()
+
+    def between(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step != 1:
+            optimizer.zero_grad(set_to_none=to_none)
+
+    reports = train(model, model.parameters(), between=between)
+    assert [r.removed for r in reports] == [SIZES, {}, SIZES]
+    assert [r.cut_off for r in reports] == [{}] * 3
+
+
+def test_a_gradient_that_is_zero_was_not_removed() -> None:
+    model = network()
+    reports = train(model, model.parameters(), lambda m, x: squares(m, 0 * x) * 0)
+    assert [r.removed for r in reports] == [{}] * 3
+
+
+def test_gradients_of_some_layers_are_removed() -> None:
+    model = network()
+
+    def between(step: int, optimizer: torch.optim.Optimizer) -> None:
+        for p in model[2].parameters():
+            p.grad = None
+
+    reports = train(model, model.parameters(), between=between, layers_per_step=2)
+    assert [r.removed for r in reports] == [{"2": 24}, {}, {"2": 24}]
+
+
+# --- cut_off -------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """A trunk and a head, with a layer beside the head that nothing uses.
+
+    Args:
+        way: how the trunk's output gets to the head.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.trunk = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.beside = nn.Linear(4, 2)
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.idle = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad() if self.way == "no_grad" else nullcontext():
+            h = self.trunk(x / 2)
+        if self.way == "beside":
+            self.beside(h)
+        result: Tensor = self.head(h.detach() if self.way == "detach" else h)
+        return result
+
+
+def in_parts(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss of a trunk that runs by itself, without gradients."""
+    with torch.no_grad():
+        h = model.get_submodule("trunk")(x)
+    return squares(model.get_submodule("head"), h)
+
+
+TRUNK = {"trunk.0": 35, "trunk.2": 24}
+
+
+@pytest.mark.parametrize("options", [{}, {"layers_per_step": 2}, {"attention": True}])
+@pytest.mark.parametrize(
+    ("way", "loss"), [("no_grad", squares), ("detach", squares), ("", in_parts)]
+)
+def test_what_is_cut_off_from_the_loss_is_told(
+    way: str, loss: Loss, options: dict[str, Any]
+) -> None:
+    model = Two(way)
+    reports = train(model, model.parameters(), loss, steps=4, **options)
+    assert [r.cut_off for r in reports] == [TRUNK] * 4
+
+
+def test_what_gets_gradients_again_is_not_told() -> None:
+    model = Two("detach")
+
+    def attach(step: int) -> None:
+        model.way = "" if step in (1, 2) else "detach"
+
+    reports = train(model, model.parameters(), steps=5, after=attach)
+    assert [bool(r.cut_off) for r in reports] == [True, True, False, False, True]
+
+
+def frozen(model: nn.Module) -> None:
+    model.get_submodule("trunk").requires_grad_(False)
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def evaluated(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss, after an evaluation of the same model."""
+    with torch.no_grad():
+        model(x)
+    return squares(model, x)
+
+
+class Towers(nn.Module):
+    """Two towers for two parts of the input, the first of which has an unused head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unused, self.second = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(3, 4)
+        self.bystander = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bystander(x)  # its input was there before it, and is all that the towers get
+        a = self.first(x[:, :3])
+        self.unused(a)
+        result: Tensor = (a * self.second(x[:, 3:])).sum(1)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "loss"),
+    [
+        (lambda: Two(""), nothing, squares),
+        (lambda: Two("beside"), nothing, squares),
+        (lambda: Two("beside"), nothing, evaluated),
+        (lambda: Two("detach"), frozen, squares),
+        (lambda: Two("no_grad"), frozen, squares),
+        (Towers, nothing, squares),
+        (Towers, nothing, evaluated),
+    ],
+)
+def test_what_is_unused_or_frozen_is_not_cut_off(
+    model: Callable[[], nn.Module], change: Callable[[nn.Module], None], loss: Loss
+) -> None:
+    made = model()
+    change(made)
+    reports = train(made, made.parameters(), loss)
+    assert [r.cut_off for r in reports] == [{}] * 3
+
+
+def test_parameters_that_the_optimizer_does_not_hold_are_not_cut_off() -> None:
+    model = Two("detach")
+    reports = train(model, model.head.parameters())
+    assert [r.cut_off for r in reports] == [{}] * 3
