@@ -203,7 +203,7 @@ class Monitor:
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._hooks: list[Hook] = []  # on the optimizer
         self._selected: tuple[object, Selection] | None = None  # of which structure
-        self.step = 0
+        self.step = self._first = 0
         selection = self._select()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
@@ -268,18 +268,19 @@ class Monitor:
     ) -> None:
         try:
             try:
-                unstepped = self._failures.safely(self._controller.saw_calls)
+                unmarked = self._optimizer is None and self._failures.safely(
+                    self._controller.saw_calls
+                )
             finally:  # where this one raised, other ranks may be gone as well
                 self._close(patience=None if kind is None else 0.0)
         except BaseException:  # it may have come before closing had begun
             self._close(patience=0.0)
             raise
-        if kind is None and unstepped and self.latest is None:
-            missing = "call of end_step()" if self._optimizer is None else "step of its optimizer"
+        if kind is None and unmarked and self.latest is None:
             self._failures.warn(
                 "no step",
-                f"adiv_monitor: the model ran, but the monitor saw no {missing}, so there is no "
-                "report: give it the optimizer that trains the model",
+                "adiv_monitor: the model ran, but the monitor saw no call of end_step(), so there "
+                "is no report: give it the optimizer that trains the model",
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -316,6 +317,7 @@ class Monitor:
             raise
 
     def _attach(self) -> None:
+        self._first = self.step
         if self._optimizer is not None:
             # A compiled optimizer step must not trace them.
             bodies = self._before_step, self._after_step
@@ -342,7 +344,10 @@ class Monitor:
 
     def _close(self, patience: float | None, *, quietly: bool = False) -> None:
         self._check_attached()
+        unstepped = ""
         try:
+            if patience is None and self._optimizer is not None and self.step == self._first:
+                unstepped = self._failures.safely(self._controller.unstepped)
             if self._state != "closed":
                 self._state = "closed"
                 call_all(
@@ -353,6 +358,8 @@ class Monitor:
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
+        if unstepped:
+            self._failures.warn("no step", f"adiv_monitor: {unstepped}")
 
     def _add_last_losses(self) -> None:
         self._outlet.add_last_losses(self._losses.take(self.step))

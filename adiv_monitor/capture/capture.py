@@ -118,6 +118,11 @@ class Capture:
         """Return whether any layer was called with gradients enabled."""
         return any(rows.calls for rows in self.rows.values())
 
+    def passes(self) -> int:
+        """Return the number of forward passes with gradients: of calls of the first layer."""
+        owners, calls = set(self.selection.owners), self._watching.record.calls
+        return next((calls[module] for module in calls if module in owners), 0)
+
     def first_called(self) -> list[nn.Module]:
         """Return the modules with parameters that may be the first to run in the next forward pass.
 

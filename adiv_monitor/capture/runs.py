@@ -1,4 +1,4 @@
-"""The order in which modules run in a step, and where no gradient can come back through a module."""
+"""The order in which modules run in a step, and where no gradient comes back to them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

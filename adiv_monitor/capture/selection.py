@@ -224,7 +224,7 @@ class Selection:
         return [p for p in self.trained if self.due is None or id(p) in self.due]
 
     def by_module(self, parameters: Iterable[Tensor]) -> dict[str, int]:
-        """Return the numbers of elements of parameters to measure, by the paths of their modules."""
+        """Return the element counts of parameters to measure, by the paths of their modules."""
         found = Counter[str]()
         for p in dict.fromkeys(parameters):
             found[self.places[id(p)][0].home[0]] += elements(p)

@@ -145,6 +145,23 @@ class StepController:
         """Whether layers have been called in an armed step that has not been taken yet."""
         return self._armed is not None and self._armed.capture.saw_calls()
 
+    def unstepped(self) -> str:
+        """Return why the armed step was not measured although layers were called, or ""."""
+        armed = self._armed
+        passes = 0 if armed is None else armed.capture.passes()
+        if armed is None or not passes:
+            return ""
+        what, why = "optimizer step", "were they too few for an accumulation, or all skipped?"
+        if armed.others.steps:
+            what = "step of the monitor's optimizer"
+            why = f"another optimizer, {armed.others.last}, trains the model: monitor that one"
+        seen = "1 forward pass with gradients was seen"
+        if passes > 1:
+            seen = f"{passes} forward passes with gradients were seen"
+        return (
+            f"no {what} was taken while the monitor was on, so nothing was measured ({seen}; {why})"
+        )
+
     def join(self, name: str) -> None:
         """Join the monitors of other ranks, so that reports cover all ranks that have one.
 

@@ -159,6 +159,7 @@ class MeasuredStep:
     @torch.no_grad()
     def updated(self) -> None:
         """Compute u and d: the optimizer has stepped."""
+        self._whole.updated(self._flags)
         if self._attention is not None:  # first, while the copies of all parameters still exist
             self._attention.updated()
         if self._steps is None or not (self._measured or self._unsharded.all_participate):

@@ -7,6 +7,8 @@ from weakref import ref
 
 from torch import Tensor
 
+from adiv_monitor.step.earlier_weights import EarlierWeights
+
 
 class Unheld(NamedTuple):
     """A parameter with a gradient that the optimizer does not hold.
@@ -37,6 +39,7 @@ class RunHistory:
         copies: on a CPU, the copies of the last step, whose memory the next step uses again: each
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
+        weights: some weights of earlier steps.
         unheld: by id, the parameters of the last step that the optimizer does not hold.
     """
 
@@ -49,6 +52,7 @@ class RunHistory:
     seen: set[str] = field(default_factory=set)
     copies: list[Tensor] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
+    weights: EarlierWeights = field(default_factory=EarlierWeights)
     unheld: dict[int, Unheld] = field(default_factory=dict)
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:

@@ -27,6 +27,8 @@ class Flags(Generic[T]):
         moved: nonzero if the optimizer moved the weights before the gradient was computed.
         loss_change: realised change of the loss.
         loss_changes: realised change of every sample's loss.
+        began: some weights as the optimizer's step began.
+        stepped: the same as it ended.
         unheld: norms of some entries of each parameter with a gradient that the optimizer does not
             hold.
     """
@@ -38,6 +40,8 @@ class Flags(Generic[T]):
     moved: T | None = None
     loss_change: T | None = None
     loss_changes: T | None = None
+    began: T | None = None
+    stepped: T | None = None
     unheld: tuple[T, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""What a measured step shows about the whole model: what its optimizer does not train, and why."""
+"""What a measured step shows about the whole model: what is not trained, and what was undone."""
 
 import weakref
 from collections import Counter
@@ -14,13 +14,14 @@ from adiv_monitor.capture.selection import elements, paths_of_parameters, traina
 from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.step.earlier_weights import chosen, sampled
 from adiv_monitor.step.rank_contribution import RankContribution, was_zeroed
 from adiv_monitor.step.run_history import RunHistory, Unheld
 from adiv_monitor.step.transfer import Flags
 
 
 class WholeModel:
-    """The parts of a model that a measured step does not train.
+    """What a measured step does not train of a model, and how far earlier steps were undone.
 
     Args:
         model: the model.
@@ -35,6 +36,7 @@ class WholeModel:
         self._trained = trained
         self._history = history
         self._capture: Capture | None = None
+        self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
         self._cut_off: dict[str, int] = {}
         self._trainable = 0
         self._unheld: list[nn.Parameter] = []  # those with a gradient
@@ -48,6 +50,8 @@ class WholeModel:
             flags: the numbers of the step.
         """
         self._capture = capture
+        self._sample = chosen(capture.selection.parameters)
+        flags.began = sampled(self._sample) if self._sample else None
         self._find_cut_off(capture)
         held = set(map(id, self._trained()))
         every = list(trainable(self._model))
@@ -57,6 +61,10 @@ class WholeModel:
         plain = [part_of(p) for p in self._unheld if is_shard(p) or type(p.data) is Tensor]
         if len(plain) == len(self._unheld) > 0:  # writes through .data change no version
             flags.unheld = tuple(torch._foreach_norm([*map(sampled_entries, plain)]))
+
+    def updated(self, flags: Flags[Tensor]) -> None:
+        """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
+        flags.stepped = sampled(self._sample) if self._sample else None
 
     def _find_cut_off(self, capture: Capture) -> None:
         found = capture.cut_off()
@@ -86,7 +94,13 @@ class WholeModel:
             not_held=self._not_held(flags.unheld),
             cut_off=self._cut_off,
             removed=self._capture.selection.by_module(removed),
+            weights_returned=self._weights_returned(flags),
         )
+
+    def _weights_returned(self, flags: Flags[Array]) -> float | None:
+        if flags.began is None:
+            return None
+        return self._history.weights.returned(self._sample, flags.began, flags.stepped)
 
     def _not_held(self, norms: tuple[Array, ...]) -> dict[str, int]:
         before, now = self._history.unheld, dict[int, Unheld]()

@@ -273,3 +273,125 @@ def test_parameters_that_the_optimizer_does_not_hold_are_not_cut_off() -> None:
     model = Two("detach")
     reports = train(model, model.head.parameters())
     assert [r.cut_off for r in reports] == [{}] * 3
+
+
+# --- weights_returned ----------------------------------------------------------------------------
+
+
+def set_back(model: nn.Module, every: int) -> Callable[[int], None]:
+    """Return what sets the weights back to the first ones after every so many steps."""
+    first = [p.detach().clone() for p in model.parameters()]
+
+    def after(step: int) -> None:
+        if step % every == every - 1:
+            with torch.no_grad():
+                for p, value in zip(model.parameters(), first, strict=True):
+                    p.copy_(value)
+
+    return after
+
+
+def test_weights_that_are_set_back_have_returned() -> None:
+    model = network()
+    reports = train(model, model.parameters(), after=set_back(model, 4), steps=10)
+    found = [r.weights_returned for r in reports]
+    assert found[:2] == [None, None]
+    assert [value for value in found[4::4] if value is not None] == [1.0, 1.0]
+
+
+def test_weights_that_are_set_back_before_every_measured_step_have_returned() -> None:
+    """Their samples are all equal; only what the steps do to them shows that they moved."""
+    model = network()
+    after = set_back(model, 2)
+    reports = train(model, model.parameters(), after=after, steps=8, every_n_steps=2)
+    assert [r.weights_returned for r in reports] == [None, None, 1.0, 1.0]
+
+
+def test_weights_that_never_moved_have_not_returned() -> None:
+    model = network()
+    assert [r.weights_returned for r in train(model, model.parameters(), rate=0.0, steps=4)] == (
+        [None] * 4
+    )
+
+
+def test_weights_that_go_straight_on_have_not_returned() -> None:
+    model = nn.Linear(6, 1)
+    reports = train(model, model.parameters(), lambda m, x: m(0 * x + 1).sum(), steps=70)
+    assert [r.weights_returned for r in reports] == [None, None, *[0.0] * 68]
+
+
+def test_the_way_back_is_a_share_of_the_farthest_way() -> None:
+    """The weights go along one direction to these places; all entries move alike."""
+    places = [0.0, 1.0, 3.0, 8.0, 4.0, -2.0, 7.5]
+    model = nn.Linear(6, 1, bias=False)
+    given = iter(places[1:])
+
+    def after(step: int) -> None:
+        with torch.no_grad():
+            model.weight.fill_(next(given, 0.0))
+
+    nn.init.constant_(model.weight, places[0])
+    reports = train(model, model.parameters(), after=after, steps=len(places), rate=0.0)
+    expected = [
+        max(
+            1 - abs(now - start) / max(abs(then - start) for then in places[i + 1 : t])
+            for i, start in enumerate(places[: t - 1])
+        )
+        for t, now in enumerate(places)
+        if t > 1
+    ]
+    found = [r.weights_returned for r in reports[2:]]
+    assert found == pytest.approx([min(max(x, 0.0), 1.0) for x in expected])
+
+
+def test_what_is_known_of_earlier_weights_begins_anew_with_other_parameters() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+
+    def unfreeze(step: int) -> None:
+        if step == 2:
+            model[0].requires_grad_(True)
+
+    reports = train(model, model.parameters(), after=unfreeze, steps=6)
+    assert [r.weights_returned is None for r in reports] == [True, True, False, True, True, False]
+
+
+# --- the run itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["no_grad", "detach"])
+def test_the_run_is_the_same_with_and_without_a_monitor(way: str) -> None:
+    def run(*, watched: bool) -> list[Tensor]:
+        model = Two(way)
+        train(model, model.parameters(), watched=watched)
+        return [p.detach() for p in model.parameters()]
+
+    pairs = zip(run(watched=True), run(watched=False), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_run_without_a_step_is_told() -> None:
+    model = network()
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    monitor.attach()
+    for _ in range(3):
+        squares(model, torch.ones(2, 6)).backward()
+    told = r"no optimizer step was taken while .*, so nothing was measured \(3 forward passes "
+    with pytest.warns(UserWarning, match=told) as warned:
+        monitor.close()
+    assert len(warned) == 1 and "\n" not in str(warned[0].message)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_without_a_forward_pass_is_not_told() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer), torch.no_grad():
+        model(torch.ones(2, 6))
+    with pytest.raises(KeyError), Monitor(model, optimizer):
+        squares(model, torch.ones(2, 6)).backward()
+        raise KeyError
+    unstepped = Monitor(model, None)
+    unstepped.attach()
+    squares(model, torch.ones(2, 6)).backward()
+    unstepped.close()
