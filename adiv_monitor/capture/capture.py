@@ -6,8 +6,11 @@ their gradients. `layers` maps each use to its layer.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.context import Context
@@ -17,7 +20,7 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.layer_rows import Call, Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
-from adiv_monitor.capture.selection import FROZEN, Layer, Selection, listed
+from adiv_monitor.capture.selection import FROZEN, Layer, Selection, listed, named_modules
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Pieces
@@ -60,6 +63,7 @@ class Capture:
         rows: the rows of the watched layers, by path.
         unreached: by path of a layer without a gradient, why it has none.
         removed: parameters that got a gradient in the backward pass, and have none any more.
+        evaluated: see `StepReport.evaluated`.
     """
 
     def __init__(
@@ -74,7 +78,9 @@ class Capture:
         self.attention = context.attention
         self.unreached: dict[str, str] = {}
         self.removed: list[nn.Parameter] = []
+        self.evaluated: tuple[str, ...] = ()
         self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
+        self._model = model
         self.selection = selection
         self._without_gradient: set[int] | None = None
         self._frozen = set[int]()
@@ -136,7 +142,7 @@ class Capture:
     def finish(self) -> dict[Layer, CapturedLayer]:
         """Hand over the layers that a gradient reached; the gradients are those of the step.
 
-        Afterwards `unreached` names the others.
+        Afterwards `unreached` names the others, and `evaluated` is set.
         """
         self.unreached.clear()
         self.removed.clear()
@@ -166,6 +172,8 @@ class Capture:
                 self._cut.append(layer.path)
             else:
                 self.unreached[layer.path] = _why_unreached(layer)
+        modes = {call.evaluates for calls in reached.values() for call in calls}
+        self.evaluated = tuple(_evaluated(self._model)) if modes == {True} else ()
         shared = self.layers.shared(reached, self._without_rule.unmeasured)
         captured, knows_own = self._gathering.captured, self.selection.peers is None
         found: dict[Layer, CapturedLayer] = {}
@@ -275,6 +283,20 @@ class Capture:
                 "earlier step"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
+
+
+def _evaluated(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of the modules in eval mode that compute otherwise in training."""
+    for path, module in named_modules(model):
+        drops = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
+        is_random = type(drops) in (int, float) and drops > 0
+        if not module.training and (is_random or _has_statistics(module)):
+            yield path
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    is_norm = isinstance(module, _NormBase) and module.track_running_stats
+    return is_norm and module.running_mean is not None
 
 
 def _has_none(layer: Layer) -> bool:

@@ -43,6 +43,7 @@ class Call:
         precision: the rounding of the gradients that arrived.
         place: where in the step the call was made, if the forward passes are recorded.
         forward: the number of the module's forward call in which it was made.
+        evaluates: whether the model was in eval mode.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
         split: how the ranks share the call; None: they do not share it.
         total: the number of rows of the call that this rank represents; `rows` may be sampled from
@@ -72,7 +73,7 @@ class Call:
         self.every_gradient: Tensor | None = None
         self.tells_sums = False  # a second pass through the graph, or merged rows
         self.place: CallPlace | None = None
-        self.forward = -1
+        self.forward, self.evaluates = -1, False
         self.split: Split | None = None
         self.total = rows.total
 

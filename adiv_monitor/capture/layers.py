@@ -156,7 +156,7 @@ class Layers:
         """
         call = Call(layer, self.rows[layer.path].choose(shape, device))
         call.place = None if self._calls is None else self._calls.place(layer.path)
-        call.forward = forward
+        call.forward, call.evaluates = forward, not self.names.root.training
         self._was_made(call)
         return call
 

@@ -46,6 +46,7 @@ class Names:
         order: id of a parameter → its position in the model; the first one if several modules
             hold it.
         position: full name of a place → its position in the model.
+        root: the model, inside its wrappers.
     """
 
     def __init__(self, model: nn.Module, selection: Selection, forwards: Forwards) -> None:
@@ -56,7 +57,7 @@ class Names:
         self.order = {
             key: self.position[places[0].full_name] for key, places in selection.places.items()
         }
-        self._model_class = type(inside_wrappers(model)).__name__
+        self.root = inside_wrappers(model)
         self._selection = selection
         self._forwards = forwards
 
@@ -102,7 +103,7 @@ class Names:
 
         The model itself is named after its class.
         """
-        name = self._selection.modules[module] or self._model_class
+        name = self._selection.modules[module] or type(self.root).__name__
         if len(parameters) == 1:
             place = self.place(id(parameters[0]))
             is_whole = place.path and place.name in ("weight", "bias")
@@ -120,7 +121,7 @@ class Names:
             path if path and name in ("weight", "bias") else ".".join(filter(None, (path, name)))
             for path, name in homes
         )
-        return "+".join(names) if len(names) <= _MOST_PARAMETERS else self._model_class
+        return "+".join(names) if len(names) <= _MOST_PARAMETERS else type(self.root).__name__
 
     def _with_user(self, name: str, kind: str) -> Iterator[str]:
         user = self._selection.modules[self._forwards.innermost] or kind
