@@ -139,7 +139,8 @@ class Repetitions:
         result: Any,
     ) -> None:
         """Determine a repetition's role from a function that was called with it."""
-        if self.is_view(result, repetition):
+        settled = self.of(repetition.result) is None  # by functions that this one called
+        if settled or self.is_view(result, repetition):
             return
         if not self._is_weight(repetition, function, args, kwargs, result):
             self.is_offset(repetition)

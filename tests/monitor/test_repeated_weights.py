@@ -164,6 +164,7 @@ OTHERS: dict[str, Function] = {
     "first a product": lambda x, w: torch.bmm(x, e := shown(w, x)) + e.sin().sum(1, keepdim=True),
     "then a product": lambda x, w: (e := shown(w, x)).sin().sum(1, keepdim=True) + torch.bmm(x, e),
     "in place": lambda x, w: torch.bmm(x, w.repeat(len(x), 1, 1).mul_(2)),
+    "added in place": lambda x, w: x[:, :4, :3].clone().add_(shown(w, x)),
 }
 
 
@@ -174,3 +175,49 @@ def test_a_repeated_row_is_an_offset(name: str) -> None:
     (reading,) = report.layers.values()
     assert (reading.kind, reading.rows_total) == ("offset", 7 * 4)
     assert set(REALISED_MEASURES) <= reading.measures().keys()
+
+
+class Pool(nn.Module):
+    """Attention with learned tokens, repeated for every sample, as query, key or value."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.linspace(-1, 2, 12).reshape(1, 3, 4).cos())
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=role != "query")
+        self.decoder = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.role = role
+
+    def forward(self, x: Tensor) -> Tensor:
+        shown = self.shown = self.tokens.expand(len(x), -1, -1)
+        if self.role == "decoder":
+            found: Tensor = self.decoder(shown, x)
+            return found
+        first = {
+            "query": lambda: (shown.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1)),
+            "key": lambda: (x, shown, x[:, :3]),
+            "value": lambda: (x, x[:, :3], shown),
+            "all": lambda: (shown, shown, shown),
+        }[self.role]
+        result: Tensor = self.attention(*first())[0]
+        return result
+
+
+@pytest.mark.parametrize("role", ["query", "key", "value", "all", "decoder"])
+def test_learned_tokens_of_attention_are_counted_once(role: str) -> None:
+    """Attention takes its inputs several times, in functions that it calls."""
+    torch.manual_seed(0)
+    model = Pool(role).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, on_error="raise", max_rows=None) as monitor:
+        (model(X) + 0.5).square().sum().backward(inputs=[*model.parameters(), model.shown])
+        before, g = model.tokens.detach().clone(), model.shown.grad
+        optimizer.step()
+    report = monitor.latest
+    assert report is not None
+    assert g is not None
+    assert not report.notes
+    reading = report.layers["tokens"]
+    d = (before - model.tokens.detach()).expand_as(g)
+    assert (reading.kind, reading.rows_total) == ("offset", len(X) * 3)
+    assert reading.update_cosine == pytest.approx(cosine(d, g))
+    assert reading.gradient_cosine == pytest.approx(cosine(g.sum(0).expand_as(g), g))
