@@ -19,7 +19,10 @@ Parameters = Mapping[str, Tensor]
 def jvp(
     function: Callable[[Parameters], T], parameters: Parameters, tangents: Parameters
 ) -> tuple[T, T]:
-    """Return a function's result and J t by forward-mode derivatives, which work under no_grad.
+    """Return a function's result and J t by forward-mode derivatives.
+
+    They are taken with gradients enabled: without, a custom operator (`torch.library`) loses its
+    tangent, and no error is raised.
 
     Args:
         function: a function of the parameters that returns tensors in any structure.
@@ -30,7 +33,7 @@ def jvp(
         RuntimeError: the function calls something without a forward-mode derivative.
     """
     _load_derivatives()
-    with torch.no_grad(), forward_ad.dual_level():
+    with torch.enable_grad(), _unseen(), forward_ad.dual_level():
         found = function({name: _dual(p, tangents.get(name)) for name, p in parameters.items()})
         return tree_map_only(Tensor, _value, found), tree_map_only(Tensor, _move, found)
 
@@ -52,9 +55,7 @@ def jvp_by_gradients(
     Raises:
         RuntimeError: a backward inside can't be differentiated.
     """
-    # Saved-tensor hooks of the run, such as checkpointing's, must not see what is saved here.
-    unseen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch.enable_grad(), unseen:
+    with torch.enable_grad(), _unseen():
         leaves = {
             name: p.detach().requires_grad_(name in tangents) for name, p in parameters.items()
         }
@@ -110,7 +111,7 @@ def pushed_forward(
         whole, again = _sums(used), _sums(zip(moves, v, strict=True))
         if (whole[0] - again[0]).abs() > tolerance(precision) * (whole[1] + again[1]):
             raise RuntimeError(
-                "the backward pass of a custom autograd.Function can't be differentiated"
+                "the backward pass of a custom function or operator can't be differentiated"
             )
     return moves
 
@@ -136,22 +137,28 @@ def _at_least_single(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def _unseen() -> saved_tensors_hooks:
+    """Return a context that hides saved tensors from hooks of the run, such as checkpointing's."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def _dual(value: Tensor, tangent: Tensor | None) -> Tensor:
     value = value.detach()
     if tangent is None:
         return value
+    value.requires_grad_()
     dual: Tensor = forward_ad.make_dual(value, tangent.to(value))  # type: ignore[no-untyped-call]
     return dual
 
 
 def _value(dual: Tensor) -> Tensor:
     value: Tensor = forward_ad.unpack_dual(dual).primal  # type: ignore[no-untyped-call]
-    return value
+    return value.detach()
 
 
 def _move(dual: Tensor) -> Tensor:
     value, tangent = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
-    return torch.zeros_like(value) if tangent is None else tangent
+    return torch.zeros_like(value) if tangent is None else tangent.detach()
 
 
 @cache

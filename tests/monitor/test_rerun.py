@@ -119,7 +119,7 @@ def test_what_has_no_tangent_stays(way: Any, point: Any) -> None:
 
 def test_an_untrue_backward_is_found_out(point: Any) -> None:
     parameters, tangents = point
-    with pytest.raises(RuntimeError, match=r"custom autograd\.Function"):
+    with pytest.raises(RuntimeError, match="custom function or operator"):
         by_gradients(lambda p: Untrue.apply(p["w"]), parameters, tangents)
     leaf = parameters["w"].requires_grad_()
     (move,) = pushed_forward([Double.apply(leaf)], [leaf], [tangents["w"]])

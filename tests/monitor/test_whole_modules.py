@@ -98,18 +98,28 @@ class OnlyOnce(Hidden):
         return Hidden.backward(ctx, gradient)
 
 
+@torch.library.custom_op("adiv_tests::times_exponential", mutates_args=())
+def operator(x: Tensor, w: Tensor) -> Tensor:
+    """x·eʷ as a custom operator, which loses the tangent of a forward-mode derivative."""
+    return x * w.exp()
+
+
+operator.register_autograd(
+    Hidden.backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
 class Custom(nn.Module):
     """A layer of a custom function."""
 
-    function: type[torch.autograd.Function] = Hidden
-
-    def __init__(self, function: type[torch.autograd.Function] = Hidden) -> None:
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor] = Hidden.apply) -> None:
         super().__init__()
         self.function = function
         self.w = nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.function.apply(torch.sin(x), self.w))
+        return torch.tanh(self.function(torch.sin(x), self.w))
 
 
 class Exponential(nn.Module):
@@ -366,9 +376,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
     "learned activation": (Bent, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
     "custom function": (Custom, ["w"], lambda: ((data(6, 4),), {}), "inner.w"),
     "custom function with jvp": (
-        lambda: Custom(HiddenForward),
+        lambda: Custom(HiddenForward.apply),
         ["w"],
         lambda: ((data(2, 3, 4),), {}),
+        "inner.w",
+    ),
+    "custom operator": (
+        lambda: Custom(lambda x, w: operator(x, w)),
+        ["w"],
+        lambda: ((data(6, 4),), {}),
         "inner.w",
     ),
     "hidden parametrisation": (
@@ -685,7 +701,7 @@ def test_a_compiled_part_is_not_compiled_again() -> None:
 @pytest.mark.parametrize("function", [HiddenForward, Hidden])
 def test_under_checkpointing(reentrant: bool, function: type[torch.autograd.Function]) -> None:
     torch.manual_seed(3)
-    model, x = nn.Sequential(nn.Linear(4, 4), Custom(function)).double(), data(6, 4)
+    model, x = nn.Sequential(nn.Linear(4, 4), Custom(function.apply)).double(), data(6, 4)
     plain = one_step(copy.deepcopy(model), lambda m: total(m(x)).backward())
 
     def backward(model: nn.Module) -> None:
@@ -792,7 +808,7 @@ def generator() -> object:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a state": (Changing, {}, "returned another output"),
     "an input": (InPlace, {}, "returned another output"),
-    "a backward": (lambda: Custom(OnlyOnce), {}, "can't be run again with derivatives"),
+    "a backward": (lambda: Custom(OnlyOnce.apply), {}, "can't be run again with derivatives"),
     "an argument": (Unsaid, {"more": generator()}, "received a generator, of which no copy"),
 }
 
