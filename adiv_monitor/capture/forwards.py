@@ -374,12 +374,11 @@ class Forwards:
         self._inside.discard(threading.get_ident())
         running.closed, running.again, running.inside = None, 0, ""
         mode, modes = running.mode, function_modes()
-        if mode not in modes:  # it is suspended: during a call that it handles, or a report
-            if mode is not None:
-                mode.ended = True
-            return
-        surely(set_function_modes, [other for other in modes if other is not mode])
-        running.mode = None
+        if mode is not None:
+            mode.ended = True  # whatever suspends it, or restores modes, leaves it out
+        if mode in modes:
+            surely(set_function_modes, modes)
+            running.mode = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_rerun() is not self._repeated:
@@ -531,13 +530,21 @@ def _on_its_path(forward: Function) -> Function:
     def as_unwatched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hidden: list[HiddenTable] = []
         modes = function_modes()
+
+        def put_back() -> None:
+            show_hooks(hidden)
+            set_function_modes(modes)
+
         try:
-            with suppress(Exception):
-                _hide(module, hidden)
-            return forward(module, *args, **kwargs)
-        finally:
-            surely(show_hooks, hidden)
-            surely(set_function_modes, modes)
+            try:
+                with suppress(Exception):
+                    _hide(module, hidden)
+                return forward(module, *args, **kwargs)
+            finally:
+                put_back()
+        except BaseException:  # an interrupt may have come between, or in the middle
+            put_back()
+            raise
 
     return as_unwatched
 
