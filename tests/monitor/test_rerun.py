@@ -283,6 +283,70 @@ def test_generators_outside_of_torchs_own_are_put_back(name: str, realised: bool
     assert_trains_as_alone(build, realised)
 
 
+class Noise:
+    """An object that is called, and draws."""
+
+    def __init__(self, own: torch.Generator) -> None:
+        self.own = own
+
+    def __call__(self, module: nn.Module) -> float:
+        return float(torch.rand((), generator=self.own))
+
+    def draw(self, module: nn.Module) -> float:
+        return self(module)
+
+
+def of_forward(own: torch.Generator) -> nn.Module:
+    class Local(Drawing):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cdist(x * (1 + float(torch.rand((), generator=own))), self.weight)
+
+    return Local(len)
+
+
+def of_hook(own: torch.Generator) -> nn.Module:
+    module = Drawing(lambda _: 0.0)
+    module.register_forward_pre_hook(lambda _, args: args[0] + float(torch.rand((), generator=own)))
+    return module
+
+
+def inside(own: torch.Generator) -> Callable[[nn.Module], float]:
+    def draws(module: nn.Module) -> float:
+        def inner() -> float:
+            return float(torch.rand((), generator=own))
+
+        return inner()
+
+    return draws
+
+
+def called(function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+    return lambda module: function(module)
+
+
+SEEN: dict[str, Callable[[torch.Generator], nn.Module]] = {
+    "closure of a forward": of_forward,
+    "closure of a hook": of_hook,
+    "closure": lambda own: Drawing(lambda _: float(torch.rand((), generator=own))),
+    "function inside": lambda own: Drawing(inside(own)),
+    "function that is called": lambda own: Drawing(called(inside(own))),
+    "partial": lambda own: Drawing(partial(inside(own))),
+    "default": lambda own: Drawing(lambda _, of=own: float(torch.rand((), generator=of))),
+    "keyword": lambda own: Drawing(lambda _, *, of=own: float(torch.rand((), generator=of))),
+    "object": lambda own: Drawing(Noise(own)),
+    "method": lambda own: Drawing(Noise(own).draw),
+}
+
+
+@pytest.mark.parametrize("realised", [False, True], ids=["", "realised"])
+@pytest.mark.parametrize("name", SEEN)
+def test_generators_that_functions_see_are_put_back(name: str, realised: bool) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 6), SEEN[name](torch.Generator().manual_seed(0)))
+
+    assert_trains_as_alone(build, realised)
+
+
 def assert_trains_as_alone(build: Callable[[], nn.Module], realised: bool) -> None:
     """Train for three steps without and with a monitor, and compare all parameters."""
     runs = []
