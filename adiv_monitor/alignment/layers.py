@@ -36,6 +36,7 @@ class AlignedLayer:
             entry, such as its bias and the next norm's gain.
         is_table: whether rows of the weight are looked up instead of multiplied.
         is_made: whether the forward pass computes the weight, so that the module does not hold it.
+        groups: number of matrices in the weight: groups of a convolution, heads or experts.
         role: the layer's role for the solver.
     """
 
@@ -50,6 +51,7 @@ class AlignedLayer:
     entrywise: tuple[nn.Parameter, ...] = ()
     is_table: bool = False
     is_made: bool = False
+    groups: int = 1
     role: Role = "hidden"
 
     @property

@@ -88,6 +88,7 @@ class Seen:
             entrywise=self.entrywise,
             is_table=self.is_table,
             is_made=weight.number > 0,
+            groups=self.matrices.count,
         )
 
     @property

@@ -70,6 +70,10 @@ class Base:
         at_base = self.layers[layer.path]
         return layer.width / (at_base.fan_out if layer.role == "embedding" else at_base.fan_in)
 
+    def ratio_of_groups(self, layer: AlignedLayer) -> float:
+        """Return k/k₀ of a layer, by which its width has grown more than its fan-in."""
+        return layer.groups / (self.layers[layer.path].groups if self.layers else 1)
+
     def ratio_of_vector(self, vector: int, length: int) -> float:
         """Return n/n₀ of a bias, a gain or the like; 1 if it acts on no output of a layer.
 

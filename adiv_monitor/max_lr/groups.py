@@ -43,8 +43,10 @@ def optimizer_groups(
 
     c is the solver's exponent, for full alignment unless measured `alignments` are given. n₀ is the
     layer's width in the base model, so at the base width every parameter has the learning rate η;
-    without a base n₀ is 1. Parameters that act entry by
-    entry, such as biases and norms ("vectors"), learn like an embedding without multiplier: at η
+    without a base n₀ is 1. Where the number k of groups grows with
+    the width instead of the fan-in, as in depthwise convolutions, the rate with SGD is (k/k₀)^G
+    times as large. Parameters that act entry by entry, such as biases and norms ("vectors"), learn
+    like an embedding without multiplier: at η
     with Adam, and at η (n/n₀)^G with SGD, where G is the exponent of the features' gradients.
     Vectors that act only on outputs of readouts learn at η. Without a base these rates are scaled
     so that a vector learns as fast as hidden weights at a width of 64. Excluded layers learn at
@@ -146,6 +148,7 @@ def _of_layers(
     """Return a group for each layer with parameters of its own, with rates for η = 1."""
     held = {id(p) for group in groups for p in group["params"]}
     found = []
+    features = _features_gradient(network, solution.c)
     terms = zip(network.layers, network.kinds, solution.c, solution.gradients, strict=True)
     for layer, kind, c, g in terms:
         new = [p for p in dict.fromkeys(layer.parameters) if id(p) not in held]
@@ -153,9 +156,12 @@ def _of_layers(
             continue
         held.update(map(id, new))
         ratio = base.ratio(layer)
-        group = {"params": new, "lr": ratio**-c, "name": layer.path, "kind": _LAYER_KINDS[kind]}
+        # c and g are exponents of the fan-in; gradients of features shrink with the width.
+        shrinks = base.ratio_of_groups(layer) ** -features if kind == 1 else 1.0
+        rate = ratio**-c / (shrinks if network.rule.follows_gradient else 1.0)
+        group = {"params": new, "lr": rate, "name": layer.path, "kind": _LAYER_KINDS[kind]}
         if eps is not None:
-            group["eps"] = eps * ratio**-g
+            group["eps"] = eps * ratio**-g * shrinks
         found.append(group)
     return found
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -231,6 +232,83 @@ def test_widths_are_those_of_uses() -> None:
     optimizer = optim.Adam(optimizer_groups(model, layers, "mup", "adam", lr=0.1))
     model(torch.randn(3, 6, 8)).sum().backward()
     optimizer.step()
+
+
+class Heads(nn.Module):
+    """A matrix for each eight channels, so that its fan-in does not grow with width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width // 8, 8, 8) * 8**-H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bhit,hji->bhjt", x.unflatten(1, (-1, 8)), self.weight).flatten(1, 2)
+
+
+def convolution(dims: int, groups: Callable[[int], int]) -> Callable[[int], nn.Module]:
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    return lambda width: kind(width, width, 3, padding=1, groups=groups(width))
+
+
+# Dimensions of the data, and a layer of this width.
+GROUPED: dict[str, tuple[int, Callable[[int], nn.Module]]] = {
+    **{f"depthwise {d}d": (d, convolution(d, lambda width: width)) for d in (1, 2, 3)},
+    "kernel of 25": (2, lambda width: nn.Conv2d(width, width, 5, padding=2, groups=width)),
+    "transposed": (1, lambda width: nn.ConvTranspose1d(width, width, 3, groups=width, padding=1)),
+    "more groups": (1, convolution(1, lambda width: width // 8)),
+    "heads": (1, Heads),
+}
+
+
+def grouped(dims: int, layer: nn.Module, width: int) -> nn.Module:
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    first, last = kind(3, width, 1), nn.Linear(width, 4)
+    pool = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dims - 1](1)
+    mix = kind(width, width, 1)
+    return nn.Sequential(first, layer, nn.ReLU(), mix, nn.ReLU(), pool, nn.Flatten(), last)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((kind, "mup") for kind in GROUPED), *(("depthwise 1d", x) for x in ("sp", "ntk", "mfp"))],
+)
+def test_weights_whose_fan_in_stays_move_alike_at_every_width(
+    kind: str, name: str, optimizer: str
+) -> None:
+    """The gradient shrinks as that of features does, so the rate of SGD grows."""
+    dims, layer = GROUPED[kind]
+    drawn = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 3, *(4,) * dims, generator=drawn), torch.arange(8) % 4
+    probe = Probe(x)
+    for based in (False, True):
+        moves = []
+        for width in (32, 512):
+            torch.manual_seed(0)
+            base = Alignment(grouped(dims, layer(32), 32), probe).layers if based else None
+            model = grouped(dims, layer(width), width)
+            layers = parametrize_model(model, probe, name, base=base)
+            groups = optimizer_groups(model, layers, name, optimizer, lr=0.1, base=base, eps=1e-8)
+            group = next(g for g in groups if g["name"].partition(".")[0] == "1")
+            nn.functional.cross_entropy(model(x), y).backward()
+            gradient = group["params"][0].grad.square().mean().sqrt().item()
+            moves.append((group["lr"] * gradient, gradient / group["eps"]))
+        (narrow, above), (wide, still_above) = moves
+        assert 0.6 < still_above / above < 1.7
+        if optimizer == "sgd":
+            assert 0.6 < wide / narrow < 1.7
+
+
+def test_groups_of_a_growing_fan_in_keep_their_rate() -> None:
+    layer = convolution(1, lambda width: 4)
+    probe, rates = Probe(torch.randn(4, 3, 4)), []
+    for width in (32, 64):
+        base = Alignment(grouped(1, layer(32), 32), probe).layers
+        model = grouped(1, layer(width), width)
+        layers = parametrize_model(model, probe, "mup", base=base)
+        groups = optimizer_groups(model, layers, "mup", "sgd", lr=0.1, base=base)
+        rates.append(next(group["lr"] for group in groups if group["name"] == "1"))
+    assert rates == pytest.approx([0.1, 0.1])
 
 
 def test_matrices_that_the_probe_does_not_show_have_no_rate_but_a_given_one() -> None:
