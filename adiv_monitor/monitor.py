@@ -108,8 +108,9 @@ class Monitor:
             keeps one hook between measured steps and counts outputs with gradients, so evaluate
             under `torch.no_grad()`; in compiled code it is seen in measured steps only. A function
             is called in measured steps only, and must not draw random numbers. Several losses of a
-            step (of samples, of micro-batches) count as their mean. `log_loss` takes precedence.
-            None: the loss that `realised` names, if any.
+            step (of samples, of micro-batches) count as their mean. `log_loss` takes precedence. A
+            note in the report says what to pass if no loss was seen, as where the loop calls
+            another module or a plain function. None: the loss that `realised` names, if any.
         alignment: a `Probe`, a batch that runs through the model after each measured step to
             measure how weights, updates and activations are aligned (`StepReport.alignment`). The
             reference is the weights at `attach`, or those of the run that is resumed.
@@ -189,8 +190,8 @@ class Monitor:
             loss = realised
         fail = partial(self._failures.tell, "the loss")
         seen = None if loss is None else LossHook(loss, model, self._see_loss, fail)
-        self._loss_hook = seen if seen is not None and seen.stays else None
-        due = None if self._loss_hook is seen else seen  # put on for measured steps
+        self._loss_hook = seen
+        due = None if seen is None or seen.stays else seen  # put on for measured steps
         self._controller = StepController(
             Followed(model, optimizer, self._select_due, due),
             asked,
@@ -324,7 +325,7 @@ class Monitor:
             self._hooks = [Hook(body) for body in map(torch.compiler.disable, bodies)]
             self._optimizer.register_step_pre_hook(self._hooks[0])
             self._optimizer.register_step_post_hook(self._hooks[1])
-        if self._loss_hook is not None:
+        if self._loss_hook is not None and self._loss_hook.stays:
             self._failures.safely(self._loss_hook.put_on)
         self._failures.safely(self._controller.join, self._paths)
         self._failures.safely(self._begin)

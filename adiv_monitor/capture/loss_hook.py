@@ -1,6 +1,7 @@
 """Reads the loss of training passes from a module, or from the model's output by a function."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,10 +14,7 @@ from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import ThreadState
 
-UNSEEN = (
-    "The loss is not known: the given {} was not seen to be called with gradients (is it another "
-    "instance than the one that the training calls, or compiled?)."
-)
+_OTHERWISE = "Pass the module that the loop calls as `loss=`, or call `monitor.log_loss(loss)`."
 
 
 class LossHook:
@@ -30,7 +28,7 @@ class LossHook:
 
     Attributes:
         stays: whether it may stay on between measured steps, since it is on the loss alone.
-        unseen: a note for a report in which the loss is missing, although it stayed on.
+        unseen: a note for a report in which the loss is missing.
     """
 
     def __init__(
@@ -44,13 +42,29 @@ class LossHook:
         self._of = None if isinstance(loss, nn.Module) else loss
         self._note = note
         self._fail = fail
+        self._can_be_called = self._of is None or _takes_one(self._of)
         module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
-        self.unseen = UNSEEN.format(class_name(module))
+        self.unseen = f"The loss is not known: {self._why(loss)}. {_OTHERWISE}"
         self._hook = ModuleHook(module, Hook(self._guarded), before=False)
+
+    def _why(self, loss: LossOf) -> str:
+        if isinstance(loss, nn.Module):
+            return (
+                f"the given {class_name(loss)} was not seen to be called with gradients (is it "
+                "another instance than the one that the training calls, or compiled?)"
+            )
+        name = getattr(loss, "__name__", class_name(loss))
+        if self._can_be_called:
+            return f"{name} gave no value with a gradient for the model's output"
+        return (
+            f"{name} takes more than one argument; a function given as `loss=` is called with the "
+            "model's output alone, and calls of it in the loop are not seen"
+        )
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
-        self._hook.put_on()
+        if self._can_be_called:
+            self._hook.put_on()
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -74,6 +88,16 @@ class LossHook:
         assert self._of is not None
         with ThreadState(), torch._C.DisableTorchFunction():
             return self._of(output)
+
+
+def _takes_one(function: Callable[..., object]) -> bool:
+    try:
+        signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # functions written in C may have no signature
+        pass
+    return True
 
 
 def _counts(loss: Tensor) -> bool:

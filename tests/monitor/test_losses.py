@@ -559,3 +559,42 @@ def test_losses_of_a_report_that_fails_are_in_the_next(monkeypatch: pytest.Monke
     assert [report.step for report in reports] == [0, 8]
     assert list(reports[-1].losses) == list(range(1, 9))
     assert list(reports[-1].losses.values()) == pytest.approx(losses[1:9])
+
+
+def _own_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (functional.cross_entropy, "cross_entropy takes more than one argument"),
+        (_own_cross_entropy, "_own_cross_entropy takes more than one argument"),
+        (nn.CrossEntropyLoss(), "the given CrossEntropyLoss was not seen"),
+        (lambda output: 0.0 * output.detach().sum(), "<lambda> gave no value with a gradient"),
+    ],
+)
+def test_the_first_report_says_what_to_pass_if_the_loss_is_not_seen(given: Any, said: str) -> None:
+    model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    optimizer = optimizer_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the function is not called with what it does not take
+        with Monitor(model, optimizer, loss=given) as monitor:
+            loss(model(batch(0)), TARGETS).backward()
+            optimizer.step()
+    (note,) = monitor.reports[0].notes
+    assert said in note
+    assert "Pass the module that the loop calls as `loss=`" in note
+    assert "`monitor.log_loss(loss)`" in note
+
+
+def test_a_loss_that_the_loop_logs_needs_no_note() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, loss=functional.cross_entropy, on_error="raise") as monitor:
+        loss = functional.cross_entropy(model(batch(0)), TARGETS)
+        monitor.log_loss(loss)
+        loss.backward()
+        optimizer.step()
+    report = monitor.reports[0]
+    assert (report.loss, report.notes) == (pytest.approx(loss.item()), ())
