@@ -15,7 +15,13 @@ from adiv_monitor.audit import trials
 from adiv_monitor.audit.arguments import check_numbers, check_training
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.seen.observe import observe
-from adiv_monitor.audit.training.batches import called, taken
+from adiv_monitor.audit.training.batches import (
+    DEFAULT_SIZE,
+    called,
+    is_data_set,
+    loader_of,
+    taken,
+)
 from adiv_monitor.audit.training.order import as_drawn, in_words, is_drawn_anew
 from adiv_monitor.audit.training.setup import (
     Loss,
@@ -24,6 +30,7 @@ from adiv_monitor.audit.training.setup import (
     differentiates,
     seeded,
 )
+from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.training.warned import each_warning_once
 from adiv_monitor.audit.what_if import what_if as alternatives
@@ -53,6 +60,7 @@ def audit(
     own_losses: Mapping[int, float] | Sequence[float] | None = None,
     progress: Progress | None = None,
     try_mends: bool | None = None,
+    _facts: Mapping[str, str] | None = None,
 ) -> AuditReport:
     """Train a copy of a model for some steps, and report faults of its training.
 
@@ -61,9 +69,12 @@ def audit(
     Args:
         model: the model in the state in which training would begin. Copies of it are trained.
         batches: an iterable of batches; one is taken for each step, and if there are fewer, they
-            are repeated.
-        loss: function (model, batch) → the loss, one number. None: the model returns an object with
-            the loss as its `loss`, called as `model(**batch)`, `model(*batch)` or `model(batch)`.
+            are repeated. A data set of samples is shuffled, in batches of 16.
+        loss: function (model, batch) → the loss, one number; or a loss (output, target) → number,
+            such as `nn.CrossEntropyLoss()`, whose second parameter is named so: the model is called
+            with all parts of a batch but the last, which is the target. None: the model returns an
+            object with the loss as its `loss`, called as `model(**batch)`, `model(*batch)` or
+            `model(batch)`.
         optimizer: optimizer of the model's parameters, with the learning rates to test, or a
             function that makes one for a model. None: AdamW with learning rate 1e-3.
         steps: number of training steps, at least 1.
@@ -105,6 +116,14 @@ def audit(
         try_seconds=try_seconds,
     )
     every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
+    facts = {"data": in_words(batches), "loss": "" if loss is None else name_of(loss)}
+    of_outputs = loss is not None and takes_outputs(loss)
+    loss = TargetLoss(facts["loss"], loss) if of_outputs else loss  # type: ignore[arg-type]
+    notes = []
+    if is_data_set(batches):
+        batches = loader_of(batches, DEFAULT_SIZE, seed)
+        notes.append(f"The data set was shuffled, in batches of {DEFAULT_SIZE}: give a DataLoader "
+                     "for batches as your loop has them.")  # fmt: skip
     with each_warning_once(), seeded(seed):
         with as_drawn(batches):
             kept = taken(batches, steps, next(model.parameters()).device)
@@ -121,8 +140,14 @@ def audit(
             alignment=alignment,
             progress=progress,
         )
-        record = _beside(replace(record, facts=replace(record.facts, data=in_words(batches))),
-                         own_losses, drawn_anew=is_drawn_anew(batches))  # fmt: skip
+        known = replace(record.facts, **(facts | dict(_facts or {})))
+        record = replace(
+            record,
+            facts=known,
+            notes=(*notes, *record.notes),
+            trained=record.trained or bool(known.trained),
+        )
+        record = _beside(record, own_losses, drawn_anew=is_drawn_anew(batches))
         tries = try_fixes and try_seconds > 0 and record.repeats and not record.moving_targets
         cap = trials.Cap(try_seconds) if tries else None
         return _Diagnosis(setup, record, progress).report(cap, what_if)

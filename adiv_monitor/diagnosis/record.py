@@ -34,6 +34,9 @@ class Facts:
             a usual machine. Trials have as many steps as follow from it. NaN: not counted.
         data: the data in words: the command's `--data`, or the class of the loader and of its data
             set; "": not known.
+        loss: the name of the loss; "": the model's own, or not known.
+        trained: what the weights had been through before, in words, if they are known to be no
+            initialisation: "weights have been trained: 300 steps during import"; else "".
     """
 
     model: str
@@ -53,6 +56,8 @@ class Facts:
     resumed: bool = False
     step_cost: float = float("nan")
     data: str = ""
+    loss: str = ""
+    trained: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,13 @@ from adiv_monitor.diagnosis.titles import finding_title, measure_title
 from adiv_monitor.diagnosis.verdict import looked_for, loss_words, running_headline, untold
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import worst
-from adiv_monitor.pages.report_page import headline, last_with_direction, notes_of, settings
+from adiv_monitor.pages.report_page import (
+    headline,
+    introduced,
+    last_with_direction,
+    notes_of,
+    settings,
+)
 from adiv_monitor.printable import code, markdown
 from adiv_monitor.report.wording import listed, not_measured, percent
 
@@ -53,6 +59,7 @@ def _head(report: Diagnosis, count: int) -> Iterator[str]:
     reports = record.reports
     if record.is_audited:
         yield f"# Audit of {code(record.facts.model)}"
+        yield f"\n{markdown(introduced(record))}"
         yield f"\n**{headline(report.findings, record)}.** {markdown(report.verdict)}"
         run = f"{len(record.losses):,} of {record.facts.steps:,} steps"
         interrupted = ", interrupted" * record.interrupted

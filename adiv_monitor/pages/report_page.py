@@ -103,6 +103,7 @@ def settings(record: Record) -> dict[str, str]:
         "Parameters": f"{facts.parameters:,}, of which {facts.trainable:,} are trained",
         "Optimizer": f"{facts.optimizer} ({optimizer})" if optimizer else facts.optimizer,
         "Gradients": clip,
+        "Loss": facts.loss or "the model's own",
         **({"Data": f"{facts.data}, batches of {facts.batch_size:,}"} if facts.data else {}),
         "Batches": f"{facts.batches:,} of {facts.batch_size:,} samples{again}",
         "Steps": f"{len(record.losses):,} of {facts.steps:,}, "
@@ -115,6 +116,28 @@ def settings(record: Record) -> dict[str, str]:
         if math.isnan(seconds)
         else f"{seconds * 1000:.3g} ms without measuring",
     }
+
+
+def introduced(record: Record, name: str = "") -> str:
+    """Return model, data, loss, optimizer and learning rate of an audit, in one line.
+
+    Args:
+        record: the record of the audit.
+        name: the name by which its user calls the model; "": that of its class.
+    """
+    facts = record.facts
+    model = f"{name} ({facts.model.rpartition('.')[2]})" if name else facts.model
+    is_random = facts.data.partition(":")[0] == "random"
+    data = "random data" if is_random else f"real data ({facts.data or 'batches'})"
+    rates = record.reports[0].learning_rates if record.reports else ()
+    rates = tuple(sorted(set(rates or filter(None, [facts.settings.get("lr")]))))
+    said = " to ".join(f"{rate:.3g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:])))
+    return " · ".join((
+        f"{model}, {facts.trained}" if facts.trained else model,
+        data,
+        f"loss {facts.loss}" if facts.loss else "the model's own loss",
+        f"{facts.optimizer}, learning rate{'s' * (len(rates) > 1)} {said or 'not known'}",
+    ))  # fmt: skip
 
 
 def _changes(record: Record) -> list[dict[str, float]]:

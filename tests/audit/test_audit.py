@@ -330,6 +330,58 @@ def test_a_loss_with_parameters_of_its_own_is_copied_too() -> None:
     assert record.losses[-1] < record.losses[0]
 
 
+class Smoothed(nn.Module):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (nn.CrossEntropyLoss(), "CrossEntropyLoss"),
+        (nn.functional.cross_entropy, "cross_entropy"),
+        (Smoothed(), "Smoothed"),
+        (lambda out, y: nn.functional.cross_entropy(out, y), "<lambda>"),
+        (lambda net, y: cross_entropy(net, y), "<lambda>"),  # of a model and a batch
+    ],
+)
+def test_a_loss_of_outputs_and_targets_is_as_one_of_model_and_batch(loss: Any, name: str) -> None:
+    model = mlp()
+    expected = audit(model, batches(), **QUICK).record
+    found = audit(model, batches(), **{**QUICK, "loss": loss}).record
+    assert found.losses == expected.losses
+    assert found.facts.loss == name
+
+
+def test_a_loss_of_outputs_may_have_weights_that_train() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.scale * output, target)
+
+    model, loss = mlp(), Scaled()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.5)
+    record = audit(model, batches(), **{**QUICK, "loss": loss, "optimizer": optimizer}).record
+    assert loss.scale == 1
+    for step in range(2):
+        optimizer.zero_grad()
+        value = loss(model(batches()[step][0]), batches()[step][1])
+        assert record.losses[step] == pytest.approx(value.item())
+        value.backward()
+        optimizer.step()
+
+
+def test_a_data_set_of_samples_is_put_into_batches() -> None:
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    samples = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+    record = audit(mlp(), samples, **{**QUICK, "loss": nn.CrossEntropyLoss()}).record  # type: ignore[arg-type]
+    assert (record.facts.batch_size, record.facts.batches) == (16, 2)
+    assert any("shuffled, in batches of 16" in note for note in record.notes)
+
+
 class Uncopyable(nn.Linear):
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("locked")
@@ -356,7 +408,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "locked batch": ({"batches": [(x for x in batches())]}, TypeError, "can't copy"),
     "loss": ({"loss": "mse"}, TypeError, "loss=….*str.*function"),
     "loss of nothing": ({"loss": None, "batches": [b[:1] for b in batches()]}, TypeError, "`loss`"),
-    "loss of outputs": ({"loss": nn.CrossEntropyLoss()}, TypeError, "CrossEntropyLoss.*lambda"),
+    "loss of three": ({"loss": nn.TripletMarginLoss()}, TypeError, "TripletMarginLoss.*lambda"),
+    "loss of other targets": (
+        {"loss": nn.CrossEntropyLoss(), "batches": [b[:1] * 2 for b in batches()]},
+        ValueError,
+        "the loss CrossEntropyLoss can't take.*choose another loss",
+    ),
     "no loss": ({"loss": None}, TypeError, "can't take the whole batch.*give audit a loss"),
     "loss per sample": ({"loss": lambda m, b: m(b[0])}, TypeError, r"shape \(10, 3\).*mean"),
     "loss number": ({"loss": lambda m, b: m(b[0]).sum().item()}, TypeError, "float.*tensor"),

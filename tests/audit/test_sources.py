@@ -11,6 +11,7 @@ import torch
 from audit import command_models
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from adiv_monitor.audit.options.config import Config
 from adiv_monitor.audit.options.usage import UsageError
@@ -19,6 +20,7 @@ from adiv_monitor.audit.sources.data import Data, data
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Inputs, fit
 from adiv_monitor.audit.training.setup import seeded
+from adiv_monitor.audit.training.target_loss import LossError
 
 HERE = "audit.command_models"
 CPU = torch.device("cpu")
@@ -52,8 +54,9 @@ def test_a_function_wins_over_the_module_of_its_name() -> None:
         (f"{HERE}:LeNett", "has no 'LeNett'; did you mean LeNet"),
         (f"{HERE}.LeNett", "has no 'LeNett'"),
         ("audit.command_models", "that is a module, expected audit.command_models:NAME"),
-        ("train.py:build", "such as train:build"),
-        ("models/train.py", "such as models.train:NAME"),
+        ("train.py:build", "there is no file train.py"),
+        ("models/train.py", "expected models/train.py:NAME of what is in it"),
+        ("models/train.txt:build", "or FILE.py:NAME"),
         ("train", "expected an import path, such as train:NAME"),
         ("resnet18", "; did you mean torchvision.models.resnet18?"),
         ("a b:c", "expected an import path"),
@@ -366,17 +369,17 @@ def test_losses_by_import_path() -> None:
         ("cross_entropy", torch.randn(4, 2), "shape (4, 3), float32 with a target of shape (4, 2)"),
         ("mse", torch.randn(4), "expected a target of the output's shape"),
         ("cross_entropy", torch.full((4,), 3), "out of bounds"),
-        ("nll", torch.randn(4), "choose another with --loss"),
+        ("nll", torch.randn(4), "choose another loss"),
     ],
 )
 def test_a_loss_that_needs_other_targets_is_told(name: str, target: Tensor, told: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(LossError) as caught:
         losses.named(name)(command_models.net, (torch.randn(4, 5), target))
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_one_output_has_no_classes() -> None:
-    with pytest.raises(UsageError, match="tells no classes apart"):
+    with pytest.raises(LossError, match="tells no classes apart"):
         losses.named("cross_entropy")(nn.Linear(5, 1), (torch.randn(4, 5), torch.randn(4, 1)))
 
 
@@ -390,15 +393,21 @@ def test_unknown_losses_are_told() -> None:
 # Optimizers
 
 
+def optimizer_of(name: str, arguments: dict[str, Any]) -> Optimizer:
+    made = optimizers.named(name, arguments)
+    assert not isinstance(made, Optimizer)
+    return made(command_models.net)
+
+
 def test_optimizers_by_name_and_import_path() -> None:
     for name in ("sgd", "SGD", "torch.optim:SGD", f"{HERE}:sgd"):
-        made = optimizers.factory(name, {"lr": 0.5})(command_models.net)
+        made = optimizer_of(name, {"lr": 0.5})
         assert type(made) is torch.optim.SGD and made.param_groups[0]["lr"] == 0.5
 
 
 def test_optimizers_that_can_not_be_made_are_told() -> None:
     with pytest.raises(UsageError, match="expected one of ASGD"):
-        optimizers.factory("sgdd", {})
+        optimizers.named("sgdd", {})
     for name, arguments, told in (
         ("sgd", {"rate": 1}, "unexpected keyword argument 'rate'"),
         ("sgd", {"lr": -1}, "Invalid learning rate"),
@@ -406,7 +415,7 @@ def test_optimizers_that_can_not_be_made_are_told() -> None:
         ("builtins:repr", {}, "gave str, expected a torch.optim.Optimizer"),
     ):
         with pytest.raises(UsageError, match=told):
-            optimizers.factory(name, arguments)(command_models.net)
+            optimizer_of(name, arguments)
 
 
 # Checkpoints

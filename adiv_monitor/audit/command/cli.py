@@ -1,7 +1,6 @@
 """The command `adiv-audit`."""
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,17 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import terminal
 from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.options import fail_if
 from adiv_monitor.audit.options.config import ARGUMENTS, NAMES, Config, default, load, read
-from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
+from adiv_monitor.audit.options.usage import UsageError, needed, one_line, place, said
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.sources.own_losses import own_losses
+from adiv_monitor.audit.training.target_loss import LossError
 from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys
 from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable
@@ -49,12 +47,6 @@ exit codes:
   141  the output was closed before its end, as by `| head`"""
 
 
-# Folders of code that is not the user's: this package, Python, installed packages.
-_NOT_THE_USERS = tuple(f"{Path(x)}{os.sep}" for x in (
-    Path(__file__).parents[2], Path(os.__file__).parent, Path(torch.__file__).parents[1]
-))  # fmt: skip
-
-
 class _Parser(argparse.ArgumentParser):
     """Reports errors in one line."""
 
@@ -70,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["compare"]:
             return _compare(argv[1:])
         return _audit(*_config(argv))
-    except UsageError as error:
+    except (UsageError, LossError) as error:
         print(f"adiv-audit: {printable(str(error))}", file=sys.stderr)
     except RecursionError:
         print(
@@ -164,7 +156,7 @@ def _audit(config: Config, force: bool) -> int:
         report = _report(prepared)
     with staged(config.out) as stage:
         write(report, prepared.config, stage)
-    terminal.show(report, terminal.console())
+    terminal.show(report, terminal.console(), config.model)
     print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
     failed = _failed(config, report)
     if report.record.interrupted:
@@ -185,9 +177,7 @@ def _users_code() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-        where = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "the code under audit"
+        where = place(traceback.extract_tb(error.__traceback__)) or "the code under audit"
         raise UsageError(
             f"{where} ended the program (sys.exit({error.code!r})), expected code that "
             "returns: keep what parses arguments or exits out of the functions that are given here"
@@ -218,10 +208,10 @@ def _report(prepared: Prepared) -> AuditReport:
             seed=config.seed,
             own_losses=None if config.losses is None else own_losses(config.losses),
             progress=terminal.ProgressBars(bars),
+            _facts=prepared.facts,
         )
     notes = (*prepared.notes, *report.record.notes)
-    facts = replace(report.record.facts, data=config.data)
-    return replace(report, record=replace(report.record, notes=notes, facts=facts))
+    return replace(report, record=replace(report.record, notes=notes))
 
 
 def _failed(config: Config, report: AuditReport) -> bool:

@@ -1,16 +1,19 @@
 """From the options of an audit to its objects: model, batches, loss and optimizer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from adiv_monitor.audit.options.config import Config
 from adiv_monitor.audit.options.usage import UsageError, said
-from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers
+from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers, script
 from adiv_monitor.audit.sources.data import Data, data
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.training.target_loss import LossError
 from adiv_monitor.audit.training.train import train
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # others: float32
@@ -25,16 +28,18 @@ class Prepared:
         model: The model, on its device.
         batches: Batches on the same device.
         loss: model, batch → scalar.
-        optimizer: model → optimizer.
+        optimizer: An optimizer of the model's parameters, or model → optimizer.
         notes: Remarks that a reader of the report must know.
+        facts: Data, loss and what the weights have been through, in words.
     """
 
     config: Config
     model: nn.Module
     batches: tuple[Any, ...]
     loss: Loss
-    optimizer: OptimizerFactory
+    optimizer: Optimizer | OptimizerFactory
     notes: tuple[str, ...]
+    facts: Mapping[str, str]
 
 
 def prepare(config: Config) -> Prepared:
@@ -45,14 +50,15 @@ def prepare(config: Config) -> Prepared:
     """
     device = _device(config.device)
     dtype = _DTYPES.get(config.precision, torch.float32)
-    optimizer = optimizers.factory(config.optimizer, config.optimizer_args)
-    with seeded(config.seed):
-        model = models.build(config.model, config.model_args)
-        if config.checkpoint is not None:
-            checkpoints.load(model, config.checkpoint, trusted=config.trust_checkpoint)
+    with seeded(config.seed), script.watched(may_train=config.run_script) as ran:
+        optimizer = optimizers.named(config.optimizer, config.optimizer_args)
+        model = _model(config, optimizer)
+        trained = _trained(config, model, ran)
         model = model.to(device, dtype if config.precision in _DTYPES else None)
+        if isinstance(optimizer, Optimizer):
+            optimizer.load_state_dict(optimizer.state_dict())  # onto the model's device
         found = data(config, model, device, dtype)
-    loss = _loss(config, found, device)
+        loss = _loss(config, found, device)
     _try_a_step(Setup(model, optimizer, loss, found.batches, 1, config.clip_norm, config.seed))
     resolved = replace(
         config,
@@ -61,7 +67,32 @@ def prepare(config: Config) -> Prepared:
         loss=config.loss or found.loss,
         device=str(device),
     )
-    return Prepared(resolved, model, found.batches, loss, optimizer, found.notes)
+    facts = {"data": config.data, "loss": resolved.loss or "", "trained": trained}
+    return Prepared(resolved, model, found.batches, loss, optimizer, found.notes, facts)
+
+
+def _model(config: Config, optimizer: Optimizer | OptimizerFactory) -> nn.Module:
+    """Return the model with its weights; not a copy if the optimizer is of its parameters."""
+    is_held = isinstance(optimizer, Optimizer)
+    model = models.build(config.model, config.model_args, copies=not is_held)
+    if isinstance(optimizer, Optimizer):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in model.parameters()):
+            raise UsageError(
+                f"--optimizer {config.optimizer}: holds no parameter of MODEL {config.model}; give "
+                "the module that it was made for as MODEL, or a function model → optimizer here"
+            )
+    if config.checkpoint is not None:
+        checkpoints.load(model, config.checkpoint, trusted=config.trust_checkpoint)
+    return model
+
+
+def _trained(config: Config, model: nn.Module, ran: script.Ran) -> str:
+    """Return what the weights have been through, in words; "" if they are as they were drawn."""
+    if config.checkpoint is not None:
+        return f"weights from {config.checkpoint}"
+    steps = ran.steps_of(model, copied=models.is_instance(config.model))
+    return f"weights have been trained: {steps:,} steps during import" if steps else ""
 
 
 def _device(name: str | None) -> torch.device:
@@ -87,7 +118,7 @@ def _try_a_step(setup: Setup) -> None:
     """Train a copy for one step, so that a mismatch shows before anything long begins."""
     try:
         train(setup.fork())
-    except UsageError:
+    except (UsageError, LossError):
         raise
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{said(error)}: give a smaller --batch-size or --input-shape") from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.pages.report_page import introduced
 from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import listed
@@ -74,10 +75,17 @@ def console() -> "Console":
     return Own(highlight=False, soft_wrap=False)
 
 
-def show(report: AuditReport, console: "Console") -> None:
-    """Print verdict, findings, the last measured step as a table, and notes."""
+def show(report: AuditReport, console: "Console", model: str = "") -> None:
+    """Print what was audited, verdict, findings, the last measured step as a table, and notes.
+
+    Args:
+        report: the report.
+        console: where to print.
+        model: the name by which the user calls the model.
+    """
     from rich.text import Text
 
+    print(printable(introduced(report.record, model)), file=console.file)
     console.print(Text(printable(report.verdict), "bold"))
     for finding in report.findings:
         console.print()

@@ -122,9 +122,16 @@ class Config:
         "",
         _text,
         "import path of a torch.nn.Module class, of a function that returns a module, or of an "
-        "instance (torchvision.models.resnet18, my_project.train:build); timm:NAME; or hf:PATH of "
-        "a config.json of transformers, or of its folder. Building it runs its code.",
+        "instance (torchvision.models.resnet18, my_project.train:build, train.py:model); "
+        "timm:NAME; or hf:PATH of a config.json of transformers, or of its folder. Building it "
+        "runs its code.",
         "MODEL",
+    )
+    run_script: bool = _option(
+        False,
+        _flag,
+        "let code that is imported or called for the model, the data, the loss and the optimizer "
+        "train and write over files of this folder; weights that it trained are audited as such",
     )
     model_args: Mapping[str, Any] = _option(
         dict,

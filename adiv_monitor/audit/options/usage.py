@@ -1,6 +1,7 @@
 """Errors of usage, each reported to the user in one line."""
 
 import traceback
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,15 @@ def said(error: BaseException) -> str:
     """
     name = type(error).__name__
     words = one_line(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{name}: {words}{place}" if words else f"{name}{place}"
+    where = place(traceback.extract_tb(error.__traceback__))
+    at = f" ({where})" if where else ""
+    return f"{name}: {words}{at}" if words else f"{name}{at}"
+
+
+def place(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Return the file and line of the innermost frame of the user's own code; "": there is none."""
+    own = [f for f in frames if _is_users(f.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def _is_users(file: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from adiv_monitor.audit.options.config import Config
 from adiv_monitor.audit.options.usage import UsageError, said
@@ -16,6 +16,7 @@ from adiv_monitor.audit.sources import huggingface, images, losses, random_data,
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit
 from adiv_monitor.audit.sources.targets import MOST_CLASSES, Form, form
+from adiv_monitor.audit.training.batches import is_data_set, loader_of
 
 _MOST_BATCHES = 32  # different batches of random data: more would only use memory
 
@@ -153,12 +154,7 @@ def _check_classes(config: Config, wanted: Form, classes: int, found: Fit) -> No
 def _batches(
     examples: Dataset[Any], config: Config, batch: Callable[[Tensor, Tensor], Any]
 ) -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(config.seed)
-    full = len(examples) >= config.batch_size  # type: ignore[arg-type]
-    loader = DataLoader(
-        examples, config.batch_size, shuffle=True, drop_last=full, generator=generator
-    )
-    for x, label in loader:
+    for x, label in loader_of(examples, config.batch_size, config.seed):
         # As from a usual loader: tensors that are not views into each other.
         yield tree_map_only(Tensor, torch.Tensor.contiguous, batch(x, label))
 
@@ -173,22 +169,29 @@ def _users(config: Config, device: torch.device, dtype: torch.dtype) -> Data:
     found = imported(config.data, "--data")
     try:
         batches = found() if callable(found) else found
+        notes = ()
+        if is_data_set(batches):
+            batches = loader_of(batches, config.batch_size, config.seed)
+            notes = (
+                f"--data is a data set: it was shuffled, in batches of {config.batch_size} "
+                "(--batch-size).",
+            )
         iterator = iter(batches)
     except Exception as error:
         raise UsageError(
-            f"{where}: expected a function that takes no arguments and gives an iterable of "
-            f"batches: {said(error)}"
+            f"{where}: expected an iterable of batches or a data set, or a function that takes no "
+            f"arguments and gives one: {said(error)}"
         ) from error
     taken = _taken(iterator, config, device, dtype)
     first = taken[0]
     if isinstance(first, dict):
-        return Data(taken, None, None, None)
+        return Data(taken, None, None, None, notes)
     if not isinstance(first, (tuple, list)) or len(first) < 2:
         raise UsageError(
             f"{where}: got a batch that is a {type(first).__name__}, expected (inputs…, target), "
             "or a dict of the model's arguments"
         )
-    return Data(taken, None, None, losses.default(first[-1]))
+    return Data(taken, None, None, losses.default(first[-1]), notes)
 
 
 def _taken(

@@ -1,7 +1,7 @@
 """Losses by name or import path, as functions of model and batch."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,21 +12,9 @@ from torch.nn import functional as F
 from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.training.setup import Loss
+from adiv_monitor.audit.training.target_loss import Function, TargetLoss
 
 Targets = Literal["classes", "values", "shares"]
-Function = Callable[[Tensor, Tensor], Tensor]
-
-
-def first_tensor(output: Any) -> Tensor | None:
-    """Return the first tensor of a model's output, or its logits; None if it holds no tensor."""
-    if isinstance(output, Tensor):
-        return output
-    if hasattr(output, "logits"):
-        return first_tensor(output.logits)
-    parts = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(output, (Mapping, tuple, list)):
-        return None
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
 def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -65,39 +53,6 @@ NAMED: Mapping[str, tuple[Function, Targets]] = {
         "shares",
     ),
 }
-
-
-@dataclass(frozen=True)
-class TargetLoss:
-    """A loss that calls the model with all parts of a batch but the last, which is the target.
-
-    Attributes:
-        name: Name of the loss.
-        function: output, target → scalar.
-    """
-
-    name: str
-    function: Function
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of the model on the batch."""
-        if not isinstance(batch, (tuple, list)):
-            raise UsageError(
-                f"the loss {self.name} needs batches (inputs…, target), got a "
-                f"{type(batch).__name__}: leave --loss out if the model gives its loss, or give a "
-                "function (model, batch)"
-            )
-        *inputs, target = batch
-        output = first_tensor(model(*inputs))
-        if output is None:
-            raise TypeError("the model's output holds no tensor")
-        try:
-            return self.function(output, target)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise UsageError(
-                f"the loss {self.name} can't take an output of {_described(output)} with a target "
-                f"of {_described(target)}: {said(error)}; choose another with --loss"
-            ) from error
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -173,9 +128,3 @@ def _parameters(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"class {type(value).__name__}"
-    return f"shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"

@@ -12,7 +12,13 @@ from adiv_monitor.audit.sources import huggingface
 from adiv_monitor.audit.sources.imported import imported, signature
 
 
-def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+def is_instance(name: str) -> bool:
+    """Return whether the name is that of a module, and not of what makes one."""
+    is_path = not name.startswith(("timm:", "hf:"))
+    return is_path and isinstance(imported(name, "MODEL"), nn.Module)
+
+
+def build(name: str, arguments: Mapping[str, Any], *, copies: bool = True) -> nn.Module:
     """Build the model of that name.
 
     Args:
@@ -20,6 +26,7 @@ def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
             instance; timm:NAME; or hf:PATH of a configuration.
         arguments: Keyword arguments of the class or function, of timm.create_model, or of the
             configuration.
+        copies: Whether to copy a module that exists, since its weights, device and dtype are set.
 
     Raises:
         UsageError: There is no such model, it can't be built, or it has nothing to train.
@@ -29,7 +36,7 @@ def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     elif name.startswith("hf:"):
         model = huggingface.build(name.removeprefix("hf:"), arguments)
     else:
-        model = _made(name, imported(name, "MODEL"), arguments)
+        model = _made(name, imported(name, "MODEL"), arguments, copies)
     if not any(p.requires_grad for p in model.parameters()):
         some = any(True for _ in model.parameters())
         what = (
@@ -39,14 +46,14 @@ def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
+def _made(name: str, found: Any, arguments: Mapping[str, Any], copies: bool) -> nn.Module:
     if isinstance(found, nn.Module):
         if arguments:
             raise UsageError(
                 f"MODEL {name}: is an instance of {type(found).__name__}, which takes no "
                 "--model-args; give a class or function, or leave them out"
             )
-        return copy.deepcopy(found)  # weights, device and dtype are set on the copy
+        return copy.deepcopy(found) if copies else found
     if not callable(found):
         raise UsageError(
             f"MODEL {name}: got a {type(found).__name__}, expected a torch.nn.Module, its class, "

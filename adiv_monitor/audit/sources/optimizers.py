@@ -19,13 +19,13 @@ _NAMED: Mapping[str, type[Optimizer]] = {
 }
 
 
-def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
-    """Return a function that makes the optimizer for a model.
+def named(name: str, arguments: Mapping[str, Any]) -> Optimizer | OptimizerFactory:
+    """Return the optimizer of that name, or a function that makes it for a model.
 
     Args:
         name: Name of a class in torch.optim, in any case ("adamw"); or the import path of an
-            optimizer class, called with the parameters and the arguments, or of a function, called
-            with the model and the arguments.
+            optimizer class, called with the parameters and the arguments, of a function, called
+            with the model and the arguments, or of an optimizer that exists.
         arguments: Keyword arguments.
 
     Raises:
@@ -34,6 +34,13 @@ def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
     """
     found = _NAMED.get(name.lower())
     made: Any = found if found is not None else _imported(name)
+    if isinstance(made, Optimizer):
+        if arguments:
+            raise UsageError(
+                f"--optimizer {name}: is an instance of {type(made).__name__}, which takes no "
+                "--optimizer-args; give its class, or leave them out"
+            )
+        return made
     takes_parameters = inspect.isclass(made) and issubclass(made, Optimizer)
 
     def optimizer(model: nn.Module) -> Optimizer:
@@ -62,9 +69,9 @@ def _imported(name: str) -> Any:
             "import path such as package.module:name"
         )
     found = imported(name, "--optimizer")
-    if not callable(found):
+    if not callable(found) and not isinstance(found, Optimizer):
         raise UsageError(
-            f"--optimizer {name}: got a {type(found).__name__}, expected an optimizer class or a "
-            "function model → optimizer"
+            f"--optimizer {name}: got a {type(found).__name__}, expected an optimizer, its class, "
+            "or a function model → optimizer"
         )
     return found

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.options.usage import UsageError, said
-from adiv_monitor.audit.sources.losses import first_tensor
 from adiv_monitor.audit.training.setup import seeded
+from adiv_monitor.audit.training.target_loss import first_tensor
 
 _SIDES = (64, 32, 28, 224, 96, 128, 256, 299, 384, 16, 8)  # sides of images in pixels
 _LENGTHS = (32, 16, 64, 128, 8, 4)  # lengths of sequences

@@ -4,10 +4,25 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+DEFAULT_SIZE = 16  # samples in a batch of a data set
+
+
+def loader_of(samples: Dataset[Any], size: int, seed: int) -> DataLoader[Any]:
+    """Return a loader of full, shuffled batches; of one that is not full if there is no other."""
+    full = len(samples) >= size  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(samples, size, shuffle=True, drop_last=full, generator=generator)
+
+
+def is_data_set(batches: object) -> TypeGuard[Dataset[Any]]:
+    """Return whether this is a data set of samples, by number, in place of batches."""
+    return isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
 
 
 def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any, ...]:

@@ -152,7 +152,8 @@ def _with_gradients(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
 
 def _own_modules(loss: Loss) -> Loss | None:
     """Return the loss if it is a module, which may have parameters and buffers of its own."""
-    is_module = isinstance(getattr(loss, "__self__", loss), nn.Module)
+    loss_of = getattr(loss, "function", loss)  # a TargetLoss has one
+    is_module = isinstance(getattr(loss_of, "__self__", loss_of), nn.Module)
     return loss if is_module else None
 
 

@@ -222,7 +222,7 @@ def unshuffled(record: Record) -> Iterator[Finding]:
 def one_sided_weights(record: Record) -> Iterator[Finding]:
     """Find initial weights that are nearly all of one sign."""
     facts = record.found_by("one-sided-weights")
-    if facts:
+    if facts and not record.trained:
         worst = max(facts, key=lambda fact: fact.numbers["share"])
         names = ", ".join(f"'{fact.place}'" for fact in facts[:3])
         more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""

@@ -1,0 +1,249 @@
+"""Scripts that users name: what is loaded of them, what runs, and what the audit says of it."""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from made_records import FACTS, record
+from torch.optim import optimizer as torch_optimizer
+
+from adiv_monitor.audit.command.cli import main
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.sources import script
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.record import Fact, Facts, Probed, WeightStatistics
+
+pytestmark = pytest.mark.filterwarnings("default")  # of what draws the page
+for package in ("rich", "yaml", "jinja2", "matplotlib", "tensorboard"):
+    pytest.importorskip(package)
+
+Write = Callable[[str, str], None]
+Read = pytest.CaptureFixture[str]
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+model = Net()
+"""
+DATA = """
+x = torch.randn(40, 4)
+samples = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(
+    [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}],
+    lr=0.2, momentum=0.5,
+)
+"""
+STEPS = """
+def step():
+    optimizer.zero_grad()
+    criterion(model(x), x[:, :3].argmax(1)).backward()
+    optimizer.step()
+
+"""
+TRAIN = "for _ in range(5): step()\n"
+SAVE = "torch.save(model.state_dict(), 'best.pt')\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Write a file into the working folder; what is imported from there is forgotten again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def written(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    yield written
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def run(*argv: str) -> int:
+    return main([*argv, "--steps", "3", "--no-try", "--out", "out"])
+
+
+def facts() -> Facts:
+    return AuditReport.from_json(Path("out/report.json").read_text()).record.facts
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        TRAIN + SAVE,
+        f"try:\n    {TRAIN}except Exception:\n    pass\n{SAVE}",
+        f"try:\n    {TRAIN}finally:\n    {SAVE}",
+        f"try:\n    {TRAIN}except BaseException:\n    raise KeyError\n",
+        "def build():\n    step()\n    return model\n",
+    ],
+)
+def test_a_script_that_trains_is_refused_at_its_first_step(
+    ending: str, write: Write, capsys: Read
+) -> None:
+    write("best.pt", "of a long run")
+    write("train.py", MODEL + DATA + STEPS + ending)
+    save = torch.save
+    assert run("train:build" if "build" in ending else "train:model") == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "train.py:22 takes an optimizer step" in told[0]
+    assert "--run-script" in told[0]
+    assert Path("best.pt").read_text() == "of a long run"
+    assert torch.save is save and not torch_optimizer._global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        SAVE,
+        "from torch import save\nsave(obj=1, f='best.pt')\n",
+        "from safetensors.torch import save_file\nsave_file(model.state_dict(), 'best.pt')\n",
+    ],
+)
+def test_a_script_that_writes_over_a_file_is_refused(
+    saves: str, write: Write, capsys: Read
+) -> None:
+    if "safetensors" in saves:
+        pytest.importorskip("safetensors")
+    write("best.pt", "of a long run")
+    write("train.py", MODEL + saves)
+    assert run("train:model") == 2
+    told = capsys.readouterr().err
+    assert f"train.py:{10 + saves.count(chr(10)) - 1} writes over best.pt" in told
+    assert "--run-script" in told
+    assert Path("best.pt").read_text() == "of a long run"
+
+
+def test_what_writes_new_files_and_elsewhere_is_not_refused(
+    write: Write, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("cache") / "cached.pt"
+    elsewhere.write_text("old")
+    write("log.txt", "old")
+    saved = f"torch.save(1, {str(elsewhere)!r})\nwith open('log.txt', 'w') as f: f.write('new')\n"
+    write("train.py", MODEL + SAVE + saved + "from torch import save\n")
+    with script.watched(may_train=False) as ran:
+        train = import_module("train")
+    assert ran.steps_of(train.model, copied=True) == 0
+    assert Path("best.pt").stat().st_size > 0 and Path("log.txt").read_text() == "new"
+    assert torch.load(elsewhere) == 1
+    train.save(2, "best.pt")  # later, it is torch's
+    assert torch.load("best.pt") == 2
+
+
+# What runs
+
+
+def test_a_script_that_may_run_gives_trained_weights(write: Write, capsys: Read) -> None:
+    write("best.pt", "of a long run")
+    write("train.py", MODEL + DATA + STEPS + TRAIN + SAVE)
+    assert run("train:model", "--run-script") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "weights have been trained: 5 steps during import" in first
+    assert facts().trained == "weights have been trained: 5 steps during import"
+    assert torch.load("best.pt").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert "run_script: true" in Path("out/config.yaml").read_text()
+
+
+def test_weights_are_trained_if_they_are_those_that_the_steps_moved(write: Write) -> None:
+    write("train.py", MODEL + DATA + STEPS + TRAIN)
+    with script.watched(may_train=True) as ran:
+        train = import_module("train")
+    assert ran.steps_of(train.model, copied=False) == 5
+    assert ran.steps_of(train.Net(), copied=False) == 0  # made anew
+    assert ran.steps_of(train.Net(), copied=True) == 5  # such as an average of the weights
+    train.step()
+    assert ran.steps_of(train.model, copied=False) == 5
+
+
+@pytest.mark.parametrize("known", [{"trained": "weights from best.pt"}, {"resumed": True}])
+def test_trained_weights_are_not_judged_as_an_initialisation(known: dict[str, object]) -> None:
+    def names(facts: Facts) -> set[str]:
+        seen = record(
+            facts=facts,
+            weights={p: WeightStatistics(50.0, 0.0, 0.0, gradient_gain=50.0) for p in "abc"},
+            probed={"one-sided-weights": Probed((Fact("a.weight", {"share": 0.9}),))},
+        )
+        return {finding.name for finding in diagnose(seen)}
+
+    judged = {"bad-initialisation", "one-sided-weights"}
+    assert judged <= names(FACTS)
+    assert not judged & names(Facts(**{**vars(FACTS), **known}))  # type: ignore[arg-type]
+
+
+# What is accepted
+
+
+def test_an_optimizer_a_loss_and_a_data_set_that_exist_are_used(write: Write, capsys: Read) -> None:
+    write("train.py", MODEL + DATA)
+    names = ("--data", "train.py:samples", "--loss", "train.py:criterion")
+    assert run("train.py:model", *names, "--optimizer", "train.py:optimizer") == 0
+    made = AuditReport.from_json(Path("out/report.json").read_text()).record
+    assert made.reports[0].learning_rates == (0.02, 0.2)
+    assert made.facts.settings["momentum"] == 0.5 and made.facts.batch_size == 16
+    assert any("in batches of 16 (--batch-size)" in note for note in made.notes)
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "train.py:model (Net) · real data (train.py:samples) · loss train.py:criterion · SGD, "
+        "learning rates 0.02 to 0.2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("train:Net",), "holds no parameter of MODEL train:Net; give the module"),
+        (("train:model", "--optimizer-args", '{"lr": 1}'), "leave them out"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_told(
+    options: tuple[str, ...], told: str, write: Write, capsys: Read
+) -> None:
+    write("train.py", MODEL + DATA)
+    assert run(*options, "--optimizer", "train:optimizer") == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_first_line_names_what_was_audited(write: Write, capsys: Read) -> None:
+    write("train.py", MODEL)
+    assert run("train:model") == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "train:model (Net) · random data · loss cross_entropy · AdamW, learning rate 0.001"
+    )
+    assert "\ntrain.Net · random data · loss cross\\_entropy" in Path("out/report.md").read_text()
+
+
+def test_files_are_imported_as_in_their_package_or_as_scripts(write: Write) -> None:
+    from adiv_monitor.audit.sources.imported import imported
+
+    write("pack/__init__.py", "")
+    write("pack/inner/__init__.py", "")
+    write("pack/inner/net.py", "from ..other import size\n")
+    write("pack/other.py", "size = 3\n")
+    write("scripts/first.py", "from beside import size\n")
+    write("scripts/beside.py", "size = 4\n")
+    assert imported("pack/inner/net.py:size", "MODEL") == 3
+    assert imported("./scripts/first.py:size", "MODEL") == 4
+
+
+def test_a_script_that_holds_all_below_main_is_told_three_lines(write: Write, capsys: Read) -> None:
+    write("train.py", 'if __name__ == "__main__":\n    model = 1\n')
+    write("plain.py", "net = 1\n")
+    assert run("train:model") == 2
+    told = capsys.readouterr().err
+    for line in ("def model(): ", "def batches(): ", "def loss(output, target): "):
+        assert line in told
+    assert run("plain:model") == 2
+    assert "__main__" not in capsys.readouterr().err
