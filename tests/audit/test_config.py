@@ -13,6 +13,7 @@ pytest.importorskip("yaml")
 
 ALL = Config(
     model="a.b:c",
+    run_script=True,
     model_args={"width": 3, "names": ["é"]},
     checkpoint="weights.pt",
     trust_checkpoint=True,
