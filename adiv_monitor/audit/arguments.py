@@ -12,16 +12,16 @@ from adiv_monitor.audit.training.target_loss import takes_outputs
 def check_training(model: object, loss: object, optimizer: object) -> None:
     """Raise TypeError or ValueError if the model, loss or optimizer can't be used for training."""
     _check_model(model)
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            f"audit(loss=…): got {type(loss).__name__}, expected a function (model, batch) → loss "
-            "or (output, target) → loss, or None where the model gives its own"
-        )
     if isinstance(loss, nn.modules.loss._Loss) and not takes_outputs(loss):
         raise TypeError(
             f"audit(loss=…): got {type(loss).__name__}, which takes more than outputs and targets, "
             "expected a function (model, batch) → loss, such as lambda model, batch: "
             "criterion(model(batch[0]), batch[1], batch[2])"
+        )
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"audit(loss=…): got {type(loss).__name__}, expected a function (model, batch) → loss "
+            "or (output, target) → loss, or None where the model gives its own"
         )
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise TypeError(

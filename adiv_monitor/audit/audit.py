@@ -116,9 +116,10 @@ def audit(
         try_seconds=try_seconds,
     )
     every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
-    facts = {"data": in_words(batches), "loss": "" if loss is None else name_of(loss)}
-    of_outputs = loss is not None and takes_outputs(loss)
-    loss = TargetLoss(facts["loss"], loss) if of_outputs else loss  # type: ignore[arg-type]
+    name = "" if loss is None else name_of(loss)
+    facts: dict[str, Any] = {"data": in_words(batches), "loss": name, **(_facts or {})}
+    if loss is not None and takes_outputs(loss):
+        loss = TargetLoss(name, loss)  # type: ignore[arg-type]
     notes = []
     if is_data_set(batches):
         batches = loader_of(batches, DEFAULT_SIZE, seed)
@@ -140,7 +141,7 @@ def audit(
             alignment=alignment,
             progress=progress,
         )
-        known = replace(record.facts, **(facts | dict(_facts or {})))
+        known = replace(record.facts, **facts)
         record = replace(
             record,
             facts=known,

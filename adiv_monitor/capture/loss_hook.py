@@ -53,7 +53,7 @@ class LossHook:
                 f"the given {class_name(loss)} was not seen to be called with gradients (is it "
                 "another instance than the one that the training calls, or compiled?)"
             )
-        name = getattr(loss, "__name__", class_name(loss))
+        name = getattr(loss, "__name__", type(loss).__name__)
         if self._can_be_called:
             return f"{name} gave no value with a gradient for the model's output"
         return (

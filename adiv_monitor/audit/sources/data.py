@@ -169,7 +169,7 @@ def _users(config: Config, device: torch.device, dtype: torch.dtype) -> Data:
     found = imported(config.data, "--data")
     try:
         batches = found() if callable(found) else found
-        notes = ()
+        notes: tuple[str, ...] = ()
         if is_data_set(batches):
             batches = loader_of(batches, config.batch_size, config.seed)
             notes = (

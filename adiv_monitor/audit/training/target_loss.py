@@ -83,7 +83,7 @@ def takes_outputs(loss: Callable[..., Any]) -> bool:
 
 def name_of(loss: Callable[..., Any]) -> str:
     """Return the name of a loss: that of a function, or of the class of another object."""
-    name: str = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
+    name: str = getattr(loss, "__name__", type(loss).__name__)
     return name
 
 
