@@ -12,9 +12,11 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import Asked
+from adiv_monitor.step.schedule import Unasked
 from adiv_monitor.step.stepping import runs_hooks
 
 DEFAULT_MAX_ROWS = 128
+DEFAULT_MAX_OVERHEAD = Unasked(0.01)
 
 
 def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, Tensor] | None:
@@ -50,7 +52,7 @@ def check_training(model: object, optimizer: object, loss: object) -> None:
 
 def check_schedule(every_n_steps: object, max_overhead: object, seed: object) -> None:
     """Raise ValueError for an invalid measuring interval, overhead or seed."""
-    _check_count("every_n_steps", every_n_steps)
+    _check_count("every_n_steps", every_n_steps, or_none=True)
     if max_overhead is not None and not _is_share(max_overhead):
         raise ValueError(
             f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "

@@ -15,6 +15,7 @@ from adiv_monitor.printable import printable
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.borrowed import borrowed
 from adiv_monitor.sinks.scalars import Metrics, Scalars
+from adiv_monitor.step.schedule import Unasked
 
 _logger = logging.getLogger("adiv_monitor")
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -87,12 +88,13 @@ class Settings:
     monitor: Mapping[str, Any]
 
     @classmethod
-    def of(cls, owner: str, given: CallbackOptions) -> "Settings":
+    def of(cls, owner: str, given: CallbackOptions, every_n_steps: int | None = None) -> "Settings":
         """Check the options passed to a callback.
 
         Args:
             owner: name of the callback's class.
             given: options passed to its constructor.
+            every_n_steps: interval passed to it; None: that of its Trainer, within `max_overhead`.
 
         Raises:
             TypeError: a name is not an option, or a sink is not a sink.
@@ -101,6 +103,8 @@ class Settings:
         if unknown := [name for name in given if name not in _OPTIONS]:
             raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
         monitor = {name: parameter.default for name, parameter in _OPTIONS.items()} | {**given}
+        if isinstance(bound := monitor["max_overhead"], Unasked):
+            monitor["max_overhead"] = float(bound) if every_n_steps is None else None
         logged = {f.name: monitor.pop(f.name) for f in fields(Metrics) if f.name in monitor}
         layers, sinks = monitor.pop("layers"), borrowed(monitor.pop("sinks"), owner)
         return cls(layers, Metrics(**logged), sinks, monitor)
@@ -109,14 +113,23 @@ class Settings:
 class CallbackMonitor(Monitor):
     """A monitor that keeps the `AlarmError` that `Monitor(on_alarm="stop")` would raise.
 
+    Args:
+        name: name of its optimizer, if the Trainer has several.
+        *args: as for `Monitor`.
+        **options: as for `Monitor`.
+
     Attributes:
         alarmed: the first such error; None: none so far. With several ranks, all of them set it in
             the same optimizer step.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, name: str = "", **options: Any) -> None:
         super().__init__(*args, **options)
+        self._called = name
         self.alarmed: AlarmError | None = None
+
+    def _name(self) -> str:
+        return self._called and f"{self._called} ({type(self._optimizer).__name__})"
 
     def _stop(self, error: AlarmError) -> None:
         self.alarmed = self.alarmed or error

@@ -63,7 +63,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
 
     Args:
         every_n_steps: the callback measures the optimizer steps whose number is a multiple of this.
-            None: `TrainingArguments(logging_steps=…)`.
+            None: of `TrainingArguments(logging_steps=…)`, or more rarely, as `max_overhead` asks.
         **options: those of `CallbackOptions`. `realised=lambda output: output["loss"]` also
             measures how the loss changed. With `on_alarm="stop"`, `control.should_training_stop` is
             set in all ranks at the same step, once the history has a report with alarms, and one
@@ -86,7 +86,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         **options: "Unpack[CallbackOptions]",
     ) -> None:
         self._every_n_steps = every_n_steps
-        self._settings = Settings.of("DivergenceTrainerCallback", options)
+        self._settings = Settings.of("DivergenceTrainerCallback", options, every_n_steps)
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
         self._losses: list[Tensor] = []  # of the step's micro-batches so far

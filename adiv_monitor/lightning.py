@@ -61,7 +61,7 @@ class DivergenceCallback(Callback):
 
     Args:
         every_n_steps: the callback measures the optimizer steps whose number is a multiple of this.
-            None: `Trainer(log_every_n_steps=…)`.
+            None: of `Trainer(log_every_n_steps=…)`, or more rarely, as `max_overhead` asks.
         alignment: the batch on which alignments are measured, as in `Monitor`.
         prog_bar: show the worst value of the first measure in the progress bar.
         **options: those of `CallbackOptions`. With `on_alarm="stop"`, `trainer.should_stop` is set
@@ -93,7 +93,7 @@ class DivergenceCallback(Callback):
         **options: "Unpack[CallbackOptions]",
     ) -> None:
         self._every_n_steps = every_n_steps
-        self._settings = Settings.of("DivergenceCallback", options)
+        self._settings = Settings.of("DivergenceCallback", options, every_n_steps)
         self._arguments = {**self._settings.monitor, "alignment": alignment}
         self._prog_bar = prog_bar
         self._restored: dict[str, Any] = {}
@@ -235,6 +235,7 @@ class DivergenceCallback(Callback):
                 every_n_steps=self._interval(trainer),
                 layers=choice,
                 sinks=self._all_sinks(trainer, name),
+                name=name,
                 **self._arguments,
             )
             for name, choice in choices.items()

@@ -1,7 +1,6 @@
 """When to measure, which layers, and where the reports go: the monitor."""
 
 import atexit
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from adiv_monitor.alarms import Rules
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
+    DEFAULT_MAX_OVERHEAD,
     DEFAULT_MAX_ROWS,
     check_asked,
     check_choice,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _never_attached: WeakSet["Monitor"] = WeakSet()
+_attached: WeakSet["Monitor"] = WeakSet()
 
 
 @atexit.register
@@ -79,10 +80,14 @@ class Monitor:
         optimizer: the optimizer whose steps are measured: any `torch.optim.Optimizer`, or a wrapper
             that holds one as its attribute `optimizer` and runs no hooks. None: the monitor
             measures the gradient alone, and `end_step()` marks each step.
-        every_n_steps: the monitor measures the steps whose number is a multiple of this.
-        max_overhead: the share of the training time that the monitor may take, such as 0.01. The
-            monitor times steps and chooses the smallest interval that keeps to the share, but not
-            below `every_n_steps` nor below 16. None: the choice of steps depends on no clock.
+        every_n_steps: the monitor measures the steps whose number is a multiple of this, whatever
+            that costs, unless `max_overhead` is given, too. None: it measures steps 0, 10 and 100,
+            then at most every 100th.
+        max_overhead: the share of the training time that further measured steps may take. The
+            monitor times some steps and chooses the smallest interval that keeps to the share,
+            rounded up to 1, 2 or 5 times a power of ten, but not below `every_n_steps` nor below
+            20. All ranks measure at the interval of rank 0. None: the choice of steps depends on no
+            clock.
         layers: glob patterns over module paths, or a predicate (path, module) → bool. None: all.
         layers_per_step: the number of modules that are measured in one step, in turn. Use it for
             models of which no second copy fits into memory: the parameters of other layers are not
@@ -151,8 +156,8 @@ class Monitor:
         model: nn.Module,
         optimizer: Optimizer | None,
         *,
-        every_n_steps: int = 100,
-        max_overhead: float | None = None,
+        every_n_steps: int | None = None,
+        max_overhead: float | None = DEFAULT_MAX_OVERHEAD,
         layers: LayerChoice = None,
         layers_per_step: int | None = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
@@ -202,6 +207,7 @@ class Monitor:
             self._losses,
         )
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
+        self._is_alone = True  # no other monitor was attached at the same time
         self._hooks: list[Hook] = []  # on the optimizer
         self._selected: tuple[object, Selection] | None = None  # of which structure
         self.step = self._first = 0
@@ -232,7 +238,7 @@ class Monitor:
             )
 
     @property
-    def reports(self) -> deque[StepReport]:
+    def reports(self) -> list[StepReport]:
         """The last complete reports, at most `keep` of them."""
         self._check_attached()
         return self._outlet.reports
@@ -246,12 +252,12 @@ class Monitor:
         """Return a matplotlib figure of the run so far: a heat map of layers × steps.
 
         Args:
-            measure: a measure that has a picture, such as "update_ratio". None: the overview, with
-                the verdict in words.
+            measure: a measure of the reports, such as "update_ratio" or "alpha", or "gradient".
+                None: the overview, with the verdict in words.
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: there is no picture of that measure, or no report yet.
+            ValueError: there is no such measure, no layer has it, or there is no report yet.
         """
         from adiv_monitor.sinks.plots import run_figure
 
@@ -319,6 +325,10 @@ class Monitor:
 
     def _attach(self) -> None:
         self._first = self.step
+        _attached.add(self)
+        if len(_attached) > 1:
+            for each in _attached:
+                each._is_alone = False
         if self._optimizer is not None:
             # A compiled optimizer step must not trace them.
             bodies = self._before_step, self._after_step
@@ -335,8 +345,9 @@ class Monitor:
     def close(self, *, quietly: bool = False) -> None:
         """Complete the current report, remove every hook and close the sinks.
 
-        Calling it again does nothing. The logger `adiv_monitor` reports in one line what was found:
-        as a warning, or as information if nothing is to be fixed or watched.
+        Calling it again does nothing. The logger `adiv_monitor` reports in one line what was found,
+        and where it is shown: as a warning, or as information if nothing is to be fixed or watched.
+        The line names the optimizer if other monitors were attached at the same time.
 
         Args:
             quietly: leave out that line.
@@ -351,16 +362,23 @@ class Monitor:
                 unstepped = self._failures.safely(self._controller.unstepped)
             if self._state != "closed":
                 self._state = "closed"
+                _attached.discard(self)
                 call_all(
                     partial(self._failures.safely, self._controller.end, patience),
                     partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
-                    *self._outlet.closings(quietly=quietly),
+                    *self._outlet.closings("" if self._is_alone else self._name(), quietly=quietly),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
         if unstepped:
             self._failures.warn("no step", f"adiv_monitor: {unstepped}")
+
+    def _name(self) -> str:
+        """Return what tells this monitor from others in their closing lines."""
+        model = type(self._model).__name__
+        optimizer = self._optimizer
+        return model if optimizer is None else f"{type(optimizer).__name__} of {model}"
 
     def _add_last_losses(self) -> None:
         self._outlet.add_last_losses(self._losses.take(self.step))

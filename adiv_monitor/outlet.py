@@ -1,6 +1,5 @@
 """Handling of complete reports: alarms, the run history, sinks, and a closing line."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,8 @@ class Outlet:
     """
 
     def __init__(self, sinks: Sequence[Sink], alarms: Rules, keep: int, failures: Failures) -> None:
-        self.reports: deque[StepReport] = deque(maxlen=keep)
+        self.reports: list[StepReport] = []
+        self._keep = keep
         self.running = Running()
         self._sinks = tuple(sinks)
         self._alarms = Alarms(alarms)
@@ -62,6 +62,7 @@ class Outlet:
             if failures := [*self._write(report)]:
                 report = replace(report, notes=(*report.notes, *failures))
         self.reports.append(report)
+        del self.reports[: -self._keep]
         return report if is_last else None
 
     def add_last_losses(self, losses: Mapping[int, float]) -> None:
@@ -74,12 +75,17 @@ class Outlet:
             if callable(add := getattr(sink, "add_losses", None)):
                 self._failures.guard_sink(sink, partial(add, losses))
 
-    def closings(self, *, quietly: bool) -> Iterator[Callable[[], object]]:
-        """Yield the actions at the end of the run: close the sinks, then log a closing line."""
+    def closings(self, whose: str, *, quietly: bool) -> Iterator[Callable[[], object]]:
+        """Yield the actions at the end of the run: close the sinks, then log a closing line.
+
+        Args:
+            whose: name of the monitor among several; "" if there is one.
+            quietly: leave out the line.
+        """
         for sink in self._sinks:
             yield partial(self._failures.guard_sink, sink, sink.close)
         if not quietly:
-            yield partial(self._failures.safely, conclude, self.running, self._sinks)
+            yield partial(self._failures.safely, conclude, self.running, self._sinks, whose)
 
     def _write(self, report: StepReport) -> Iterator[str]:
         """Pass the report to the sinks; yield a message for each one that fails."""

@@ -126,9 +126,9 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
         return {path: norm / last for path, norm in norms.items()} if last > 0 else {}
     return {
         path: value
-        for path, reading in report.layers.items()
+        for path, reading in report.readings(measure).items()
         if (value := getattr(reading, measure)) is not None
-        and not (reading.kind in NO_MAPS and measure in HEALTH and HEALTH[measure].of_maps)
+        and not (measure in HEALTH and HEALTH[measure].of_maps and reading.kind in NO_MAPS)
     }
 
 

@@ -38,8 +38,10 @@ class Scale(NamedTuple):
     logarithmic: bool = False
 
 
-# Scales that cover all of 182 runs, healthy or not. All other measures are cosines and shares, on
-# the default scale from 0 to 1.
+_ROWS = Scale(1, 1e6, None, True)
+# Scales that cover all of 182 runs, healthy or not; those without a healthy range are rounded to
+# powers of ten. All other measures are cosines, shares and exponents, on the default scale from 0
+# to 1.
 SCALES: Mapping[str, Scale] = MappingProxyType(
     {
         "descent": Scale(1e-6, 10, (4e-4, 0.3), True),
@@ -48,12 +50,22 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
         "scale_mean": Scale(1, 1e6, (3, 600), True),
         "interference_ratio": Scale(0.1, 100, None, True),
         "first_order_error": Scale(1e-3, 10, None, True),
+        **dict.fromkeys(("scale_max", "scale_p05", "scale_p50", "scale_p95"), _ROWS),
+        "attention_scale_mean": Scale(1e-3, 1e6, None, True),
+        "attention_scale_cv": Scale(0, 10),
+        "effective_rank": Scale(1, 1e4, None, True),
+        "output_rms": Scale(1e-3, 1e3, None, True),
+        "output_change_rms": Scale(1e-6, 1e3, None, True),
     }
 )
 # Cosines that may be negative; all other measures are norms, or shares of them.
 _SIGNED = frozenset(
-    ("update_cosine", "gradient_cosine", "row_cosine_p50", "parameter_cosine", "projection_cosine")
-).union(("realised_cosine", "single_layer_share"))
+    ("update_cosine", "gradient_cosine", "parameter_cosine", "projection_cosine", "applied_cosine")
+).union(
+    ("realised_cosine", "single_layer_share", "attention_cosine", "attention_gradient_cosine"),
+    (f"row_cosine_{which}" for which in ("mean", "p05", "p50", "p95")),
+    ("alpha", "omega", "u", "cumulative"),
+)
 
 
 class Bar(NamedTuple):
@@ -114,7 +126,8 @@ def bar(measure: str) -> Bar:
 def _bounds(measure: str) -> tuple[float, float]:
     """Return the smallest and the largest possible value of the measure."""
     least = -1.0 if measure in _SIGNED else 0.0
-    is_share = "cosine" in measure or measure.endswith(("_share", "_fraction"))
+    is_share = measure not in SCALES and not is_judged(measure)
+    is_share |= measure.endswith(("_cosine", "_share"))
     return least, 1.0 if is_share else math.inf
 
 

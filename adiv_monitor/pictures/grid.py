@@ -45,7 +45,8 @@ def grid(record: Record, measure: str, layers: Sequence[str] | None = None) -> G
         layers: layers to show, even without the measure; None: those that have it at some step.
     """
     columns = [value_of(record, report, measure) for report in record.reports]
-    having = [path for path in layers_of(record) if any(path in column for column in columns)]
+    order = dict.fromkeys([*layers_of(record), *(path for column in columns for path in column)])
+    having = [path for path in order if any(path in column for column in columns)]
     shown = tuple(having if layers is None else layers)
     if not having or not shown:
         return None

@@ -296,8 +296,9 @@ class StepReport:
     def to_rows(self) -> list[dict[str, Any]]:
         """Return a flat record per layer, ready for a data frame.
 
-        Measures that rest on sampled rows in some layer have their standard errors in a column
-        `<measure>_standard_error` (0: exact in this layer).
+        `loss` is the loss of this step's batch, `learning_rate` that of the layer's parameter
+        group; NaN: not known. Measures that rest on sampled rows in some layer have their standard
+        errors in a column `<measure>_standard_error` (0: exact in this layer).
         """
         readings = self.layers.values()
         sampled = [m for m in MEASURES if any(m in r.standard_error for r in readings)]
@@ -306,8 +307,16 @@ class StepReport:
             record = reading.to_dict()
             errors = record.pop("standard_error")
             columns = {f"{m}_standard_error": errors.get(m, 0.0) for m in sampled if m in record}
-            rows.append({"step": self.step, "layer": path, **record, **columns})
+            known = {"loss": math.nan if self.loss is None else self.loss}
+            known["learning_rate"] = self._learning_rate(path)
+            rows.append({"step": self.step, "layer": path, **known, **record, **columns})
         return rows
+
+    def _learning_rate(self, layer: str) -> float:
+        """Return the learning rate of a layer's weight; NaN: not known."""
+        group = self.groups.get(layer, -1) if self.groups else 0
+        is_known = 0 <= group < len(self.learning_rates)
+        return self.learning_rates[group] if is_known else math.nan
 
     def attention_rows(self) -> list[dict[str, Any]]:
         """Return a flat record per head of every attention module, ready for a data frame."""

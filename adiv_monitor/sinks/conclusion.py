@@ -15,7 +15,7 @@ _logger = logging.getLogger("adiv_monitor")
 _MOST = 2  # number of findings that the line names
 
 
-def conclude(running: Running, sinks: Iterable[object]) -> None:
+def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None:
     """Log the line: as a warning if there is something to fix or to watch, else as information.
 
     Where logging is not set up, Python prints warnings to standard error but no information. The
@@ -24,6 +24,7 @@ def conclude(running: Running, sinks: Iterable[object]) -> None:
     Args:
         running: summary of the training; nothing is logged before its first report.
         sinks: sinks of the reports; the line names the `place` of those that have one.
+        whose: name of the monitor that the line begins with, if there are several.
     """
     if not running.count:
         return
@@ -32,7 +33,8 @@ def conclude(running: Running, sinks: Iterable[object]) -> None:
     count = f"{running.count:,} measured step{'s' * (running.count != 1)}"
     said = _named(found) if found else f"{_headline(running, findings)} ({count})"
     places = [place for sink in sinks if (place := _place(sink))]
-    line = f"adiv-monitor: {said}" + f" → {', '.join(places)}" * bool(places)
+    parts = ["adiv-monitor", whose, said] if whose else ["adiv-monitor", said]
+    line = ": ".join(parts) + f" → {', '.join(places)}" * bool(places)
     _logger.log(logging.WARNING if found else logging.INFO, "%s", printable(line))
     is_set_up = _logger.hasHandlers() or _logger.level != logging.NOTSET or _logger.disabled
     if not (found or is_set_up) and running.count >= FEWEST_REPORTS and sys.stderr is not None:

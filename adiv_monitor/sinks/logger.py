@@ -51,6 +51,11 @@ class LoggerSink:
         self.takes_pictures = product is not None
         self._board = ProductSink(product, "DivergenceCallback", metrics.name) if product else None
 
+    @property
+    def place(self) -> str:
+        """Folder of a logger that writes files, for the closing line of a run; else ""."""
+        return str(getattr(self._logger, "log_dir", None) or "")
+
     def write(self, report: StepReport) -> None:
         """Log the report's scalars at its step, and pictures when they are due."""
         self._logger.log_metrics(self._metrics.board(report), step=report.step)

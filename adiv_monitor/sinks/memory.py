@@ -28,9 +28,9 @@ class MemorySink:
     def to_pandas(self) -> "DataFrame":
         """Return a data frame with a row per step and layer.
 
-        Its columns are those of `StepReport.to_rows`: `step`, `layer`, every measure, and its
-        standard error. A measure that was not taken is NaN; the standard error of an exact value
-        is 0.
+        Its columns are those of `StepReport.to_rows`: `step`, `layer`, `loss`, `learning_rate`,
+        every measure, and its standard error. What is not known is NaN; the standard error of an
+        exact value is 0.
 
         Raises:
             ImportError: pandas is not installed.

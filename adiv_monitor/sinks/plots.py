@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from adiv_monitor.diagnosis.finding import red_layers
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.diagnosis.titles import MEASURE_TITLES
 from adiv_monitor.pictures.grid import grid, grids
 from adiv_monitor.pictures.heat import heat_picture, step_picture
 from adiv_monitor.pictures.picture import Picture
@@ -27,8 +28,11 @@ def run_figure(running: Running, measure: str | None = None) -> "Figure":
         ImportError: the package matplotlib is missing.
         ValueError: the measure is unknown, or there is nothing to draw.
     """
-    if measure is not None and measure not in HEALTH:
-        raise ValueError(f"plot({measure!r}): expected one of {', '.join(HEALTH)}, or None")
+    if measure is not None and measure not in MEASURE_TITLES:
+        some = ", ".join(HEALTH)
+        raise ValueError(
+            f"plot({measure!r}): expected a measure of the reports ({some}, …), or None"
+        )
     if not running.count:
         raise ValueError("plot: there is no report yet; one is complete when the next step begins")
     _check_installed()

@@ -89,6 +89,11 @@ class TensorBoardSink:
         self._written = 0
         self._last: StepReport | None = None
 
+    @property
+    def place(self) -> str:
+        """Folder of the event files, for the closing line of a run; "" if nothing was written."""
+        return str(self._writer.log_dir) if self._written else ""
+
     def write(self, report: StepReport) -> None:
         """Write the report and flush it to the event file."""
         from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]

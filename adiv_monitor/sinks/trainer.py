@@ -35,6 +35,11 @@ class TrainerSink:
         self._board: TensorBoardSink | None = None
         self._products: dict[int, ProductSink | None] = {}  # by id of the callback
 
+    @property
+    def place(self) -> str:
+        """Folder of TensorBoard's event files, for the closing line; "" without TensorBoard."""
+        return "" if self._board is None else self._board.place
+
     def write(self, report: StepReport) -> None:
         """Log the report at the number of steps that the Trainer has taken."""
         from transformers import PrinterCallback, ProgressCallback

@@ -8,32 +8,45 @@ from statistics import median_low
 from torch import Tensor
 
 from adiv_monitor.step.ranks import Ranks
-from adiv_monitor.step.times import step_times
+from adiv_monitor.step.times import is_captured, step_times
 
 # Numbers of steps from the start of a measured one until its cost is read, since a device may lag
 # behind, and until all ranks know the interval that the first rank has set.
-_READ, _SHORTEST = 8, 16
+_READ, _SHORTEST = 8, 20
+_FIRST, _LEAST = (10, 100), 100  # unless an interval was asked for: besides the first step
+
+
+class Unasked(float):
+    """A default that can be told from the same number given by the user."""
 
 
 class Schedule:
     """Schedule that measures steps at an interval, or as often as a bound on its cost allows.
 
-    The cost is determined from two measured steps, the second after the least interval, since the
-    first includes everything that is slow in a new run. A longer interval afterwards compensates
-    for the cost of both.
+    The first step of a run is measured. Without `every_n_steps`, so are steps 10 and 100, at any
+    cost: a short run has three reports, from which typical values can be told. Then those whose
+    number is a multiple of the interval.
+
+    The cost is known from the second measured step on: the first includes everything that is slow
+    in a new run. Plain steps are timed only in the few steps after a measured one.
 
     Args:
-        every_n_steps: the interval; with a bound the least one.
-        max_overhead: the bound on the share, above 0 and below 1; None: no bound.
+        every_n_steps: the interval; with a bound the least one. None: 100.
+        max_overhead: the bound on the share, above 0 and below 1; None: no bound, which an
+            `Unasked` one is beside `every_n_steps`, too.
 
     Attributes:
         interval: present number of steps from one measured step to the next.
     """
 
-    def __init__(self, every_n_steps: int, max_overhead: float | None) -> None:
-        bounded = max_overhead is not None
-        self.interval = self._least = max(every_n_steps, _SHORTEST) if bounded else every_n_steps
-        self._bound = max_overhead
+    def __init__(self, every_n_steps: int | None, max_overhead: float | None) -> None:
+        is_alone = every_n_steps is not None and isinstance(max_overhead, Unasked)
+        self._bound = None if is_alone else max_overhead
+        self._first = _FIRST if every_n_steps is None else ()
+        self.interval = every_n_steps or _LEAST
+        if self._bound is not None:
+            self.interval = max(self.interval, _SHORTEST)
+        self._least = self.interval
         self._costs: deque[float] = deque(maxlen=9)
         self._ranks: Ranks | None = None
 
@@ -47,35 +60,35 @@ class Schedule:
         """
         if self._bound is None:
             return
-        self._last = self._next = step  # step measured last, and next
-        self._unpaid, self._unpaid_since = 1, step  # measured steps not yet compensated for
+        self._begun = self._last = step  # step measured first, and last
         self._times = step_times(parameter)
         self._ranks = Ranks(name)
+        self._plan(self._bound, self._ranks)
 
     def forward_begins(self) -> None:
         """Record that the forward pass of a measured step begins."""
-        if self._bound is not None:
+        if self._bound is not None and not is_captured():
             self._times.forward_begins()
 
     def step_ended(self, coming: int) -> bool:
         """Record the end of a step; return whether the coming step is to be measured."""
-        if self._bound is None:
-            return coming % self.interval == 0
+        if self._bound is None or self._ranks is None:
+            return coming % self.interval == 0 or coming in self._first
         since = coming - self._last
-        self._times.step_ended(measured=since == 1)
-        if since == _READ:
-            self._plan(self._bound)
-            assert self._ranks is not None
-            self._ranks.tell(self.interval, self._next)
+        if since <= _READ and self._last > self._begun and not is_captured():
+            self._times.step_ended(measured=since == 1)
+            if since == _READ:
+                self._costs += self._times.costs()
+                self._plan(self._bound, self._ranks)
         if since == _SHORTEST:
-            assert self._ranks is not None
             told = self._ranks.told(self.interval, self._next)
             if told[1] >= coming:
                 self.interval, self._next = told
-        if since < _SHORTEST or coming < self._next:
+        if coming < self._next:
             return False
-        self._last = coming
-        self._unpaid += 1
+        self._last, self._next = coming, self._after(coming)
+        if not is_captured():
+            self._times.begin()
         return True
 
     def costs(self) -> list[float]:
@@ -91,28 +104,31 @@ class Schedule:
         if self._ranks is not None:
             self._ranks.end()
 
-    def _plan(self, bound: float) -> None:
-        """Set the interval, and the step to measure next."""
-        if self._costs or self._unpaid > 1:  # after the first measured step plain steps are slow
-            self._costs += self._times.costs()
-        if len(self._costs) < 2:
-            self._next = self._last + self._least
-            return
-        # The median, not the mean: other work in a measured step only lengthens it.
-        self.interval = interval(median_low(self._costs), bound, self._least)
-        paid = self._unpaid_since + self._unpaid * self.interval
-        self._next = max(self._last + self.interval, paid)
-        self._unpaid, self._unpaid_since = 0, self._next
+    def _plan(self, bound: float, ranks: Ranks) -> None:
+        """Set the interval, and the step to measure next, by the costs so far; tell the ranks."""
+        if self._costs:
+            # The median, not the mean: other work in a measured step only lengthens it.
+            self.interval = interval(median_low(self._costs), bound, self._least)
+        self._next = self._after(self._last)
+        ranks.tell(self.interval, self._next)
+
+    def _after(self, step: int) -> int:
+        """Return the step to measure after this one, by the present interval."""
+        regular = -(-(step + _SHORTEST) // self.interval) * self.interval
+        return min([regular, *(first for first in self._first if first >= step + _FIRST[0])])
 
 
 def interval(cost: float, bound: float, least: int) -> int:
     """Return the smallest interval n at which measuring one step in n keeps to the bound.
 
-    c/(n + c) ≤ x, hence n ≥ c(1/x − 1).
+    c/(n + c) ≤ x, hence n ≥ c(1/x − 1), rounded up to 1, 2 or 5 times a power of ten.
 
     Args:
         cost: c, the time that measuring adds, in plain steps.
         bound: x, the share of the training time, above 0 and below 1.
         least: lower bound of the result.
     """
-    return max(least, math.ceil(cost * (1 / bound - 1)))
+    exact = max(math.ceil(cost * (1 / bound - 1)), 1)
+    power = 10 ** (len(str(exact)) - 1)
+    rounded = next(n * power for n in (1, 2, 5, 10) if n * power >= exact)
+    return max(least, rounded)

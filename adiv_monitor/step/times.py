@@ -14,7 +14,7 @@ Mark = TypeVar("Mark")
 
 
 class StepTimes(Generic[Mark]):
-    """Timer of steps, each from the end of the previous step to its own end.
+    """Timer of some steps, each from the end of the previous step to its own end.
 
     A measured step is timed together with the next one, in which its report is completed.
 
@@ -32,6 +32,10 @@ class StepTimes(Generic[Mark]):
         self._waiting: deque[tuple[deque[list[float]], list[Mark]]] = deque()
         self._plain: deque[list[float]] = deque(maxlen=32)
         self._measured: deque[list[float]] = deque(maxlen=32)
+
+    def begin(self) -> None:
+        """Set a mark at the beginning of a measured step, if those before it were not timed."""
+        self._marks = [self._now()]
 
     def forward_begins(self) -> None:
         """Set a mark in a measured step: the time before it may include an evaluation."""
@@ -66,6 +70,11 @@ class StepTimes(Generic[Mark]):
         costs = [(min(before, plain) + sum(rest)) / plain - 2 for before, *rest in self._measured]
         self._measured.clear()
         return costs
+
+
+def is_captured() -> bool:
+    """Return whether a CUDA graph is captured here, in which events may not be asked anything."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def step_times(parameter: Tensor) -> StepTimes[float] | StepTimes[torch.cuda.Event]:

@@ -455,7 +455,7 @@ def messages_that_are_none(rank: int) -> tuple[list[tuple[str, ...]], list[str]]
     return [report.notes for report in monitor.reports], RUN
 
 
-FIRST = [(0, 16), (16, 16), (72, 36)]  # a cost of 4 plain steps at a bound of 1/10: 36
+FIRST = [(0, 20), (20, 20), (50, 50)]  # a cost of 4 plain steps at a bound of 1/10: 36
 # (ranks with a monitor, the steps that each rank measures, with the interval)
 MONITORED = [([1], [[], FIRST[:2]]), ([0], [FIRST, []]), ([0, 1], [FIRST, FIRST])]
 
@@ -468,7 +468,7 @@ def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
     """Train with clocks that differ: a measured step seems more expensive to rank 1."""
     model, optimizer, x = small(0)
     net = DistributedDataParallel(model)
-    monitor = Monitor(net, optimizer, every_n_steps=16, max_overhead=0.1, on_error="raise")
+    monitor = Monitor(net, optimizer, every_n_steps=20, max_overhead=0.1, on_error="raise")
     seconds = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -3,19 +3,22 @@
 import logging
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 from made_records import reading
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.diagnosis.verdict import NOTHING, running_headline
 from adiv_monitor.report import StepReport
+from adiv_monitor.sinks import TensorBoardSink
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "AdamW": lambda model: AdamW(model.parameters(), lr=1e-3),
@@ -79,6 +82,30 @@ def test_the_line_at_the_end_needs_reports_and_no_set_up_logging(
     assert printed() == ""  # pytest has set up logging
     monkeypatch.setattr(logging.getLogger("adiv_monitor"), "propagate", False)
     assert printed().startswith("adiv-monitor: ") is (steps == 3)
+
+
+def test_closing_lines_of_several_monitors_name_their_optimizers(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def train(*makers: type[torch.optim.Optimizer]) -> list[str]:
+        caplog.clear()
+        model, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), torch.randn(32, 3)
+        parts = [make(part.parameters(), 0.01) for make, part in zip(makers, model, strict=False)]
+        sinks = [TensorBoardSink(tmp_path / make.__name__) for make in makers]
+        with caplog.at_level(logging.INFO, "adiv_monitor"), ExitStack() as stack:
+            for part, sink in zip(parts, sinks, strict=True):
+                stack.enter_context(Monitor(model, part, every_n_steps=1, sinks=[sink]))
+            model(x).square().mean().backward()
+            for part in parts:
+                part.step()
+        return [r.getMessage() for r in caplog.records if r.name == "adiv_monitor"]
+
+    (alone,) = train(SGD)
+    assert " of " not in alone.split("(")[0] and alone.endswith(f" → {tmp_path / 'SGD'}")
+    last, first = train(SGD, Adam)
+    assert first.startswith("adiv-monitor: SGD of Sequential: ")
+    assert last.startswith("adiv-monitor: Adam of Sequential: ")
+    assert last.endswith(f" → {tmp_path / 'Adam'}")
 
 
 def measured(every: int, moves: Callable[[int], float], losses: Callable[[int], float]) -> Running:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import pickle
 import re
 import subprocess
@@ -377,10 +378,13 @@ class Pair(pl.LightningModule):
         return [torch.optim.SGD(net.parameters(), 0.1) for net in (self.generator, self.critic)]
 
 
-def test_each_optimizer_has_a_monitor_of_its_own() -> None:
+def test_each_optimizer_has_a_monitor_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     callback = DivergenceCallback(4, sinks=[MemorySink()], on_error="raise")
     run = trainer(callbacks=callback)
-    run.fit(Pair(), loader())
+    with caplog.at_level(logging.INFO, "adiv_monitor"):
+        run.fit(Pair(), loader())
+    closing = [r.getMessage() for r in caplog.records if r.name == "adiv_monitor"]
+    assert [line.split(":")[1] for line in closing] == [" optimizer_0 (SGD)", " optimizer_1 (SGD)"]
     reports = {name: list(monitor.reports) for name, monitor in callback.monitors.items()}
     assert {name: [(r.step, *r.layers) for r in found] for name, found in reports.items()} == {
         "optimizer_0": [(0, "generator"), (4, "generator")],

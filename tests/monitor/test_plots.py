@@ -4,12 +4,19 @@ import io
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from example_reports import reading, report
+from example_reports import LAYERS, attention, reading, report
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.report import (
+    ALIGNMENT_MEASURES,
+    ATTENTION_MEASURES,
+    MEASURES,
+    AlignmentReading,
+)
 from adiv_monitor.sinks.board import overview
 
 pytest.importorskip("matplotlib")
@@ -63,6 +70,52 @@ def test_a_monitor_draws_its_run(tmp_path: Path) -> None:
     )
 
 
+MADE = {
+    "attention": {"block.attention": attention(1), "other.attention": attention(2)},
+    "alignment": {
+        path: AlignmentReading(
+            "hidden", "linear", 8, 8, (), 4, **dict.fromkeys(ALIGNMENT_MEASURES, 0.1 + i)
+        )
+        for i, path in enumerate(LAYERS)
+    },
+}
+
+
+@pytest.mark.parametrize("measure", (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES))
+def test_every_measure_of_the_reports_is_drawn(measure: str) -> None:
+    run = Running()
+    for step in range(2):
+        if measure in MEASURES:
+            layers = {path: reading(i, **{measure: 0.2 * i}) for i, path in enumerate(LAYERS)}
+            run.add(report(step, layers=layers))
+        else:
+            run.add(report(step, **MADE))
+    assert isinstance(run_figure(run, measure), Figure)
+    found = grid(run.record(), measure)
+    assert found is not None
+    assert found.layers == tuple(getattr(run.last, kind_of(measure)))
+    shown = [getattr(r, measure) for r in run.last.readings(measure).values()]
+    assert (found.values == np.array([shown, shown]).T).all()
+
+
+def kind_of(measure: str) -> str:
+    if measure in ALIGNMENT_MEASURES:
+        return "alignment"
+    return "attention" if measure in ATTENTION_MEASURES else "layers"
+
+
+def test_reports_are_a_list_that_keeps_the_last_ones() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, keep=3) as monitor:
+        reports = monitor.reports
+        for _ in range(7):
+            model(torch.ones(5, 3)).sum().backward()
+            optimizer.step()
+    assert [one.step for one in monitor.reports[-5:]] == [4, 5, 6]
+    assert reports is monitor.reports and reports[1:2] == [reports[1]]
+
+
 def test_hundreds_of_layers_have_room() -> None:
     layers = {f"blocks.{i}.linear": reading(i) for i in range(300)}
     width, height = report(layers=layers).plot().get_size_inches()
@@ -72,7 +125,10 @@ def test_hundreds_of_layers_have_room() -> None:
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
-        (lambda: run_figure(running(), "update"), "expected one of update_ratio, gradient"),
+        (
+            lambda: run_figure(running(), "update"),
+            "expected a measure of the reports .update_ratio, ",
+        ),
         (lambda: run_figure(Running()), "no report yet"),
         (lambda: report(layers={}).plot(), "no layers"),
         (

@@ -13,7 +13,7 @@ from setups import mlp
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import schedule, times
-from adiv_monitor.step.schedule import Schedule, interval
+from adiv_monitor.step.schedule import Schedule, Unasked, interval
 from adiv_monitor.step.times import StepTimes
 
 
@@ -34,20 +34,20 @@ class Clock:
         return end - start if end in reached else None
 
 
+ROUND = sorted(n * 10**power for n in (1, 2, 5) for power in range(8))
+
+
 @pytest.mark.parametrize("cost", [0.3, 1, 2.5, 40])
 @pytest.mark.parametrize("bound", [0.001, 0.01, 0.25])
-def test_the_interval_is_the_smallest_within_the_bound(cost: float, bound: float) -> None:
-    def share(n: int) -> float:
-        return cost / (n + cost)
-
+def test_the_interval_is_the_smallest_round_one_within_the_bound(cost: float, bound: float) -> None:
     n = interval(cost, bound, least=1)
-    assert share(n) <= bound * (1 + 1e-12)
-    assert n == 1 or share(n - 1) > bound
+    assert n == next(n for n in ROUND if cost / (n + cost) <= bound * (1 + 1e-12))
     assert interval(cost, bound, least=7 * n) == 7 * n
 
 
-def test_what_costs_nothing_is_done_at_the_least_interval() -> None:
-    assert interval(-0.1, 0.01, least=50) == 50
+@pytest.mark.parametrize("cost", [-0.1, -500, 0])
+def test_what_costs_nothing_is_done_at_the_least_interval(cost: float) -> None:
+    assert interval(cost, 0.01, least=50) == 50
 
 
 def test_a_measured_step_is_timed_with_the_one_after_it() -> None:
@@ -110,29 +110,55 @@ class Run:
         return [b - a for a, b in itertools.pairwise(self.measured)]
 
 
-def test_the_share_stays_within_the_bound_from_the_third_measured_step_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(monkeypatch, Schedule(50, 0.01))
-    run.steps(3)
-    assert run._bounded.interval == 50
-    for _ in range(3000):
-        run.steps(1)
-        if run.measured[-1] == run.step and len(run.measured) > 2:
-            assert run.spent / run.clock.time <= 0.01
-    assert run._bounded.interval == 297  # 3 · 99
-    assert run.measured == [0, 50, 594, 891, 1188, 1485, 1782, 2079, 2376, 2673, 2970]
+UNASKED = Unasked(0.01)  # no bound was asked for
 
 
-def test_what_is_cheap_enough_is_measured_at_the_least_interval(
+@pytest.mark.parametrize(
+    "every, bound, cost, measured",
+    [
+        (None, UNASKED, 0.5, [0, 10, *range(100, 1001, 100)]),
+        (None, UNASKED, 3.0, [0, 10, 100, 500, 1000]),  # 3 · 99 = 297
+        (None, UNASKED, 6.0, [0, 10, 100, 1000]),
+        (None, 0.5, 3.0, [0, 10, *range(100, 1001, 100)]),
+        (None, None, 6.0, [0, 10, *range(100, 1001, 100)]),
+        (250, UNASKED, 6.0, [0, 250, 500, 750, 1000]),
+        (250, None, 6.0, [0, 250, 500, 750, 1000]),
+        (250, 0.01, 6.0, [0, 250, 1000]),
+        (250, 0.5, 6.0, [0, 250, 500, 750, 1000]),
+        (1, 0.9, 6.0, [*range(0, 1001, 20)]),  # a comparison needs some plain steps
+    ],
+)
+def test_which_steps_are_measured(
+    every: int | None,
+    bound: float | None,
+    cost: float,
+    measured: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(monkeypatch, Schedule(50, 0.1))
-    run.steps(301)
-    assert run.measured == [0, 50, 100, 150, 200, 250, 300]
-    run = Run(monkeypatch, Schedule(1, 0.9))
-    run.steps(49)
-    assert run.measured == [0, 16, 32, 48]  # a comparison needs some plain steps
+    run = Run(monkeypatch, Schedule(every, bound))
+    run.steps(1000, cost=cost)
+    assert run.measured == measured
+
+
+@pytest.mark.parametrize("cost", [2.0, 30.0])
+def test_in_the_long_run_the_share_stays_within_the_bound(
+    cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(monkeypatch, Schedule(None, UNASKED))
+    run.steps(101, cost=cost)  # a short run has its three reports, whatever they cost
+    assert run.measured == [0, 10, 100]
+    run.spent, began = 0.0, run.clock.time
+    run.steps(20_000, cost=cost)
+    assert run.spent / (run.clock.time - began) <= 0.01
+
+
+def test_steps_far_from_a_measured_one_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, Schedule(None, UNASKED))
+    run.steps(120)
+    run.clock.now = lambda: pytest.fail("a step was timed")
+    run._bounded._times._now = run.clock.now
+    run.steps(80)
+    assert run.step == 200
 
 
 def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +172,7 @@ def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatc
         if chance.random() < 0.05:
             run.clock.time += 500
         run.steps(1)
-    assert set(run.intervals()[1:]) == {544, 297}
+    assert set(run.intervals()[1:]) == {450, 500}
 
 
 def test_evaluation_before_every_measured_step_costs_it_a_step_at_most(
@@ -157,29 +183,48 @@ def test_evaluation_before_every_measured_step_costs_it_a_step_at_most(
         if run.measured[-1] == run.step:
             run.clock.time += 500
         run.steps(1)
-    assert set(run.intervals()[2:]) == {372}  # 99 · 3.75: loading took a quarter of a step
+    assert run._bounded.costs() == pytest.approx([3.75] * 8)  # loading took a quarter of a step
 
 
 def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(2000)
-    run.steps(4000, plain=3.0)  # larger images: measuring them costs the same
-    assert run.intervals()[1] == 544
-    assert run.intervals()[-1] == 99
-    run.steps(8000, cost=6.0)
-    assert run.intervals()[-1] == 594
+    assert run.measured == [0, 50, 500, 1000, 1500, 2000]
+    run.steps(8000, plain=3.0)  # larger images: measuring them costs the same
+    assert run.intervals()[-1] == 100
+    run.steps(8000, cost=60.0)
+    assert run.intervals()[-1] == 2000
 
 
 def test_a_resumed_run_knows_what_measuring_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(700)
     costs = run._bounded.costs()
-    assert costs == pytest.approx([3, 3, 3])
+    assert costs == pytest.approx([3, 3])
     resumed = Schedule(50, 0.01)
     resumed.resume(costs)
     run = Run(monkeypatch, resumed, start=700)
-    run.steps(700)
-    assert run.measured == [700, 997, 1294]
+    assert resumed.interval == 500
+    run.steps(1400)
+    assert run.measured == [700, 1000, 1500, 2000]
+
+
+@pytest.mark.parametrize("start, measured", [(5, [5, 100, 200]), (95, [95, 200]), (10, [10, 100])])
+def test_a_run_that_is_resumed_early_measures_what_is_still_due(
+    start: int, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(monkeypatch, Schedule(None, UNASKED), start=start)
+    run.steps(measured[-1] - start, cost=0.0)
+    assert run.measured == measured
+
+
+def test_in_a_graph_that_is_captured_no_event_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, Schedule(None, UNASKED))
+    run.steps(12)
+    monkeypatch.setattr(schedule, "is_captured", lambda: True)
+    monkeypatch.setattr(run._bounded._times, "_now", lambda: pytest.fail("an event was recorded"))
+    run.steps(90)
+    assert run.measured == [0, 10, 100]
 
 
 class Slow(MemorySink):
@@ -196,8 +241,10 @@ class Slow(MemorySink):
 
 BOUNDS: list[tuple[float | None, float, list[tuple[int, int]]]] = [
     (None, 0, [(step, 20) for step in range(0, 172, 20)]),
-    (0.05, 0, [(0, 20), (20, 20), (114, 57), (171, 57)]),
-    (0.05, 100, [(0, 20), (20, 20), (152, 76)]),  # the pause counts as a fourth step
+    (0.05, 0, [(0, 20), (20, 20), (100, 100)]),  # 3 · 19 = 57
+    (0.11, 0, [(0, 20), (20, 20), (50, 50), (100, 50), (150, 50)]),  # 3 · 8.1
+    (0.07, 0, [(0, 20), (20, 20), (50, 50), (100, 50), (150, 50)]),  # 3 · 13.3 = 40
+    (0.07, 100, [(0, 20), (20, 20), (100, 100)]),  # the pause counts as a fourth step
 ]
 
 
@@ -233,7 +280,7 @@ def test_a_monitor_keeps_to_its_bound(
         saved = monitor.state_dict()
     assert [(report.step, report.interval) for report in sink.reports] == expected
     assert sink.reports[1].to_dict()["interval"] == 20
-    assert len(saved["costs"]) == (3 if bound else 0)
+    assert len(saved["costs"]) == (len(expected) - 1 if bound else 0)
     resumed = Monitor(model, optimizer, every_n_steps=20, max_overhead=bound)
     resumed.load_state_dict(saved)
     assert resumed.state_dict()["costs"] == saved["costs"]

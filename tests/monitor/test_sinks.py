@@ -63,7 +63,7 @@ def test_memory_as_a_data_frame_has_a_row_per_step_and_layer() -> None:
     assert list(frame[["step", "layer"]].itertuples(index=False, name=None)) == [
         (step, layer) for step in (0, 50) for layer in LAYERS
     ]
-    assert set(MEASURES) <= set(frame.columns)
+    assert {*MEASURES, "loss", "learning_rate"} <= set(frame.columns)
     assert list(frame["update_cosine"]) == [
         r.update_cosine for layers in (exact, sampled) for r in layers.values()
     ]
