@@ -54,6 +54,7 @@ RATES = (*LOWER_RATES, *HIGHER_RATES)
 Mark = Literal["✓", "✗", "→"]
 NO_STEPS = "the steps for trials were used up"
 NO_TIME = "no time was left"
+_MOST_RED = 10
 _LEAST = 0.02  # smallest relative decrease of a loss that counts
 
 
@@ -294,8 +295,12 @@ class Finding:
 
 
 def red_layers(findings: Iterable[Finding]) -> set[str]:
-    """Return the layers of findings to act on or to watch: pictures draw their names in red."""
-    return {layer for f in findings if f.strength != "note" for layer in f.layers}
+    """Return the worst layers of findings to act on or to watch, whose names pictures draw in red.
+
+    At most ten, by the order of the findings: where all names are red, none stands out.
+    """
+    named = dict.fromkeys(layer for f in findings if f.strength != "note" for layer in f.layers)
+    return set([*named][:_MOST_RED])
 
 
 def unrefuted(finding: Finding, trials: Iterable[Trial]) -> Finding:

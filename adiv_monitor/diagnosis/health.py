@@ -77,7 +77,7 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             True,
         ),
         "idle_share": Health(
-            "zero-gradient rows",
+            "rows without gradient",
             "Rows whose gradient is zero: padding, masked tokens, dead units. Healthy: below 0.15.",
             False,
             ((0, 0), (0.15, 0.5), (1, 1)),

@@ -87,14 +87,14 @@ class Mark(NamedTuple):
 
 def legend(measure: str) -> tuple[Mark, ...]:
     """Return the legend of a measure's heat map, beside its colour bar."""
-    order = Mark("healthy-range", "range of 30 healthy runs")
+    order = Mark("healthy-range", "healthy range")
     health = (
-        Mark("healthy", "as in healthy runs"),
+        Mark("healthy", "healthy"),
         Mark("too-little", "too little"),
         Mark("too-much", "too much"),
     )
     return (
         *(health if is_judged(measure) else (order,) if bar(measure).healthy is not None else ()),
         Mark("not-finite", "NaN or infinite"),
-        Mark("no-value", "no comparable value"),
+        Mark("no-value", "no value"),
     )

@@ -28,7 +28,9 @@ from adiv_monitor.report.blocks import blocks, common_stem
 _WIDTH, _MARGIN, _GAP = 860, 12, 18  # pixels
 _MOST_BLOCKS = 40
 _HEADLINE, _SMALLEST_HEADLINE = 37, 22  # sizes; longer headlines shrink, then use two lines
-_MOST_LINES = 7
+_HEIGHT = 500  # pixels of the overview; a card of TensorBoard shrinks a higher one to fit
+_MOST_LINES = 3
+_STRIP, _BELOW_STRIP = 22, 8  # heights of the losses
 _APART = 6  # minimal pixels between two texts of a row
 
 
@@ -42,7 +44,7 @@ class _Style(NamedTuple):
     bar: int
 
 
-_OVERVIEW = _Style(Font(18), Font(13, colour=MUTED), 15, 0.3, 12)
+_OVERVIEW = _Style(Font(22), Font(21, colour=MUTED), 15, 0.18, 12)
 _SINGLE = _Style(Font(18), Font(12, colour=MUTED), 60, 0.4, 12)
 _STEP = _Style(Font(11), Font(11, colour=MUTED), 60, 0.2, 12)  # nine panels
 
@@ -69,17 +71,29 @@ def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
 
 
 def overview_picture(
-    grids: Sequence[Grid], headline: str, paragraphs: Iterable[str], named: Collection[str]
+    grids: Sequence[Grid],
+    headline: str,
+    paragraphs: Iterable[str],
+    named: Collection[str],
+    losses: Sequence[float | None] = (),
 ) -> Picture:
     """Draw an overview of one screen: the verdict in words, and the measures side by side.
 
-    Width and type size suit the small cards of TensorBoard.
+    Size and type suit the cards of TensorBoard, which are 360 pixels wide and 210 high by default.
+
+    Args:
+        grids: the measures, of the same layers and steps.
+        headline: the verdict.
+        paragraphs: the findings.
+        named: layers whose names are in red.
+        losses: the loss of each step, over the first one; None: not known. Measures compare a layer
+            with itself or with others, so they may look healthy in a run whose loss explodes.
     """
     picture = Picture(_WIDTH)
     room = _WIDTH - 2 * _MARGIN
     widest = Font(_HEADLINE, bold=True).width(headline)
     size = max(_SMALLEST_HEADLINE, min(_HEADLINE, int(_HEADLINE * room / max(widest, 1))))
-    head, body = Font(size, bold=True), Font(19)
+    head, body = Font(size, bold=True), Font(22)
     top = picture.lines(_MARGIN, _MARGIN - 4, _some(head.wrapped(headline, room), 2), head) + 6
     indent = body.width("• ")
     said: list[tuple[float, str]] = []
@@ -93,8 +107,8 @@ def overview_picture(
         picture.text(left, top + i * body.line, line, body)
     top += len(said) * body.line + 8
     if grids:
-        rows = min(max(20 * len(grids[0].layers), 60), 260)
-        _panels(picture, top, grids, named, rows, _OVERVIEW)
+        rows = max(_HEIGHT - round(top) - 227, 90)
+        _panels(picture, top, grids, named, rows, _OVERVIEW, losses)
     return picture
 
 
@@ -122,13 +136,16 @@ def _panels(
     named: Collection[str],
     rows: int,
     style: _Style,
+    losses: Sequence[float | None] = (),
 ) -> None:
     """Draw grids of the same layers side by side, `rows` pixels high, with names and legend."""
     groups = _named(grids[0].layers, style.most_names)
     font = style.small._replace(colour=INK)
     most = style.names * _WIDTH
     names = [font.shortened(name, most) for name in _short(groups)]
-    left = _MARGIN + max(font._replace(bold=True).width(name) for name in names) + 8
+    has_losses = any(loss is not None for loss in losses)
+    beside = [*names, "loss"] if has_losses else names
+    left = _MARGIN + max(font._replace(bold=True).width(name) for name in beside) + 8
     each = int((_WIDTH - _MARGIN - left + _GAP) / len(grids)) - _GAP
     if len(grids) > 1:
         titles = [style.title.wrapped(HEALTH[g.measure].short, each) for g in grids]
@@ -137,6 +154,11 @@ def _panels(
             down = (highest - len(lines)) * style.title.line
             picture.lines(left + i * (each + _GAP), top + down, lines, style.title)
         top += highest * style.title.line + 4
+    if has_losses:
+        picture.text(_MARGIN, top + (_STRIP - font.line) / 2, "loss", font)
+        for i in range(len(grids)):
+            picture.pixels(left + i * (each + _GAP), top, _loss_strip(losses, each))
+        top += _STRIP + _BELOW_STRIP
     for i, found in enumerate(grids):
         begin = left + i * (each + _GAP)
         picture.pixels(begin, top, _cells(found, rows, each, groups))
@@ -144,7 +166,7 @@ def _panels(
         _bar(picture, begin, top + rows + style.small.line + 12, each, found.measure, style)
     _name_rows(picture, top, rows, groups, names, named, font)
     below = top + rows + 2 * style.small.line + style.bar + 32
-    _legend(picture, below, [found.measure for found in grids], style.small)
+    _legend(picture, below, grids, style.small)
 
 
 def _cells(
@@ -161,6 +183,20 @@ def _cells(
     if len(groups) < len(found.layers):
         ends = np.cumsum([len(block) for block in groups.values()])[:-1]
         pixels[ends * rows // len(found.layers)] = 255
+    return pixels
+
+
+def _loss_strip(losses: Sequence[float | None], columns: int) -> NDArray[np.uint8]:
+    """Return pixels of losses over the first one: pale up to 1, red from 10 on."""
+    values = np.array([np.nan if loss is None else loss for loss in losses])
+    is_broken = np.array([loss is not None and not np.isfinite(loss) for loss in losses])
+    across = np.arange(columns) * len(losses) // columns
+    cells = np.ix_(np.zeros(_STRIP, dtype=int), across)
+    rise = np.log10(np.maximum(np.where(is_broken, np.nan, values), 1.0))
+    levels = np.where(rise > 0, 0.75 + np.minimum(rise, 1.0) / 4, rise + 0.5)[None]
+    pixels = painted("update_ratio", levels)[cells]
+    stripe(pixels, np.isnan(levels)[cells], NO_VALUE)
+    stripe(pixels, is_broken[None][cells], NOT_FINITE)
     return pixels
 
 
@@ -273,10 +309,16 @@ def _placed(
     return kept
 
 
-def _legend(picture: Picture, top: float, measures: Sequence[str], font: Font) -> None:
-    """Draw the legend, in as many lines as needed."""
-    shape = (font.size, 2 * font.size)
-    marks = dict.fromkeys(mark for measure in measures for mark in legend(measure))
+def _legend(picture: Picture, top: float, grids: Sequence[Grid], font: Font) -> None:
+    """Draw the legend of what occurs, in as many lines as needed."""
+    shape = (font.size, font.size * 3 // 2)
+    absent = {
+        "not-finite": not any(found.not_finite.any() for found in grids),
+        "no-value": not any((np.isnan(f.values) & ~f.not_finite).any() for f in grids),
+    }
+    marks = dict.fromkeys(
+        mark for g in grids for mark in legend(g.measure) if not absent.get(mark.kind)
+    )
     left = float(_MARGIN)
     # Entries common to all measures come last.
     for mark in sorted(marks, key=lambda mark: mark.kind in ("not-finite", "no-value")):

@@ -1,5 +1,6 @@
 """The content of dashboards: pictures of the training so far, and findings in words."""
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,7 +132,15 @@ def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Pic
     whose = f"{stem}: {headline}" if name else headline
     rows = list(grids(record, panels, layers).values())
     named = red_layers(findings)
-    return overview_picture(rows, whose, _said(findings), named)
+    return overview_picture(rows, whose, _said(findings), named, _losses(record))
+
+
+def _losses(record: Record) -> list[float | None]:
+    """Return the loss of each reported step over the first of the run; [] if that says nothing."""
+    first = next(iter(record.losses), math.nan)
+    if not first > 0 or math.isinf(first):
+        return []
+    return [None if report.loss is None else report.loss / first for report in record.reports]
 
 
 def _panels(known: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -9,13 +10,13 @@ import numpy as np
 import pytest
 from example_reports import reading, report
 
-from adiv_monitor.diagnosis.finding import Evidence, Finding
+from adiv_monitor.diagnosis.finding import Evidence, Finding, red_layers
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, OVERVIEW
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pictures.colours import SCALES, bar, painted, places
 from adiv_monitor.report import LayerReading
-from adiv_monitor.sinks.board import Board, _panels
+from adiv_monitor.sinks.board import Board, _losses, _panels
 
 pytest.importorskip("matplotlib")
 from adiv_monitor.pictures.grid import Grid, grid, grids
@@ -212,14 +213,75 @@ def test_one_layer_of_300_that_is_not_finite_is_seen() -> None:
 @pytest.mark.parametrize("measure", [GRADIENT, "descent"])
 def test_a_legend_says_what_colours_mean(measure: str) -> None:
     found = filled(measure, 4, 4)
+    found.values[0, 0], found.not_finite[0, 0] = math.nan, False
+    found.not_finite[1, 1] = True
     for picture in (heat_picture(found), overview_picture([found], "Nothing", ["• all"], ())):
         words = {words for _, words in picture.texts}
-        every = {"NaN or infinite", "no comparable value"}
+        every = {"NaN or infinite", "no value"}
         assert every <= words
-        limits = {"as in healthy runs", "too little", "too much"}
-        order = {"range of 30 healthy runs"}
+        limits = {"healthy", "too little", "too much"}
+        order = {"healthy range"}
         assert (limits if measure == GRADIENT else order) <= words
         assert not (order if measure == GRADIENT else limits) & words
+
+
+def test_a_legend_has_only_what_occurs() -> None:
+    found = filled(GRADIENT, 4, 4)._replace(not_finite=np.zeros((4, 4), dtype=bool))
+    words = {words for _, words in heat_picture(found).texts}
+    assert not {"NaN or infinite", "no value"} & words
+
+
+# The overview in a card of TensorBoard
+
+
+CARD = 358, 210  # pixels: the room for an image at the default width, in TensorBoard 2.21
+LEAST = 8.5  # pixels of the smallest type that is read with ease
+
+
+@pytest.mark.parametrize("layers", [4, 12, 60])
+@pytest.mark.parametrize("paragraphs", [["• short"], [FINDING] * 9])
+def test_an_overview_is_readable_at_the_default_width_of_a_card(
+    layers: int, paragraphs: list[str]
+) -> None:
+    grids = [filled(measure, layers, 50, PATHS["blocks"]) for measure in OVERVIEW]
+    for each in grids:
+        each.not_finite[:] = False
+    picture = overview_picture(grids, "Nothing to fix", paragraphs, (), [1.0] * 50)
+    width, height = pixels(picture).shape[1::-1]
+    shown = min(CARD[0] / width, CARD[1] / height)
+    assert shown * min(font.size for _, _, font in picture._words) >= LEAST
+    assert_readable(picture)
+
+
+def test_at_most_ten_names_are_red() -> None:
+    paths = tuple(f"{i}.linear" for i in range(60))
+    some = [Finding("a", paths[5:8], "act", (), ()), Finding("b", paths, "watch", (), ())]
+    assert red_layers(some) == {*paths[:8], *paths[8:10]}
+    assert red_layers([replace(finding, strength="note") for finding in some]) == set()
+
+
+def test_a_loss_that_explodes_is_red_though_every_measure_is_healthy() -> None:
+    red = (179, 0, 0)
+    grids = [filled("update_ratio", 4, 4)._replace(values=np.full((4, 4), 0.1))]
+    grids[0].not_finite[:] = False
+    sound = overview_picture(grids, "x", [], (), [1.0, 0.5, 0.4, 0.3])
+    exploding = overview_picture(grids, "x", [], (), [1.0, 5.0, 50.0, 1e30])
+    broken = overview_picture(grids, "x", [], (), [1.0, 5.0, math.inf, math.nan])
+    assert share(exploding, red) > share(sound, red) + 0.01
+    assert share(broken, (255, 63, 216)) > share(sound, (255, 63, 216)) + 0.005
+    unknown = overview_picture(grids, "x", [], (), [None] * 4)
+    assert "loss" not in {words for _, words in unknown.texts}
+
+
+def test_an_overview_has_the_losses_over_the_first() -> None:
+    running = Running()
+    for step, loss in enumerate([2.0, 1.0, 400.0, math.inf]):
+        running.add(report(step, losses={step: loss}))
+    running.add(report(4))
+    assert _losses(running.record()) == [1.0, 0.5, 200.0, math.inf, None]
+    negative = Running()
+    negative.add(report(0, losses={0: -1.0}))
+    assert _losses(negative.record()) == []
 
 
 # Measures in the overview
