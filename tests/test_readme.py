@@ -1,11 +1,14 @@
 """README is one page, its code blocks run as they stand, and its figures are those of the docs."""
 
 import re
+from inspect import signature
 from pathlib import Path
 
 import blocks
 import pytest
 from blocks import ROOT
+
+from adiv_monitor import Monitor
 
 README = ROOT / "README.md"
 MOST_LINES = 150
@@ -56,20 +59,9 @@ def test_how_often_the_audit_is_right_is_what_the_benchmark_counted() -> None:
     assert told.groups() == counted
 
 
-def test_what_it_costs_is_what_the_docs_say() -> None:
-    """The least and the most of a measured step, and what that is of a training."""
-    text = " ".join(README.read_text().split())
-    step = re.search(r"a measured step of five networks took ([\d.]+) to ([\d.]+) times", text)
-    whole = re.search(r"([\d.]+) to (\d+) % of the training time", text)
-    assert step and whole
-    page = (ROOT / "docs" / "cost.md").read_text()
-    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines()}
-    steps = [float(n) for n in re.findall(r"\| ([\d.]+)", rows["measured, default `max_rows`"])]
-    assert len(steps) == 5
-    assert [float(n) for n in step.groups()] == [min(steps), max(steps)]
-    assert [float(n) for n in whole.groups()] == [
-        float(f"{least:.1g}") for least in (min(steps) - 1, max(steps) - 1)
-    ]
+def test_what_it_costs_is_what_the_monitor_keeps_to() -> None:
+    told = re.search(r"At most ([\d.]+) % of the training time", README.read_text())
+    assert told and float(told[1]) / 100 == signature(Monitor).parameters["max_overhead"].default
 
 
 AUDIT = "adiv-audit "

@@ -532,10 +532,18 @@ def test_few_scalars_are_logged_unless_all_are_asked_for(tmp_path: Path) -> None
     assert "adiv.summary/scale_cv_max" in run.callback_metrics, "what callbacks may follow"
 
 
-def test_the_interval_follows_the_trainer() -> None:
+@pytest.mark.parametrize("logs, measured", [(3, [0, 20]), (22, [0, 22])])
+def test_the_interval_follows_the_trainer_within_the_bound(logs: int, measured: list[int]) -> None:
     memory = MemorySink()
     callback = DivergenceCallback(sinks=[memory])
-    trainer(callbacks=callback, log_every_n_steps=3).fit(module(pl), loader())
+    run = trainer(callbacks=callback, log_every_n_steps=logs, max_epochs=-1, max_steps=24)
+    run.fit(module(pl), loader())
+    assert [report.step for report in memory.reports] == measured
+
+
+def test_an_interval_alone_has_no_bound() -> None:
+    memory = MemorySink()
+    trainer(callbacks=DivergenceCallback(3, sinks=[memory])).fit(module(pl), loader())
     assert [report.step for report in memory.reports] == [0, 3, 6]
 
 

@@ -127,7 +127,7 @@ def test_hundreds_of_layers_have_room() -> None:
     [
         (
             lambda: run_figure(running(), "update"),
-            "expected a measure of the reports .update_ratio, ",
+            "expected a measure of the reports",
         ),
         (lambda: run_figure(Running()), "no report yet"),
         (lambda: report(layers={}).plot(), "no layers"),
