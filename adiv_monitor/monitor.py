@@ -421,6 +421,7 @@ class Monitor:
 
     def _see_loss(self, value: Tensor) -> None:
         self._losses.see(self.step, value)
+        self._controller.sees_loss(value)
 
     def end_step(self) -> None:
         """Mark the end of a step of a monitor without an optimizer, when gradients are complete.

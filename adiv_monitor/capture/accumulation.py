@@ -21,8 +21,10 @@ from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
 from adiv_monitor.capture.layer_rows import LayerRows
+from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
 from adiv_monitor.maths import dots
+from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.rerun.thread import surely
 
 # What follows a parameter's gradient: the rows of a layer, or the shares of its calls.
@@ -31,6 +33,8 @@ Accumulated = LayerRows | GradientShare
 
 class Owner(Protocol):
     """Owns the accumulations and knows the layers."""
+
+    passes: Passes
 
     @property
     def is_alone(self) -> bool:
@@ -95,6 +99,8 @@ class Accumulation:
         self._held: tuple[int, Tensor | None, bool] = (-1, None, False)
         self._tensor: tuple[weakref.ref[Tensor], int] | None = None  # as the last pass left it
         self._arriving: tuple[weakref.ref[Tensor], int] | None = None
+        self._tasks: list[int] = []  # the passes that accumulated since the gradient was zeroed
+        self._at = (-1, -1)  # at the last of them: parameter's version, steps of optimizers
         self._raw: Tensor | None = None  # ‖gradient‖ before the user's hooks
         self.is_partial_sum = False  # whether ranks hold partial sums after a pass
         self.foreign: Tensor | None = None  # ‖.grad‖ from before any row was seen
@@ -215,6 +221,7 @@ class Accumulation:
                 followed |= user.is_known and self._owner.is_alone
         if held is None:
             self.foreign = None
+        self._count_pass(parameter, self._left_norm, zeroed=held is None)
         grad = self._part(parameter.grad)
         parts = dots.norms(grad)
         self._left_norm = torch.linalg.vector_norm(parts)
@@ -226,6 +233,27 @@ class Accumulation:
             entries = None if followed else sampled_entries(grad).clone().reshape(-1)
         self._entries = None if entries is None else self._if_alike(entries, parameter.grad)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
+
+    def _count_pass(self, parameter: Tensor, left: Tensor | None, *, zeroed: bool) -> None:
+        """Count a pass, and tell which passes before it were zeroed.
+
+        Args:
+            parameter: the parameter that optimizers step.
+            left: the norm of the gradient that the pass before it left, if known.
+            zeroed: whether that gradient was zeroed.
+        """
+        passes = self._owner.passes
+        at = version(parameter), passes.steps()
+        if zeroed and self._tasks:
+            passes.were_zeroed(id(self._known_as), self._tasks, left, is_other=at != self._at)
+            self._tasks = []
+        self._tasks.append(torch._C._current_graph_task_id())
+        self._at = at
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether `.grad` is another tensor than the one that the last pass left."""
+        return self._tensor is not None and self._tensor[0]() is not self._parameter.grad
 
     def _part(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient."""

@@ -55,6 +55,9 @@ class BackwardHooks:
     Args:
         layers: the layers.
         shares: the shares in their parameters' gradients.
+
+    Attributes:
+        passes: follows the backward passes.
     """
 
     def __init__(self, layers: Layers, shares: Shares) -> None:
@@ -62,7 +65,7 @@ class BackwardHooks:
         self._shares = shares
         self._provenance = layers.provenance
         self._attention = layers.context.attention
-        self._guard = layers.context.guard
+        self._guard, self.passes = layers.context.guard, layers.context.passes
         self._accumulations: dict[int, Accumulation] = {}  # by id of a parameter
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
@@ -165,12 +168,13 @@ class BackwardHooks:
 
     def accumulates(self) -> None:
         """Queue sampling of gradients for the end of this pass, after ranks have averaged them."""
-        if self.is_alone:
-            return
         task = torch._C._current_graph_task_id()
         if self._awaited == task:
             return
         self._awaited = task
+        self.passes.accumulates(task)
+        if self.is_alone:
+            return
         engine = torch.autograd.Variable._execution_engine
         # Averaging hooks queue such callbacks too; a callback that queues another one runs last.
         engine.queue_callback(lambda: engine.queue_callback(self._pass_ended))

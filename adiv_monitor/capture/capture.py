@@ -64,6 +64,7 @@ class Capture:
         unreached: by path of a layer without a gradient, why it has none.
         removed: parameters that got a gradient in the backward pass, and have none any more.
         evaluated: see `StepReport.evaluated`.
+        passes: follows the backward passes.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Capture:
         plan: Plan | None,
         pieces: Pieces | None,
     ) -> None:
-        self.attention = context.attention
+        self.attention, self.passes = context.attention, context.passes
         self.unreached: dict[str, str] = {}
         self.removed: list[nn.Parameter] = []
         self.evaluated: tuple[str, ...] = ()
@@ -115,6 +116,7 @@ class Capture:
         call_all(
             *(() if self.attention is None else (self.attention.detach,)),
             self._watching.detach,
+            self.passes.detach,
             self.forwards.remove,
             self._gathering.detach,
             self._without_rule.release,
@@ -124,7 +126,7 @@ class Capture:
         """Return whether any layer was called with gradients enabled."""
         return any(rows.calls for rows in self.rows.values())
 
-    def passes(self) -> int:
+    def forward_passes(self) -> int:
         """Return the number of forward passes with gradients: of calls of the first layer."""
         owners, calls = set(self.selection.owners), self._watching.record.calls
         return next((calls[module] for module in calls if module in owners), 0)
@@ -183,6 +185,8 @@ class Capture:
                 found[layer] = captured(layer, calls, is_shared=is_shared, knows_own=knows_own)
             except Exception as error:
                 self.layers.failed(layer.path, error)
+        if is_alone:
+            self.passes.assigned = any(x.accumulation.is_assigned for x in found.values())
         return found
 
     def cut_off(self) -> list[nn.Parameter] | None:

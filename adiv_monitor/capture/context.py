@@ -1,11 +1,12 @@
 """What the capture of a step knows of the run, and whom it calls."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
+from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.maths.alike import raised
 
@@ -30,6 +31,7 @@ class Context:
             this step's.
         calls: records the forward passes, so that they can be rerun; None: not requested.
         attention: samples attention calls; None: not requested.
+        passes: follows the backward passes.
         attainable: whether to gather all rows as well, for the ceiling.
     """
 
@@ -41,4 +43,5 @@ class Context:
     renew: Callable[[], Forwards | None] = _nothing
     calls: ForwardCalls | None = None
     attention: AttentionCalls | None = None
+    passes: Passes = field(default_factory=Passes)
     attainable: bool = False

@@ -71,6 +71,7 @@ class ShardAccumulation(Accumulation):
         elif self._entries is None and held is not None:
             # This rank's part. The ranks' gradients were summed and divided by their number.
             self.foreign = dots.norm(part_of(held)) * world_size()
+        self._count_pass(self._sharded, None, zeroed=not is_kept)
         for rows in self._owner.users(self._known_as):
             if not is_kept:
                 rows.reset()

@@ -34,6 +34,7 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook
+from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.trace import Plan, Trace
@@ -148,7 +149,7 @@ class StepController:
     def unstepped(self) -> str:
         """Return why the armed step was not measured although layers were called, or ""."""
         armed = self._armed
-        passes = 0 if armed is None else armed.capture.passes()
+        passes = 0 if armed is None else armed.capture.forward_passes()
         if armed is None or not passes:
             return ""
         what, why = "optimizer step", "were they too few for an accumulation, or all skipped?"
@@ -161,6 +162,11 @@ class StepController:
         return (
             f"no {what} was taken while the monitor was on, so nothing was measured ({seen}; {why})"
         )
+
+    def sees_loss(self, loss: Tensor) -> None:
+        """Follow the backward passes of a loss, if the step is measured."""
+        if self._armed is not None:
+            self._armed.capture.passes.follow(loss)
 
     def join(self, name: str) -> None:
         """Join the monitors of other ranks, so that reports cover all ranks that have one.
@@ -205,6 +211,9 @@ class StepController:
         selection, turn = self._followed.select()
         guard = Guard(self._failures.lost)
         realised = self._realised(selection)
+        others = Others(
+            self._followed.optimizer, selection.parameters, self._awaits_step, self._failures.safely
+        )
         context = Context(
             guard,
             fail=self._failures.switch_off,
@@ -214,6 +223,7 @@ class StepController:
             renew=partial(self._failures.safely, self._renew),
             calls=None if realised is None else realised.calls,
             attention=self._attention_calls(selection) if self._asked.attention else None,
+            passes=Passes(guard, lambda: others.begun),
             attainable=self._asked.attainable,
         )
         capture = Capture(
@@ -233,9 +243,6 @@ class StepController:
             realised=realised,
             agree=self._agree,
             whole=WholeModel(self._followed.model, self._followed.trained, self._history),
-        )
-        others = Others(
-            self._followed.optimizer, selection.parameters, self._awaits_step, self._failures.safely
         )
         hooks = [each for each in (realised, self._followed.loss) if each is not None]
         return Armed(capture, step, selection, turn, guard, others, hooks)

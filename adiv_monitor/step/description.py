@@ -54,7 +54,6 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
         groups={path: group for path, group in groups.items() if group is not None},
         optimizer=rates.optimizer,
         other_optimizers=tuple(armed.others.names),
-        evaluated=armed.capture.evaluated if is_measured else (),
     )
     failures.notes.clear()
 

@@ -5,6 +5,7 @@ All tensors stay on the device until `contribution`, which makes one transfer.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -227,13 +228,16 @@ class MeasuredStep:
         Args:
             number: number of the step.
         """
-        steps = self._steps
+        steps, passes = self._steps, self._capture.passes
         pieces = {} if self._gradient is None else self._gradient.pieces
+        flags = replaced(
+            self._flags, loss_gradients=tuple(passes.losses), zeroed=tuple(passes.norms)
+        )
         found = fetch(
             StepSums(
                 {path: self._sums[path] for path in pieces if path in self._sums},
                 {} if self._gradient is None else self._gradient.totals,
-                self._flags,
+                flags,
                 PieceNumbers() if steps is None else steps.products,
                 PieceNumbers() if steps is None else steps.norms,
                 {} if self._attention is None else self._attention.sums(),
@@ -249,6 +253,17 @@ class MeasuredStep:
             keeps_gradient=steps is not None and steps.has_copies,
         )
         self._whole.describe(part, found.flags)
+        if not (part.refused or self.discarded):
+            numbers = found.flags
+            gradients, zeroed = passes.told(
+                [*map(float, numbers.loss_gradients)], [*map(float, numbers.zeroed)]
+            )
+            part.report = replace(
+                part.report,
+                zeroed_passes=zeroed,
+                loss_gradients=tuple(gradients),
+                evaluated=self._capture.evaluated,
+            )
         part.rows_lost |= self._refused
         learn(self._history, part)
         attention = self._capture.attention

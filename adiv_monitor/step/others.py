@@ -22,6 +22,7 @@ class Others:
         guard: runs the body of a hook: (body, *arguments).
 
     Attributes:
+        begun: number of all steps, of any optimizer, that have begun.
         steps: number of these steps.
         last: class name of the optimizer that took the last of them.
         names: class names of all that stepped, whatever they wrote to.
@@ -34,7 +35,7 @@ class Others:
         counts: Callable[[], bool | None],
         guard: Callable[..., object],
     ) -> None:
-        self.steps = 0
+        self.begun = self.steps = 0
         self.last = ""
         self.names: dict[str, None] = {}
         self.guard = guard
@@ -54,6 +55,7 @@ class Others:
 
     def begins(self, stepping: Optimizer) -> None:
         """Record the parameters' versions as an optimizer's step begins."""
+        self.begun += 1
         if stepping is not self._own:
             self._before = self._versions()
 

@@ -31,6 +31,8 @@ class Flags(Generic[T]):
         stepped: the same as it ended.
         unheld: norms of some entries of each parameter with a gradient that the optimizer does not
             hold.
+        loss_gradients: `Passes.losses`.
+        zeroed: `Passes.norms`.
     """
 
     gradient_scale: T | None = None
@@ -43,6 +45,8 @@ class Flags(Generic[T]):
     began: T | None = None
     stepped: T | None = None
     unheld: tuple[T, ...] = ()
+    loss_gradients: tuple[T, ...] = ()
+    zeroed: tuple[T, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

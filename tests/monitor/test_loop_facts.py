@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
 
@@ -121,3 +122,232 @@ def test_an_evaluation_with_gradients_on_is_no_training_in_eval_mode() -> None:
         optimizer.step()
 
     assert [report.evaluated for report in reports_of(model, step)] == [()] * 4
+
+
+# --- the backward passes --------------------------------------------------------------------------
+
+
+def passes_of(
+    loop: Callable[[nn.Module, nn.Module, torch.optim.Optimizer], None], **asked: Any
+) -> list[tuple[tuple[float, ...], int]]:
+    """Return what the reports tell of the passes of a loop: (model, criterion, optimizer)."""
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+    reports = reports_of(
+        model,
+        lambda optimizer, _: loop(model, criterion, optimizer),
+        3,
+        **{"loss": criterion, **asked},
+    )
+    return [(report.loss_gradients, report.zeroed_passes) for report in reports]
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def plain(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    criterion(model(batch(0)), TARGETS).backward()
+    optimizer.step()
+
+
+def accumulates(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(3):
+        loss = criterion(model(batch(number)), TARGETS)
+        loss /= 4
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def looks_at_gradients(
+    model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """A loss that is not differentiated, and gradients that are not accumulated."""
+    criterion(model(batch(1)), TARGETS)
+    loss = criterion(model(batch(2)), TARGETS)
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    plain(model, criterion, optimizer)
+
+
+def penalizes(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    loss = criterion(model(batch(2)), TARGETS)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (0.5 * loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+    optimizer.step()
+
+
+def zeroes_each(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(8):
+        optimizer.zero_grad()
+        (criterion(model(batch(number)), TARGETS) / 8).backward()
+    optimizer.step()
+
+
+def zeroes_in_place(
+    model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Zeroed after two passes."""
+    for number in range(3):
+        if number != 1:
+            optimizer.zero_grad(set_to_none=False)
+        criterion(model(batch(number)), TARGETS).backward()
+    optimizer.step()
+
+
+def perturbs(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """SAM."""
+    optimizer.zero_grad()
+    (2 * criterion(model(batch(0)), TARGETS)).backward()
+    moves = [0.01 * p.grad for p in model.parameters() if p.grad is not None]
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), moves)
+    optimizer.zero_grad()
+    criterion(model(batch(0)), TARGETS).backward()
+    with torch.no_grad():
+        torch._foreach_sub_(list(model.parameters()), moves)
+    optimizer.step()
+
+
+def raises(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A backward pass that fails half-way is repeated."""
+    optimizer.zero_grad()
+    h = model[1](model[0](batch(0)))
+    h.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        criterion(model[2](h), TARGETS).backward()
+    plain(model, criterion, optimizer)
+
+
+def fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def skips(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """An AMP scaler skips the first step."""
+    for scale in (2.0**127, 2.0**9):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        optimizer.zero_grad()
+        scaler.scale(1e6 * criterion(model(batch(0)), TARGETS)).backward()
+        scaler.step(optimizer)
+
+
+def of_tasks(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients of two losses are put together by hand."""
+    found = []
+    for number in range(2):
+        optimizer.zero_grad()
+        criterion(model(batch(number)), TARGETS).backward()
+        found.append([p.grad for p in model.parameters()])
+    for p, one, other in zip(model.parameters(), *found, strict=True):
+        p.grad = one + other
+    optimizer.step()
+
+
+def checkpoints(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Each module has a backward pass of its own, inside that of the loss."""
+    for number in range(3):
+        optimizer.zero_grad()
+        h = batch(number).requires_grad_()
+        for module in model:
+            h = checkpoint(module, h, use_reentrant=True)
+        criterion(h, TARGETS).backward()
+    optimizer.step()
+
+
+LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
+    "one pass": (plain, ((1.0,), 0)),
+    "accumulation": (accumulates, ((0.25,) * 3, 0)),
+    "gradients that are only looked at": (looks_at_gradients, ((1.0,), 0)),
+    "a gradient penalty": (penalizes, ((0.5,), 0)),
+    "zeroed before each micro-batch": (zeroes_each, ((0.125,) * 8, 7)),
+    "zeroed in place": (zeroes_in_place, ((1.0,) * 3, 2)),
+    "a first pass elsewhere": (perturbs, ((1.0,), 0)),
+    "a pass that raises": (raises, ((1.0,), 0)),
+    "a skipped step": (skips, ((512e6,), 0)),
+    "re-entrant checkpoints": (checkpoints, ((1.0,) * 3, 2)),
+    "gradients by hand": (of_tasks, ((1.0,) * 2, 0)),
+}
+
+
+@pytest.mark.parametrize("asked", [{}, {"layers_per_step": 1}])
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_passes_of_a_step(name: str, asked: dict[str, Any]) -> None:
+    loop, expected = LOOPS[name]
+    assert passes_of(loop, **asked) == [expected] * 3
+
+
+@pytest.mark.parametrize("first", ["critic", "generator"])
+def test_passes_of_another_networks_step_are_none_of_this_one(first: str) -> None:
+    """The critic's gradients of the generator's pass are zeroed on purpose."""
+    critic, generator = two_layers(), nn.Linear(3, 4)
+    criterion, noise = nn.CrossEntropyLoss(), torch.randn(6, 3)
+    other = torch.optim.SGD(generator.parameters(), lr=0.0)
+
+    def of_generator(optimizer: torch.optim.Optimizer) -> None:
+        other.zero_grad()
+        criterion(critic(generator(noise)), TARGETS).backward()
+        other.step()
+
+    def of_critic(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (0.5 * criterion(critic(batch(0)), TARGETS)).backward()
+        (0.5 * criterion(critic(generator(noise).detach()), TARGETS)).backward()
+        optimizer.step()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        for part in (of_critic, of_generator) if first == "critic" else (of_generator, of_critic):
+            part(optimizer)
+
+    reports = reports_of(critic, step, 3, loss=criterion)
+    told = [(report.loss_gradients, report.zeroed_passes) for report in reports]
+    assert told == [((0.5, 0.5), 0)] * 3
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_loss_among_the_outputs(known: bool) -> None:
+    """Without the loss that the loop differentiates, no gradient at it is known."""
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+
+    def loss(output: Tensor) -> Tensor:
+        return output if known else output.detach().requires_grad_() + 0
+
+    with_loss = nn.Sequential(model, WithTargets(criterion))
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        (with_loss(batch(number)) / 2).backward()
+        optimizer.step()
+
+    reports = reports_of(with_loss, step, 3, loss=loss)
+    assert [report.loss_gradients for report in reports] == [(0.5,) if known else ()] * 3
+
+
+class WithTargets(nn.Module):
+    """A criterion that knows its targets."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(outputs, TARGETS)
+        return loss
+
+
+def test_losses_have_hooks_in_measured_steps_only() -> None:
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+    hooks: list[tuple[int, int]] = []
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss = criterion(model(batch(number)), TARGETS)
+        before = len(loss._backward_hooks or ())
+        loss.backward()
+        optimizer.step()
+        hooks.append((before, len(loss._backward_hooks or ())))
+
+    reports_of(model, step, every_n_steps=2, loss=criterion)
+    assert hooks == [(0, 0)] * 4 + [(1, 0), (0, 0)] * 2
