@@ -6,12 +6,15 @@ their gradients. `layers` maps each use to its layer.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from adiv_monitor.capture.batch import sums_of
 from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
@@ -65,6 +68,7 @@ class Capture:
         removed: parameters that got a gradient in the backward pass, and have none any more.
         evaluated: see `StepReport.evaluated`.
         passes: follows the backward passes.
+        next_batch: `batch` of the next training step's forward pass; empty: not known.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Capture:
         self.unreached: dict[str, str] = {}
         self.removed: list[nn.Parameter] = []
         self.evaluated: tuple[str, ...] = ()
+        self.next_batch: tuple[Tensor, ...] = ()
         self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
         self._model = model
         self.selection = selection
@@ -136,10 +141,21 @@ class Capture:
 
         These are the first one that ran in this step, and those that did not run.
         """
-        owners, ran = self.selection.owners, self._watching.record.calls
-        held = set(owners)
-        first = next((module for module in ran if module in held), None)
+        first, ran = self._watching.first, self._watching.record.calls
+        owners = self.selection.owners
         return [module for module in owners if module is first or module not in ran]
+
+    @property
+    def batch(self) -> tuple[Tensor, ...]:
+        """Sums of the tensors that entered the first module that ran; see `sums_of`."""
+        return self._watching.batch
+
+    def next_begins(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Take the same sums of the next forward pass, which begins with this module."""
+        trains = torch.is_grad_enabled() and module.training
+        self.next_batch = sums_of(args, kwargs) if module is self._watching.first and trains else ()
 
     def finish(self) -> dict[Layer, CapturedLayer]:
         """Hand over the layers that a gradient reached; the gradients are those of the step.

@@ -222,7 +222,7 @@ class NextForward:
 
     Args:
         modules: the modules, any of which may be called first.
-        function: the function to call.
+        function: called with that module, the arguments of the call and its keyword arguments.
         guard: runs the body of a hook: (body, *arguments).
         counts: asked at the first evaluation whether it counts, for which other weights may be
             swapped in, and back. If not, no later one does.
@@ -232,7 +232,7 @@ class NextForward:
     def __init__(
         self,
         modules: Iterable[nn.Module],
-        function: Callable[[], object],
+        function: Callable[[nn.Module, Any, Any], object],
         guard: Callable[..., object],
         counts: Callable[[], bool],
         *,
@@ -256,7 +256,7 @@ class NextForward:
         self._hooks.clear()
         release(self)
 
-    def _runs(self, module: nn.Module, args: object, *others: object) -> None:
+    def _runs(self, module: nn.Module, args: Any, kwargs: Any, output: object = None) -> None:
         if is_rerun() or not trains(args):
             return
         if not (module.training or torch.is_grad_enabled()):  # an evaluation
@@ -268,7 +268,7 @@ class NextForward:
         try:
             _aside.on = True
             # It may watch a rerun with a torch function mode.
-            run_apart(self._function, functions=True)
+            run_apart(self._function, module, args, kwargs, functions=True)
             _aside.on = outside
         finally:
             _aside.on = outside

@@ -8,6 +8,7 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
+from adiv_monitor.capture.batch import sums_of
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall, Watcher
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
@@ -51,6 +52,8 @@ class Watching(Watcher):
     Attributes:
         record: the uses that were seen, by module.
         refused: id of a parameter → why the function that uses it can't be measured.
+        first: the first module with parameters that ran; None: none did.
+        batch: `sums_of` what entered it.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Watching(Watcher):
     ) -> None:
         self.record = Record()
         self.refused: dict[int, str] = {}
+        self.first: nn.Module | None = None
+        self.batch: tuple[Tensor, ...] = ()
         self._selection = selection
         self._owners = set(selection.owners)
         self._ruled = selection.rules.keys()
@@ -106,6 +111,11 @@ class Watching(Watcher):
         if begins is not None:
             begins()
 
+    def _ran(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the sums of the batch if this is the first module that ran."""
+        if self.first is None and module in self._owners and not self._repeated:
+            self.first, self.batch = module, sums_of(args, kwargs)
+
     def plain(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -115,6 +125,7 @@ class Watching(Watcher):
             return
         self._layer_begins()
         self.record.calls[module] += 1
+        self._ran(module, args, kwargs)
         if not known.function:
             self._look_at_ruled(module, args, kwargs, output)
             return
@@ -151,6 +162,8 @@ class Watching(Watcher):
             if self._without_rule.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
             self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
+        if output is not None:
+            self._ran(module, args, kwargs)
         if self._calls is not None:
             self._calls.ended(module, output, self._forwards.around)
 

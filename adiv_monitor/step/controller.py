@@ -423,10 +423,19 @@ class StepController:
             renormed = [m for m in owners if getattr(m, "max_norm", None) is not None]
             guard, counts = self._failures.safely, armed.step.is_as_stepped
             last = renormed[-1:] or armed.capture.first_called()
-            self._pending.wait(NextForward(last, self.finish, guard, counts, ends=bool(renormed)))
+            self._pending.wait(
+                NextForward(last, self._next_begins, guard, counts, ends=bool(renormed))
+            )
             if self._asked.realised is not False:  # runs before any module of that pass
                 first = armed.selection.modules
-                self._pending.wait(NextForward(first, armed.step.realise, guard, counts))
+                realise = armed.step.realise
+                self._pending.wait(NextForward(first, lambda *_: realise(), guard, counts))
+
+    def _next_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at the next step's batch, and finish the pending step."""
+        if self._pending is not None:
+            self._pending.armed.capture.next_begins(module, args, kwargs)
+        self.finish()
 
     def _look(self) -> None:
         """Record that an armed step's forward pass begins, and whether its caller is compiled."""

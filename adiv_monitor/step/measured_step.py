@@ -231,7 +231,11 @@ class MeasuredStep:
         steps, passes = self._steps, self._capture.passes
         pieces = {} if self._gradient is None else self._gradient.pieces
         flags = replaced(
-            self._flags, loss_gradients=tuple(passes.losses), zeroed=tuple(passes.norms)
+            self._flags,
+            loss_gradients=tuple(passes.losses),
+            zeroed=tuple(passes.norms),
+            batch=self._capture.batch,
+            next_batch=self._capture.next_batch,
         )
         found = fetch(
             StepSums(
@@ -263,6 +267,8 @@ class MeasuredStep:
                 zeroed_passes=zeroed,
                 loss_gradients=tuple(gradients),
                 evaluated=self._capture.evaluated,
+                batch=tuple(map(float, numbers.batch)),
+                next_batch=tuple(map(float, numbers.next_batch)),
             )
         part.rows_lost |= self._refused
         learn(self._history, part)

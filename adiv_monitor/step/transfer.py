@@ -33,6 +33,8 @@ class Flags(Generic[T]):
             hold.
         loss_gradients: `Passes.losses`.
         zeroed: `Passes.norms`.
+        batch: `Capture.batch`.
+        next_batch: `Capture.next_batch`.
     """
 
     gradient_scale: T | None = None
@@ -47,6 +49,8 @@ class Flags(Generic[T]):
     unheld: tuple[T, ...] = ()
     loss_gradients: tuple[T, ...] = ()
     zeroed: tuple[T, ...] = ()
+    batch: tuple[T, ...] = ()
+    next_batch: tuple[T, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -351,3 +351,69 @@ def test_losses_have_hooks_in_measured_steps_only() -> None:
 
     reports_of(model, step, every_n_steps=2, loss=criterion)
     assert hooks == [(0, 0)] * 4 + [(1, 0), (0, 0)] * 2
+
+
+# --- the batches ----------------------------------------------------------------------------------
+
+
+class Embedded(nn.Module):
+    """A model whose inputs are integers, with an input dropout of no effect on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.embed(x).mean(1))
+
+
+def one_hot(number: int) -> Tensor:
+    """Rows of which each has the sum 1."""
+    places = torch.randint(4, (6,), generator=torch.Generator().manual_seed(number))
+    return functional.one_hot(places, 4).float()
+
+
+def tokens(number: int) -> Tensor:
+    """Permutations of the same numbers."""
+    return torch.randperm(30, generator=torch.Generator().manual_seed(number)).view(6, 5) % 5
+
+
+@pytest.mark.parametrize(
+    ("model", "draw"),
+    [(two_layers, batch), (two_layers, one_hot), (Embedded, tokens), (Net, batch)],
+    ids=["reals", "one-hot", "integers", "norms"],
+)
+@pytest.mark.parametrize("asked", [{}, {"layers_per_step": 1}, {"realised": True}])
+def test_a_batch_that_comes_again(
+    model: Callable[[], nn.Module], draw: Callable[[int], Tensor], asked: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    made = model()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        for part in (0, 10):
+            functional.cross_entropy(made(draw((0, 0, 1, 1)[number] + part)), TARGETS).backward()
+        optimizer.step()
+
+    reports = reports_of(made, step, **asked)
+    assert all(len(report.batch) == 1 for report in reports)
+    assert [report.next_batch == report.batch for report in reports] == [True, False, True, False]
+    assert [report.next_batch for report in reports[:-1]] == [r.batch for r in reports[1:]]
+    assert reports[-1].next_batch == ()  # there was none
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_an_evaluation_is_not_the_next_batch(gradients: bool) -> None:
+    model = two_layers()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        plain(model, nn.CrossEntropyLoss(), optimizer)
+        model.eval()
+        with torch.set_grad_enabled(gradients):
+            model(batch(0))
+        model.train()
+
+    reports = reports_of(model, step, 3)
+    assert [len(report.batch) for report in reports] == [1] * 3
+    assert [report.next_batch for report in reports] == [()] * 3
