@@ -125,12 +125,15 @@ class StepReport:
         zeroed_passes: number of this step's backward passes whose gradients were zeroed before the
             optimizer stepped, though no optimizer stepped and no weight changed since.
         loss_gradients: for each backward pass of this step, the gradient at the loss: 1 for
-            `loss.backward()`, 1/k for the mean over k micro-batches, the scale of an AMP scaler;
-            empty if the loss is not known.
+            `loss.backward()`, 1/k for the mean over k micro-batches, the scale of an AMP scaler; of
+            several losses in one pass the sum. Empty if no loss of one element is known, by
+            `Monitor(loss=…)`, that the passes go through.
         evaluated: paths of dropouts and of normalisations with running statistics, if they are in
             eval mode since the whole model was in eval mode in this step's forward pass.
-        batch: sums of the tensors that enter the first measured module in this step.
-        next_batch: the same in the next step; empty if it is not known.
+        batch: weighted sums of the tensors that enter the first measured module in this step, in
+            its first call; with several ranks, in the first of them.
+        next_batch: the same in the next step: equal if the same batch came again; empty if the next
+            forward pass is no training, or not known.
         weights_returned: how much of the way that the weights went since an earlier measured step
             was undone as this step began: 1 if they equal those of that step, 0 if they are
             farther away than ever; the largest over the earlier steps; None: not known.
