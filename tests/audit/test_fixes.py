@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -244,23 +245,25 @@ def test_in_front_of_an_activation_means_behind_the_layer_before_it() -> None:
 
 
 @pytest.mark.parametrize("adam", [False, True])
-def test_rates_per_layer_even_out_how_far_layers_move(adam: bool) -> None:
+def test_rates_per_layer_bring_what_moves_too_far_back_to_its_limit(adam: bool) -> None:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return (torch.optim.Adam if adam else torch.optim.SGD)(model.parameters(), lr=1e-3)
 
-    faulty = setup(batches=batches(scale=20), optimizer=optimizer, steps=6)
-    seen = record(faulty)
-    fork = faulty.fork()
-    FIXES["rate-per-layer"].apply(fork, (), seen)
-    rates = [g["lr"] for g in fork.optimizer.param_groups]
+    of = setup(optimizer=optimizer, steps=6)
+    seen = record(of)
     (report,) = seen.reports
-    moved = [report.layers[path].update_ratio for path in ("0", "2")]
-    assert rates[0] * moved[0] == pytest.approx(rates[1] * moved[1])
-    assert (rates[0] < rates[1]) is (moved[0] > moved[1])
+    layers = {path: replace(report.layers["2"], update_ratio=move)
+              for path, move in {"0": 40.0, "2": 0.4, "elsewhere": 0.3}.items()}  # fmt: skip
+    fork = of.fork()
+    FIXES["rate-per-layer"].apply(
+        fork, (), replace(seen, reports=(replace(report, layers=layers),))
+    )
+    rates = [group["lr"] for group in fork.optimizer.param_groups]
+    assert rates == pytest.approx([1e-3 * 0.7 / 40, 1e-3])
 
 
 def test_rates_per_layer_need_a_record() -> None:
-    with pytest.raises(DoesNotApply, match="fewer than two layers"):
+    with pytest.raises(DoesNotApply, match="unlike the others"):
         FIXES["rate-per-layer"].apply(setup().fork())
 
 

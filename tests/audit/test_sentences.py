@@ -1241,6 +1241,10 @@ ROWS: list[Row] = [
     Row("exploding", "Clipping alone does not change the ratio of the layers' gradients",
         record({"a": reading(descent=1e6, scale_mean=17.0)}), record({"a": reading(descent=1.0)})),
     # Learning rates
+    Row("rate-too-high", "Step 0 moved the activations of layer 'a' by 20 times their length, and "
+        "the loss rose after it",
+        record({"a": reading(update_ratio=20.0)}, losses=RISING),
+        record({"a": reading(update_ratio=6.9)}, losses=RISING)),
     Row("rate-too-high", "At 0.1 times the learning rate, the loss after 40 steps is 0.5 instead "
         "of 2.2",
         record(rates=HIGH), record(rates=trials(own=0.6, x01=0.5, error=0.2))),
@@ -1309,10 +1313,10 @@ ROWS: list[Row] = [
     Row("uneven-rates", "No single learning rate suits both kinds of layers",
         record({"a": reading(update_ratio=9.0)}),
         record({"a": reading(update_ratio=9.0)}, rates=HIGH)),
-    Row("uneven-rates", " and 1 more, each by the ratio of the median layer's speed to its own",
+    Row("uneven-rates", " and 1 more, each by the ratio of its limit to its move",
         SEVEN_OFF,
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)})),
-    Row("uneven-rates", "× 0.01 for 'a'",
+    Row("uneven-rates", "× 0.0667 for 'a'",
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)}), SEVEN_OFF),
     # The user's own loop
     Row("not-zeroed", "The gradients of layer 'a' are not zeroed between optimizer steps: before "
