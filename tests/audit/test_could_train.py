@@ -1,105 +1,23 @@
 """Whether the user's loop can train at all: what reports say of it, and what is meant."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from made_records import FACTS, RISING, STILL, WELL, reading, record
+from loop_runs import FAR, HITS, MEANT, UP, run
+from made_records import FACTS, RISING, STILL, WELL
 
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import course
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.verdict import running_headline
-from adiv_monitor.report import LayerReading, StepReport
 
-OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
-LAYERS = {name: reading() for name in "abc"}
-SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
-FAR = {name: reading(update_ratio=50.0) for name in "abc"}
-UP = (2.3, *(2.3 + 3 * step for step in range(39)))
-
-
-def run(
-    count: int = 6, losses: tuple[float, ...] = WELL, *, every: int = 7, **facts: object
-) -> Record:
-    """A monitored run; a fact that is a list has one value for each report."""
-    layers: Mapping[str, LayerReading] = facts.pop("layers", LAYERS)  # type: ignore[assignment]
-    reports = tuple(
-        StepReport(
-            every * i,
-            layers,
-            {},
-            1.0,
-            **{
-                name: value[i] if isinstance(value, list) else value
-                for name, value in ({"optimizer": "SGD", "trainable": 1000} | facts).items()
-            },  # type: ignore[arg-type]
-        )
-        for i in range(count)
-    )
-    return record(facts=OWN, reports=reports, losses=losses, inputs={}, units={}, chance=None)
+CERTAIN = {name.split()[0] for name in HITS}
 
 
 def found(of: Record) -> dict[str, Finding]:
     return {finding.name: finding for finding in diagnose(of)}
-
-
-def rates(*values: float) -> list[tuple[float, ...]]:
-    return [(value,) for value in values]
-
-
-ONES = (1.0,) * 4
-HITS = {
-    "not-held": run(not_held=[{}, *[{"a": 900}] * 5]),
-    "unreached": run(cut_off={"a": 400, "b": 20}),
-    "zeroed-early": run(removed={"a": 600, "b": 300}, layers={}),
-    "zeroed-early by micro-batches": run(zeroed_passes=7),
-    "left-in-eval": run(evaluated=("drop",)),
-    "same-batch": run(batch=(3.5, 7.0), next_batch=(3.5, 7.0)),
-    "clipping-always": run(losses=STILL, layers=SHORT, loss_gradients=(1.0,)),
-    "rate-zero": run(learning_rates=(0.0,), losses=STILL),
-    "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
-    "rate-rises": run(losses=UP, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
-    "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
-    "weights-set-back by half": run(
-        losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
-    ),
-    "gradients-summed": run(losses=RISING, loss_gradients=ONES),
-    "unbounded-loss": run(losses=RISING, loss_gradients=(-1.0,)),
-}
-MEANT = {
-    "a head that nobody uses": run(not_held=[{}, *[{"a": 9}] * 5]),
-    "another network that is trained in turns": run(not_held=[{}, {"a": 900}, {}, *[{"a": 9}] * 3]),
-    "idle experts": run(cut_off=[{"a": 400}, {"b": 400}, {}, {"a": 400}, {}, {"b": 400}]),
-    "a part without a gradient": run(removed={"a": 400}),
-    "one step zeroed, as by an AMP scaler": run(zeroed_passes=[1, 0, 0, 0, 0, 0]),
-    "evaluated once": run(evaluated=[("drop",), (), (), (), (), ()]),
-    "the same first batch of each epoch": run(batch=(3.5,), next_batch=(4.5,)),
-    "batches that are not known": run(batch=(), next_batch=()),
-    "clipping, as the loss falls": run(layers=SHORT, loss_gradients=(1.0,)),
-    "clipping by Adam": run(
-        losses=STILL, layers=SHORT, loss_gradients=(1.0,), optimizer="AdamW"
-    ),
-    "a mixed-precision scaler": run(
-        losses=STILL, loss_gradients=(65536.0,),
-        layers={"a": reading(update_ratio=1e-4, gradient_factor=1 / 65536)},
-    ),
-    "warm-up from zero": run(learning_rates=rates(0.0, 0.01, 0.1, 0.1, 0.1, 0.1)),
-    "cosine to zero": run(learning_rates=rates(0.1, 0.09, 0.06, 0.03, 0.01, 0.0)),
-    "a cycle": run(learning_rates=rates(0.1, 0.0, 0.1, 0.0, 0.1, 0.0)),
-    "warm-up that the loss survives": run(learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
-    "averages that are swapped in and out": run(weights_returned=[None, None, 0.0, 0.1, 0.0, 0.0]),
-    "weights near earlier ones, as the loss falls": run(
-        weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
-    ),
-    "a mean of micro-batches": run(losses=RISING, loss_gradients=(0.25,) * 4),
-    "a sum of micro-batches that trains": run(loss_gradients=ONES),
-    "two terms of a critic": run(losses=RISING, loss_gradients=(1.0, 1.0)),
-    "two reports": run(2, evaluated=("drop",), cut_off={"a": 400}, zeroed_passes=1),
-}  # fmt: skip
-CERTAIN = {name.split()[0] for name in HITS}
 
 
 @pytest.mark.parametrize("name", HITS)
@@ -137,14 +55,6 @@ def test_nothing_is_said_of_a_learning_rate_that_is_too_low_if_clipping_takes_th
     )
     assert "rate-too-low" in found(without)
     assert found(clipped)["loss-stuck"].advice[0].fix is None
-
-
-def test_clipping_before_unscaling_names_the_scaler() -> None:
-    layers = {"a": reading(update_ratio=1e-9, gradient_factor=1e-9)}
-    of = run(losses=STILL, layers=layers, loss_gradients=(65536.0,))
-    finding = found(of)["clipping-always"]
-    assert "scale 65536 of the mixed-precision scaler" in finding.summary
-    assert "unscale_" in finding.advice[0].text
 
 
 def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:

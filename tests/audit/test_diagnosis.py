@@ -61,16 +61,7 @@ def probed(name: str, losses: tuple[float, ...] = WELL, **numbers: float) -> Rec
     return record(probed={name: Probed((Fact("a", numbers, words),))}, losses=losses)
 
 
-def kept(share: float, **values: object) -> Record:
-    """A run whose gradients are not zeroed after its first step."""
-    later = {name: reading(earlier_share=share) for name in "abc"}
-    layers = (dict.fromkeys("abc", reading()), later, later)
-    reports = tuple(StepReport(10 * i, read, {}, 1.0) for i, read in enumerate(layers))
-    return record(reports=reports, **values)
-
-
 HITS = {
-    "not-zeroed": kept(0.9),
     "not-held": record(wiring=Wiring(not_held=("c.weight",))),
     "unreached": record(wiring=Wiring(unreached=("a.weight",))),
     "input-ignored": record(wiring=Wiring(input_matters=0.0)),
@@ -192,7 +183,6 @@ NEAR_MISSES = {
         units={"1": UnitStatistics("relu", 64, 64, 1.0, 20)},
     ),
     "collapsed": record(probed={"collapsed": Probed()}),
-    "not-zeroed": kept(0.05),
     "input-scale": record(inputs={"0": SMALL}),
     "input-mean": record(
         {"a": reading(common_share=0.4)}, inputs={"0": replace(INPUTS, mean=10.0)}
@@ -662,13 +652,6 @@ def test_a_loss_that_comes_down_a_part_of_the_way_that_it_went_up_did_not_fall()
     burst = record(losses=(1.3, *(180.0 - 3 * i for i in range(39))))
     assert not fell(burst) and "The loss rises: 1.3" in found(burst)["loss-stuck"].summary
     assert fell(record(losses=(1.3, *(1.5 - 0.03 * i for i in range(39)))))
-
-
-def test_gradients_that_are_kept_explain_what_looks_like_a_learning_rate() -> None:
-    said = found(kept(0.9, losses=RISING, rates=trials(own=4.0, x01=0.5)))
-    assert said["not-zeroed"].summary.endswith("This would explain: rate-too-high, loss-stuck.")
-    assert said["rate-too-high"].strength == "watch"
-    assert {said["rate-too-high"].advice, said["loss-stuck"].advice} == {FIRST_THAT}
 
 
 def test_modules_that_never_ran_are_worth_watching() -> None:

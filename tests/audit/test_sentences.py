@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from loop_runs import HITS as LOOP
 from made_records import (
     FACTS,
     INPUTS,
@@ -396,13 +397,14 @@ def grouped(rate: float, move: float, optimizer: str = "SGD", like: float = 0.1)
     return record(reports=reports, facts=replace(FACTS, optimizer=""))
 
 
-def kept(share: float) -> Record:
-    """A run in which layer 'a' keeps gradients of earlier steps."""
-    return by_reports(layers(), *[layers() | {"a": reading(earlier_share=share)}] * 2)
-
-
 def broken(*what: str) -> dict[str, LayerReading]:
     return layers() | {"b": reading(non_finite=what, module="Linear")}
+
+
+def players(**values: object) -> Record:
+    """A run known from its reports, in which another optimizer steps, too."""
+    of = by_reports(*[layers()] * 4, **values)
+    return replace(of, reports=tuple(replace(r, other_optimizers=("Adam",)) for r in of.reports))
 
 
 HEALTHY = by_reports(*[layers()] * 4)
@@ -520,8 +522,10 @@ ROWS: list[Row] = [
         by_reports(layers() | {"a": reading(update_ratio=math.nan)}), HEALTHY),
     Row("stands-still", "check whether gradients are zero, or are cleared before the step",
         by_reports(layers() | {"a": reading(update_ratio=math.nan)}), HEALTHY),
-    Row("loss-stuck", "It need not fall if its parts oppose each other, as in a generative "
-        "adversarial network",
+    Row("loss-stuck", "That is no fault of generative adversarial networks, of reinforcement "
+        "learning, or of a run that was resumed.",
+        players(losses=STILL), by_reports(*[layers()] * 4, losses=STILL)),
+    Row("loss-stuck", "run adiv-audit: it looks for the cause, and tries learning rates",
         by_reports(*[layers()] * 4, losses=STILL), record(losses=STILL)),
     Row("stands-still", "The steps do not move the activations of layer 'a' at all: the learning "
         "rate is zero, or other code resets the weights",
@@ -1319,17 +1323,78 @@ ROWS: list[Row] = [
     Row("uneven-rates", "× 0.0667 for 'a'",
         record({"a": reading(update_ratio=9.0, effective_lr=9.0)}), SEVEN_OFF),
     # The user's own loop
-    Row("not-zeroed", "The gradients of layer 'a' are not zeroed between optimizer steps: before "
-        "the first backward pass of a step through these layers, `.grad` holds a gradient, of "
-        "earlier steps or of another loss. Its norm is 0.9 times that of the gradient that the "
-        "optimizer used",
-        kept(0.9), kept(0.05)),
-    Row("not-zeroed", "call optimizer.zero_grad() once for every optimizer step, before the step's "
-        "first backward pass, even if several backward passes are added up for a step; if you do, "
-        "and another loss, such as a penalty, goes backward before the forward pass, all is well",
-        kept(0.9), kept(0.0)),
-    Row("not-zeroed", "At a lower learning rate, the optimizer still follows the sum of all "
-        "gradients so far", kept(0.9), kept(0.0)),
+    *(Row(name.split()[0], sentence, LOOP[name], HEALTHY) for name, sentence in (
+        ("not-zeroed", "are not zeroed between optimizer steps: before the first backward pass of "
+         "a step through these layers, `.grad` holds a gradient, of earlier steps or of another "
+         "loss. Its norm is 0.9 times that of the gradient that the optimizer used"),
+        ("not-zeroed", "call optimizer.zero_grad() once for every optimizer step, before the "
+         "step's first backward pass, even if several backward passes are added up for a step; if "
+         "you do, and another loss, such as a penalty, goes backward before the forward pass, all "
+         "is well"),
+        ("not-zeroed", "At a lower learning rate, the optimizer still follows the sum of all "
+         "gradients so far"),
+        ("not-held", "The optimizer does not hold the parameters of layer 'a', 90.0% of the "
+         "trainable ones: they have a gradient, and nothing changes them."),
+        ("not-held", "pass these parameters to the optimizer: create it after the model is "
+         "complete, or add a parameter group"),
+        ("not-held", "set requires_grad=False, if these parameters should not be trained"),
+        ("not-held", "Another learning rate does not train them."),
+        ("unreached", "No gradient reaches layer 'a', layer 'b', with 42.0% of the trainable "
+         "parameters: they run in each measured step, but what the next layer gets has no "
+         "gradient."),
+        ("unreached", "look for .detach(), .data, .item(), torch.no_grad() or argmax behind the "
+         "last of these layers"),
+        ("unreached", "No optimizer and no learning rate can train parameters without a gradient."),
+        ("zeroed-early", "`zero_grad()`, or other code, removes the gradients between the backward "
+         "pass and the optimizer's step: nothing of it is left for layer 'a', layer 'b'."),
+        ("zeroed-early", "call optimizer.zero_grad() before the backward pass, or after the step"),
+        ("zeroed-early", "Another learning rate does not bring these gradients back."),
+        ("zeroed-early by micro-batches", "Gradients are zeroed between the micro-batches of a "
+         "step: of 8 backward passes, the optimizer uses the last one alone."),
+        ("zeroed-early by micro-batches", "call optimizer.zero_grad() once for every optimizer "
+         "step, not for each backward"),
+        ("left-in-eval", "The whole model is in eval mode as it trains: dropouts drop nothing, and "
+         "normalisations use their running statistics, which no step updates."),
+        ("left-in-eval", "call model.train() before the training, and again after each evaluation"),
+        ("same-batch", "Every measured step saw the same batch. That is meant, if these are all "
+         "your data."),
+        ("same-batch", "check that the data loader is asked for a new batch in each step"),
+        ("clipping-always", "Clipping takes the step: the optimizer gets 0.001 times the gradient, "
+         "and its steps are as much shorter."),
+        ("clipping-always", "clip at a higher norm, or not at all"),
+        ("clipping-always", "A higher learning rate makes up for it only while the gradients "
+         "keep their length."),
+        ("clipping-always by a scaler", "call scaler.unscale_(optimizer) before the gradients are "
+         "clipped"),
+        ("clipping-always by a scaler", "The gradients are clipped while they are still multiplied "
+         "by the scale 65536 of the mixed-precision scaler."),
+        ("rate-zero", "The learning rate is zero in all measured steps."),
+        ("rate-zero", "give the optimizer, or its scheduler, a learning rate above zero"),
+        ("rate-gone", "The schedule brings the learning rate below a millionth of its peak by step "
+         "14: from then on nothing is learnt."),
+        ("rate-gone", "make the schedule as long as the training: is it stepped once per batch, "
+         "and counted in epochs?"),
+        ("rate-gone", "A higher base learning rate decays as soon."),
+        ("rate-rises", "The learning rate rises, and so does the loss: since the lowest loss, near "
+         "step 0, it has grown 300 times."),
+        ("rate-rises", "end the schedule's rise before the loss rises, near step 0, or lower its "
+         "peak"),
+        ("weights-set-back", "The weights are set back between the optimizer's steps: measured "
+         "steps begin with those of an earlier one."),
+        ("weights-set-back", "look for load_state_dict, copy_ or a moving average that writes to "
+         "the weights of the model in training, and is not undone"),
+        ("weights-set-back", "No learning rate helps while other code undoes the steps."),
+        ("weights-set-back by half", "measured steps begin after 65.0% of the way since an earlier "
+         "one is undone."),
+        ("gradients-summed", "The gradients of 4 micro-batches are summed, not averaged: the steps "
+         "are 4 times as long as those of their mean, and too long for this loss."),
+        ("gradients-summed", "divide the loss of each micro-batch by 4"),
+        ("gradients-summed", "learning rate × 0.25, if the sum is meant"),
+        ("unbounded-loss", "The steps raise the loss, since backward() begins at its negative: it "
+         "has no bound in that direction."),
+        ("unbounded-loss", "call backward() on the loss itself, not on its negative"),
+        ("unbounded-loss", "A lower learning rate only goes up more slowly."),
+    )),
     # Units
     Row("dead-units", "62% of the units of ReLU '5' are dead: their values lie where the function "
         "is flat, for every row of 20 batches",

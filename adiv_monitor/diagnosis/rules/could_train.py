@@ -250,7 +250,7 @@ def _clipped(record: Record) -> Iterator[Finding]:
         "its steps are as much shorter."
         + f" The gradients are clipped while they are still multiplied by the scale {scale:g} of "
         "the mixed-precision scaler." * scaled,
-        "A higher learning rate makes up for it only until the clipping changes.",
+        "A higher learning rate makes up for it only while the gradients keep their length.",
         against=RATES,
     )  # fmt: skip
 
@@ -269,7 +269,6 @@ def _schedule(record: Record) -> Iterator[Finding]:
             (Evidence("learning rate", 0.0, 0.0),),
             (Advice("give the optimizer, or its scheduler, a learning rate above zero"),),
             "The learning rate is zero in all measured steps.",
-            against=RATES,
         )
         return
     low = [step for step, rate in rates.items() if rate < GONE * peak]
@@ -282,8 +281,8 @@ def _schedule(record: Record) -> Iterator[Finding]:
             (Evidence("learning rate over its peak", rates[last] / peak, GONE, step=last),),
             (Advice("make the schedule as long as the training: is it stepped once per batch, and "
                     "counted in epochs?"),),
-            f"The schedule has brought the learning rate to {rates[last] / peak:.1g} of its peak: "
-            f"since step {since:,} nothing is learnt.",
+            "The schedule brings the learning rate below a millionth of its peak by step "
+            f"{since:,}: from then on nothing is learnt.",
             "A higher base learning rate decays as soon.",
             since,
             RATES,
