@@ -124,11 +124,12 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
         norms = gradients(record, report)
         last = next(reversed(norms.values()), 0.0)
         return {path: norm / last for path, norm in norms.items()} if last > 0 else {}
+    no_maps = {path for path, reading in report.layers.items() if reading.kind in NO_MAPS}
     return {
         path: value
         for path, reading in report.readings(measure).items()
         if (value := getattr(reading, measure)) is not None
-        and not (measure in HEALTH and HEALTH[measure].of_maps and reading.kind in NO_MAPS)
+        and not (measure in HEALTH and HEALTH[measure].of_maps and path in no_maps)
     }
 
 

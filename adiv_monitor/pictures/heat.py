@@ -194,7 +194,7 @@ def _loss_strip(losses: Sequence[float | None], columns: int) -> NDArray[np.uint
     cells = np.ix_(np.zeros(_STRIP, dtype=int), across)
     rise = np.log10(np.maximum(np.where(is_broken, np.nan, values), 1.0))
     levels = np.where(rise > 0, 0.75 + np.minimum(rise, 1.0) / 4, rise + 0.5)[None]
-    pixels = painted("update_ratio", levels)[cells]
+    pixels: NDArray[np.uint8] = painted("update_ratio", levels)[cells]
     stripe(pixels, np.isnan(levels)[cells], NO_VALUE)
     stripe(pixels, is_broken[None][cells], NOT_FINITE)
     return pixels

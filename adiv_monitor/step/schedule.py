@@ -49,6 +49,7 @@ class Schedule:
         self._least = self.interval
         self._costs: deque[float] = deque(maxlen=9)
         self._ranks: Ranks | None = None
+        self._next = 0  # number of the step to measure next
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
         """Start the schedule: the coming step is measured.
@@ -129,6 +130,6 @@ def interval(cost: float, bound: float, least: int) -> int:
         least: lower bound of the result.
     """
     exact = max(math.ceil(cost * (1 / bound - 1)), 1)
-    power = 10 ** (len(str(exact)) - 1)
+    power: int = 10 ** (len(str(exact)) - 1)
     rounded = next(n * power for n in (1, 2, 5, 10) if n * power >= exact)
     return max(least, rounded)

@@ -74,7 +74,8 @@ class StepTimes(Generic[Mark]):
 
 def is_captured() -> bool:
     """Return whether a CUDA graph is captured here, in which events may not be asked anything."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(is_used and torch.cuda.is_current_stream_capturing())
 
 
 def step_times(parameter: Tensor) -> StepTimes[float] | StepTimes[torch.cuda.Event]:
