@@ -40,6 +40,7 @@ def rates(*values: float) -> list[tuple[float, ...]]:
     return [(value,) for value in values]
 
 
+LONG = LAYERS | {"c": reading(update_ratio=2.0)}
 ONES = (1.0,) * 4
 NOT_ZEROED = {name: reading(earlier_share=0.9) for name in "abc"}
 HITS = {
@@ -63,7 +64,7 @@ HITS = {
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
-    "gradients-summed": run(losses=RISING, loss_gradients=ONES),
+    "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
     "unbounded-loss": run(losses=RISING, loss_gradients=(-1.0,)),
 }
 MEANT = {
@@ -94,8 +95,12 @@ MEANT = {
     "weights near earlier ones, as the loss falls": run(
         weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
-    "a mean of micro-batches": run(losses=RISING, loss_gradients=(0.25,) * 4),
-    "a sum of micro-batches that trains": run(loss_gradients=ONES),
-    "two terms of a critic": run(losses=RISING, loss_gradients=(1.0, 1.0)),
+    "a mean of micro-batches": run(losses=RISING, layers=LONG, loss_gradients=(0.25,) * 4),
+    "a sum of micro-batches that trains": run(layers=LONG, loss_gradients=ONES),
+    "a sum of micro-batches in short steps": run(losses=RISING, loss_gradients=ONES),
+    "a sum of micro-batches for Adam": run(
+        losses=RISING, layers=LONG, loss_gradients=ONES, optimizer="Adam"
+    ),
+    "two terms of a critic": run(losses=RISING, layers=LONG, loss_gradients=(1.0, 1.0)),
     "two reports": run(2, evaluated=("drop",), cut_off={"a": 400}, zeroed_passes=1),
 }  # fmt: skip

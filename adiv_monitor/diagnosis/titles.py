@@ -212,7 +212,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "rounded-away": "Steps lost to rounding",
         "gradient-differs": "A gradient that is not that of the loss",
         "gradient-hooks": "Hooks that change the gradient",
-        "left-in-eval": "Layers left in evaluation mode",
+        "left-in-eval": "Layers left in eval mode",
         "batch-norm-starved": "Batch normalisation of too few values",
         "dropout-too-high": "Dropout rate too high",
         "behind-reference": "The model learns less than a small network",

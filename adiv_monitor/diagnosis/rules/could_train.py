@@ -6,6 +6,7 @@ loop of its own, and asks the same by its probes.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import course, end, noise, smoothed
@@ -14,7 +15,6 @@ from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.phases import at_peak, learning_rate
 from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, these
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.rates import overshoot
 from adiv_monitor.diagnosis.rules.remedies import optimizer_of
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import percent
@@ -346,7 +346,11 @@ def _summed(record: Record) -> Iterator[Finding]:
     if len(record.reports) < FEWEST or len(counts) != 1 or (k := counts.pop()) < SUMMED:
         return
     whole = all(min(report.loss_gradients) >= 1 for report in record.reports)
-    if not whole or not (course(record) == "rises" or overshoot(record)):
+    if not whole or optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
+        return
+    high = HEALTH["update_ratio"].healthy[1]
+    steps = (replace(record, reports=(report,)) for report in record.reports)
+    if not any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values()):
         return
     yield Finding(
         "gradients-summed",
