@@ -23,6 +23,11 @@ Mask = Bool[np.ndarray, " layers"]
 PerRow = Float[np.ndarray, "layers rows"]
 
 
+# By number of active rows n < 8: Student's t with n − 1 degrees of freedom that is exceeded as often
+# as 3 by a normal variable, over 3.
+_OF_FEW = (np.nan, np.nan, np.nan, 6.40, 3.07, 2.21, 1.84, 1.63)
+
+
 class Estimate(NamedTuple):
     """A measure of every layer and its standard error, which is 0 where the measure is exact."""
 
@@ -84,6 +89,16 @@ class Sample:
         """Number of sampled rows that are active; infinite where all rows were sampled."""
         found: PerLayer = np.where(self.variance_share > 0, self.active.sum(1), np.inf)
         return found
+
+    def widened(self, error: PerLayer) -> PerLayer:
+        """Return an error that rests on the spread of the active rows, wider where these are few.
+
+        A few rows may be alike by chance. Student's t says how far off their mean then is: three of
+        the returned errors hold it as often as three standard errors hold a normal variable. The
+        error of fewer than three rows is NaN.
+        """
+        few = np.minimum(self.active_seen, len(_OF_FEW)).astype(np.int64)
+        return by_chance(error, np.append(_OF_FEW, 1.0)[few])
 
     @cached_property
     def is_scarce(self) -> bool:
@@ -267,7 +282,7 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         limit = np.where(np.isnan(error), np.inf, error)
         certain = ~numerator.spread.any(1)
         limit = np.where(certain, np.minimum(limit, np.abs(value) / 2), limit)
-        return Estimate(value - np.clip(bias, -limit, limit), error)
+        return Estimate(value - np.clip(bias, -limit, limit), sample.widened(error))
 
 
 def _relative(

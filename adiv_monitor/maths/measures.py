@@ -244,7 +244,7 @@ def scale_cv_of_rows(
         second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
         lacking = np.where(is_spread, (of_mean / value[:, None]) ** 2, 0.0)
         bias = bias_by_chance(share, (second - lacking / 2).sum(1))
-        return Estimate(value * (1 - bias), error)
+        return Estimate(value * (1 - bias), sample.widened(error))
 
 
 def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
@@ -304,7 +304,7 @@ def common_share_of_rows(
         second = (ratio[:, None] * of_mean**2 - of_pairs * of_mean).sum(1)
         value = (ratio - bias_by_chance(share, second)) * (1 - rest) + rest
     alone = (n == 1) & ~whole  # one row says nothing about what it has in common with others
-    return Estimate(np.clip(value, 0, 1), np.where(alone, np.nan, error))
+    return Estimate(np.clip(value, 0, 1), np.where(alone, np.nan, sample.widened(error)))
 
 
 # --- the parameter step: dot products of vectors that hold all parameters of the layer ---------

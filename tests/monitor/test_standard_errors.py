@@ -174,13 +174,51 @@ def test_a_spread_lost_to_rounding_is_none() -> None:
 
 
 def test_one_active_row_of_several_knows_no_error() -> None:
-    active = np.array([[True, False, False], [True, True, False]])
+    active = np.array([[True, False, False], [True, True, True]])
     sums, sample, one = np.full((2, 3), 6.0), of_all(100, active), np.ones(2)
     cv = measures.scale_cv_of_rows(sums, np.full((2, 3), 14.0), 3 * one, 2 * one, sample)
     np.testing.assert_allclose(cv.value, np.sqrt(14 / 3 - 4) / 4)
     assert np.isnan(cv.error).tolist() == [True, False]
     share = measures.common_share_of_rows(sums, sums, 20 * one, sample)
     assert np.isnan(share.error).tolist() == [True, False]
+
+
+def test_errors_from_few_active_rows_cover_the_error() -> None:
+    """Every twentieth row has a gradient, as with class tokens: a sample holds about six."""
+    random = np.random.default_rng(0)
+    active = np.arange(ROWS) % 20 == 0
+    index, sample = draws(active)
+    size, cosines = np.exp(random.normal(size=(2, ROWS))) * active
+    cosines = np.tanh(cosines) - 0.4
+    features = random.normal(size=(ROWS, 6)) + 1
+    seen = features[index] * sample.active[..., None]
+    products = (seen * seen.sum(1, keepdims=True)).sum(-1)
+    squares, one = (seen**2).sum(-1), np.ones(DRAWS)
+    count, scales = of_certain(20 * one), (features[active] ** 2).sum(1)
+    d_d, d_G = (over_rows(of[index], sample) for of in (size**2, size * cosines))
+    sums, squared, pivot = squares - 7, (squares - 7) ** 2, 7 * one
+    measured = [
+        measures.row_cosine_mean(
+            np.where(sample.active, cosines[index], np.nan), sample, np.zeros(DRAWS)
+        ),
+        measures.update_cosine(d_G, d_d, count, sample),
+        measures.common_share_of_rows(products, squares, count.total, sample),
+        measures.scale_cv_of_rows(sums, squared, one, pivot, sample),
+    ]
+    exact = [
+        cosines[active].mean(),
+        (size * cosines).sum() / np.sqrt(20 * (size**2).sum()),
+        (features[active].mean(0) ** 2).sum() / scales.mean(),
+        scales.std() / scales.mean(),
+    ]
+    n = sample.active.sum(1)
+    for (value, error), true in zip(measured, exact, strict=True):
+        assert np.isnan(error[n < 3]).all()
+        for few in (n >= 3) & (n < 5), (n >= 5) & (n < 8):
+            off = np.abs(value - true)[few] / error[few]
+            assert few.sum() > 500
+            assert (off > 3).mean() < 0.05
+            assert (off > 20).mean() < 0.005
 
 
 # --- evidence in a sample ------------------------------------------------------------------------
