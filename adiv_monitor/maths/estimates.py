@@ -23,8 +23,8 @@ Mask = Bool[np.ndarray, " layers"]
 PerRow = Float[np.ndarray, "layers rows"]
 
 
-# By number of active rows n < 8: Student's t with n − 1 degrees of freedom that is exceeded as often
-# as 3 by a normal variable, over 3.
+# By number of active rows n < 8: Student's t with n − 1 degrees of freedom that is exceeded as
+# often as 3 by a normal variable, over 3.
 _OF_FEW = (np.nan, np.nan, np.nan, 6.40, 3.07, 2.21, 1.84, 1.63)
 
 

@@ -21,7 +21,7 @@ from adiv_monitor.pictures.colours import bar, is_judged, painted
 from adiv_monitor.pictures.grid import Grid, grids, layers_of, legend
 from adiv_monitor.printable import printable
 from adiv_monitor.report import REALISED_MEASURES, WORST
-from adiv_monitor.report.wording import NOT_FINITE, number
+from adiv_monitor.report.wording import cell, number
 
 HEAT_MEASURES = (
     "update_ratio",
@@ -115,8 +115,8 @@ def _text(record: Record, found: Grid, row: int, column: int) -> str:
     value = found.values[row, column] if known else getattr(reading, found.measure, None)
     if reading is None or value is None:
         return ""
-    if math.isnan(value) and reading.non_finite:
-        return NOT_FINITE
+    if math.isnan(value):
+        return cell(reading, found.measure)
     return number(float(f"{value:.3g}"), reading.standard_error.get(found.measure, 0.0))
 
 

@@ -9,7 +9,7 @@ from adiv_monitor.diagnosis.titles import measure_title
 from adiv_monitor.pages.chain import Part, chain
 from adiv_monitor.pages.multiples import Axis, Block, bar, distribution, scale_axis
 from adiv_monitor.report import WORST, LayerReading, StepReport, taken
-from adiv_monitor.report.wording import number
+from adiv_monitor.report.wording import cell, number
 
 COLUMNS = (
     "update_cosine",
@@ -212,8 +212,7 @@ def _cell(reading: LayerReading, measure: str, worst: bool) -> Cell:
     value = getattr(reading, measure)
     if value is None:
         return Cell("", None)
-    text = number(value, reading.standard_error.get(measure, 0.0))
-    return Cell(text, _finite(value), worst)
+    return Cell(cell(reading, measure), _finite(value), worst)
 
 
 def _finite(value: float | None) -> float | None:

@@ -21,7 +21,7 @@ from adiv_monitor.pages.pictures import cosine_picture, loss_picture
 from adiv_monitor.pages.render import render
 from adiv_monitor.pages.what_if import what_if_tables
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
-from adiv_monitor.report.wording import not_measured, number
+from adiv_monitor.report.wording import cell, not_measured
 
 
 def page(report: Diagnosis) -> str:
@@ -197,11 +197,7 @@ def attention_table(report: StepReport) -> dict[str, Any] | None:
         (
             path,
             f"{reading.samples_seen:,} of {reading.samples_total:,}",
-            [
-                "" if value is None else number(value, reading.standard_error.get(measure, 0.0))
-                for measure in measures
-                for value in (getattr(reading, measure),)
-            ],
+            [cell(reading, measure) for measure in measures],
         )
         for path, reading in report.attention.items()
     ]

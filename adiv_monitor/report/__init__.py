@@ -1,7 +1,8 @@
 """The monitor's reports: plain, frozen data without tensors.
 
-A measure is a float. NaN means "no direction" (a zero vector has none; it is shown as "–"), None
-means "not requested, or not defined for this layer". `maths/measures.py` has the definitions.
+A measure is a float. NaN means "no direction" (a zero vector has none; it is shown as "–") or that
+no sampled row has a gradient ("idle"), None means "not requested, or not defined for this layer".
+`maths/measures.py` has the definitions.
 """
 
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading

@@ -4,10 +4,12 @@ import math
 from collections import defaultdict
 
 from adiv_monitor.printable import code, layer_words
-from adiv_monitor.report import StepReport
+from adiv_monitor.report import AlignmentReading, AttentionReading, LayerReading, StepReport
 
 _MOST_LINES = 12
 NOT_FINITE = "NaN"  # shown for a reading of a layer with values that are not finite
+IDLE = "idle"  # shown for a reading of a layer of which no sampled row has a gradient
+_OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine")
 
 
 def number(value: float, error: float = 0.0) -> str:
@@ -34,6 +36,21 @@ def number(value: float, error: float = 0.0) -> str:
     if error > 0:
         return f"{value:.{min(max(place + math.floor(math.log10(abs(value))), 0), 1)}e}"
     return f"{value:.1e}"
+
+
+def cell(reading: LayerReading | AttentionReading | AlignmentReading, measure: str) -> str:
+    """Format a measure as tables show it; "" if it was not taken."""
+    value = getattr(reading, measure)
+    if value is None:
+        return ""
+    if math.isnan(value) and isinstance(reading, LayerReading):
+        if reading.non_finite:
+            return NOT_FINITE
+        if 0 < reading.rows_seen == reading.rows_without_gradient and (
+            measure not in _OF_PARAMETERS
+        ):
+            return IDLE
+    return number(value, reading.standard_error.get(measure, 0.0))
 
 
 def percent(share: float) -> str:

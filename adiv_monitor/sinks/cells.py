@@ -1,6 +1,5 @@
 """A report for human readers, independent of the output: table cells and text lines."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
 from typing import NamedTuple
@@ -18,7 +17,15 @@ from adiv_monitor.report import (
     StepReport,
     taken,
 )
-from adiv_monitor.report.wording import NOT_FINITE, not_measured, number, percent, trained
+from adiv_monitor.report.wording import (
+    IDLE,
+    NOT_FINITE,
+    cell,
+    not_measured,
+    number,
+    percent,
+    trained,
+)
 
 # Measures that fit a terminal of 120 columns beside a short name; then the optional measures.
 TABLE_MEASURES: tuple[str, ...] = (
@@ -46,6 +53,7 @@ MARKS: Mapping[str, str] = {
     "≈0": "nearer to zero than its standard error",
     "?": "its standard error is not known",
     "–": "no direction (a vector of length zero has none)",
+    IDLE: "none of the sampled rows has a gradient",
     NOT_FINITE: "not finite: NaN, infinite or too large",
 }
 
@@ -156,12 +164,7 @@ def _realised_words(report: StepReport) -> str:
 
 def _cell(reading: Reading, measure: str, starred: bool) -> str:
     """Format a value and its mark; "" if it was not taken."""
-    value = getattr(reading, measure)
-    if value is None:
-        return ""
-    if math.isnan(value) and isinstance(reading, LayerReading) and reading.non_finite:
-        return NOT_FINITE
-    return number(value, reading.standard_error.get(measure, 0.0)) + "*" * starred
+    return cell(reading, measure) + "*" * starred
 
 
 def _rows_words(reading: Reading) -> str:
@@ -184,7 +187,7 @@ def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
         for path, reading in report.readings(measure).items()
     ]
     for mark, meaning in MARKS.items():
-        if any(text == mark if mark in ("–", NOT_FINITE) else mark in text for text in cells):
+        if any(text == mark if mark in ("–", IDLE, NOT_FINITE) else mark in text for text in cells):
             yield f"{mark}: {meaning}"
 
 

@@ -24,12 +24,13 @@ class TableSink:
 
     Values that are estimated from sampled rows are printed to the digits that their standard errors
     allow: 0.0431 ± 0.012 reads 0.04. "≈0" is a value closer to zero than its error, which has no
-    sign; "?" a value whose error is not known; "–" means "no direction", "NaN" not finite, and a
-    blank a measure that was not taken. `*` (in colour if the terminal has any) marks the worst
-    value of a measure, if the errors tell which one that is (see `StepReport.summary`); of
-    `update_ratio` the lowest and the highest one if they lie outside the healthy range. If the
-    terminal is too narrow, the measures are split into several tables. The report's alarms and
-    notes follow below, and, when they are new, the meaning of the marks and what was not measured.
+    sign; "?" a value whose error is not known; "–" means "no direction", "idle" that none of the
+    sampled rows has a gradient, "NaN" not finite, and a blank a measure that was not taken. `*` (in
+    colour if the terminal has any) marks the worst value of a measure, if the errors tell which one
+    that is (see `StepReport.summary`); of `update_ratio` the lowest and the highest one if they lie
+    outside the healthy range. If the terminal is too narrow, the measures are split into several
+    tables. The report's alarms and notes follow below, and, when they are new, the meaning of the
+    marks and what was not measured.
 
     Args:
         measures: the columns, by name.

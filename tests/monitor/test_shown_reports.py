@@ -93,12 +93,13 @@ def test_a_notebook_tells_worst_not_finite_no_direction_and_not_taken_apart() ->
         "good": reading(1, update_cosine=0.75),
         "bad": reading(1, update_cosine=-0.75),
         "still": reading(1, update_cosine=math.nan),
+        "idle": reading(1, update_cosine=math.nan, rows_without_gradient=1024),
         "broken": reading(1, update_cosine=math.nan, non_finite=("gradient",)),
         "absent": reading(1, update_cosine=None),
     }
     text = report(layers=layers)._repr_html_()
     shown = {path: cells(text, path)["update_cosine"] for path in layers}
-    assert [words for words, _ in shown.values()] == ["0.750", "-0.750*", "–", "NaN", ""]
+    assert [words for words, _ in shown.values()] == ["0.750", "-0.750*", "–", "idle", "NaN", ""]
     marked = {path for path, (_, style) in shown.items() if "background" in style}
     assert marked == {"bad", "broken"}
     assert shown["bad"][1] != shown["broken"][1]

@@ -324,6 +324,21 @@ def test_table_shows_no_direction_and_not_taken() -> None:
     assert row(text, "absent")[1:] == ["1,024", "of", "65,536"]
 
 
+def test_table_tells_no_direction_from_a_sample_without_gradients() -> None:
+    nothing = reading(update_cosine=math.nan, parameter_cosine=math.nan)
+    layers = {
+        "still": nothing,
+        "idle": replace(nothing, rows_without_gradient=nothing.rows_seen),
+        "known": reading(update_cosine=0.5),
+    }
+    text = printed(report(layers=layers), measures=["update_cosine", "parameter_cosine"])
+    assert row(text, "still")[-2:] == ["–", "–"]
+    assert row(text, "idle")[-2:] == ["idle", "–"], "the parameters' cosine needs no rows"
+    assert "idle: none of the sampled rows has a gradient" in text
+    text = printed(report(layers={"still": nothing}), measures=["update_cosine"])
+    assert "idle" not in text
+
+
 @pytest.mark.parametrize(
     ("value", "error", "shown"),
     [
