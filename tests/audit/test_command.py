@@ -20,6 +20,7 @@ from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.command.terminal import CLOSED_PIPE
 from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.sources.imported import imported, of_file
 from adiv_monitor.diagnosis.record import Record
 
 HERE = "audit.command_models"
@@ -107,14 +108,14 @@ def test_the_written_config_makes_the_same_run_again() -> None:
     first = report().record
     config = Config(**load("out/config.yaml"))
     assert (config.input_shape, config.loss, config.device) == ((64,), "mse", "cpu")
-    assert main(["--config", "out/config.yaml", "--out", "again"]) == 0
+    assert main([f"{HERE}:mlp", "--config", "out/config.yaml", "--out", "again"]) == 0
     again = AuditReport.from_json(Path("again/report.json").read_text()).record
     assert again.losses == first.losses and again.reports == first.reports
 
 
 def test_the_command_line_wins_over_the_config() -> None:
-    Path("c.yaml").write_text(f"model: {NET}\nsteps: 2\ntry: false\nout: out\n")
-    assert main(["--config", "c.yaml", "--steps", "3"]) == 0
+    Path("c.yaml").write_text("model: other:net\nsteps: 2\ntry: false\nout: out\n")
+    assert main([NET, "--config", "c.yaml", "--steps", "3"]) == 0
     assert report().record.facts.steps == 3
 
 
@@ -567,3 +568,113 @@ def test_sigint_from_the_shell() -> None:
     assert "Traceback" not in error and error.startswith("adiv-audit: interrupted")
     if Path("out").exists():  # the key came after the first step
         assert everything(Path("out")) == FILES and report().record.interrupted
+
+
+def written(**options: object) -> list[str]:
+    """Write a configuration, and return the arguments that run it."""
+    known = {"model": NET, "steps": 1, "try": False, "out": "out"}
+    Path("c.yaml").write_text(json.dumps(known | options))
+    return ["--config", "c.yaml"]
+
+
+class Runs:
+    """A pickle that runs code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a function of Python": {"model": "os:mkdir", "model_args": {"path": "ran"}},
+    "a builtin": {"model": "builtins:exec", "model_args": {"source": "open('ran', 'w')"}},
+    "a module of Python": {"model": "this.s"},
+    "a source's name": {"model": "random:seed"},
+    "through a module": {"model": "own.os.mkdir", "model_args": {"path": "ran"}},
+    "imported by an own file": {"model": "own:mkdir", "model_args": {"path": "ran"}},
+    "a partial": {"data": "own:makes"},
+    "a function of torch": {"model": "torch:load", "model_args": {"f": "evil.pt"}},
+    "a function of torchvision": {"model": "torchvision.io:read_file"},
+    "another package": {"model": "yaml:unsafe_load", "model_args": {"stream": "x"}},
+    "data": {"data": "os:getcwd"},
+    "a loss": {"loss": "os:system"},
+    "an optimizer": {"optimizer": "builtins:exec"},
+    "trust": {"checkpoint": "evil.pt", "trust_checkpoint": True},
+    "a checkpoint of timm": {
+        "model": "timm:resnet18",
+        "model_args": {"checkpoint_path": "evil.pt"},
+    },
+}
+
+
+@pytest.mark.parametrize("options", REFUSED.values(), ids=REFUSED)
+def test_a_configuration_runs_no_code_of_others(
+    options: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "torchvision" in options.get("model", ""):
+        pytest.importorskip("torchvision")
+    monkeypatch.syspath_prepend(Path())
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    Path("own.py").write_text(
+        "import os\nfrom functools import partial\nfrom os import mkdir\n"
+        "from torch import nn\n\n\ndef build():\n    return nn.Linear(4, 2)\n\n\n"
+        "makes = partial(mkdir, 'ran')\n"
+    )
+    torch.save({"state_dict": Runs()}, "evil.pt")
+    line = ["--data", "random"] if "data" not in options else ["--loss", "torch.nn:MSELoss"]
+    assert main([*written(**{"model": "own:build", **options}), *line]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("adiv-audit: --config: ") and printed.err.count("\n") == 1
+    assert "command line" in printed.err
+    assert not Path("ran").exists() and not Path("out").exists()
+
+
+ALLOWED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "functions of the folder": (
+        {"model": "mine:build", "data": "mine:batches", "loss": "mine:loss"},
+        [],
+    ),
+    "a class of the folder": (
+        {"model": "mine:Net", "data": "mine:batches", "loss": "torch.nn.functional:mse_loss"},
+        [],
+    ),
+    "classes of torch": (
+        {
+            "model": "torch.nn:Linear",
+            "model_args": {"in_features": 4, "out_features": 2},
+            "data": "mine:batches",
+            "loss": "torch.nn:MSELoss",
+            "optimizer": "torch.optim:SGD",
+            "optimizer_args": {"lr": 0.1},
+        },
+        [],
+    ),
+    "a package of the command line": (
+        {"optimizer": f"{HERE}:sgd", "optimizer_args": {"lr": 0.1}},
+        [NET],
+    ),
+}
+
+
+def test_a_configuration_names_models_of_torchvision() -> None:
+    models = pytest.importorskip("torchvision.models")
+    with of_file(["MODEL"], ()):
+        assert imported("torchvision.models.resnet18", "MODEL") is models.resnet18
+        assert imported("torchvision.models:VisionTransformer", "MODEL") is models.VisionTransformer
+
+
+@pytest.mark.parametrize(("options", "line"), ALLOWED.values(), ids=ALLOWED)
+def test_a_configuration_names_code_of_the_folder_and_of_the_command_line(
+    options: dict[str, Any], line: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path())
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("mine.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(4, 2)\n\n\n"
+        "def build():\n    return Net()\n\n\ndef batches():\n"
+        "    return [(torch.randn(3, 4), torch.randn(3, 2))]\n\n\n"
+        "def loss(output, target):\n    return (output - target).square().mean()\n"
+    )
+    assert main([*line, *written(**options)]) == 0
+    if not line:  # as it is written
+        assert main(["--config", "out/config.yaml", "--out", "again"]) == 0

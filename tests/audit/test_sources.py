@@ -574,6 +574,8 @@ def test_configurations_that_can_not_be_used_are_told(
         with pytest.raises(UsageError) as caught:
             models.build(hf(tmp_path, architecture, content), {})
         assert told in str(caught.value)
+    with pytest.raises(UsageError, match="code from the hub"):
+        models.build(hf(tmp_path, "BertForMaskedLM", {}), {"attn_implementation": "evil/kernel"})
     Path("config.json").write_text('{"architectures": ')
     with pytest.raises(UsageError, match="is no JSON"):
         models.build(f"hf:{tmp_path}", {})

@@ -4,7 +4,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,9 +14,10 @@ from adiv_monitor.audit.command import terminal
 from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.options import fail_if
-from adiv_monitor.audit.options.config import ARGUMENTS, NAMES, Config, default, load, read
+from adiv_monitor.audit.options.config import ARGUMENTS, NAMES, NAMING, Config, default, load, read
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line, place, said
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.sources.imported import of_file
 from adiv_monitor.audit.sources.own_losses import own_losses
 from adiv_monitor.audit.training.target_loss import LossError
 from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys
@@ -82,12 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _config(argv: list[str]) -> tuple[Config, bool]:
-    """Return the options of the command line over those of its --config file, and --force."""
+def _config(argv: list[str]) -> tuple[Config, bool, AbstractContextManager[None]]:
+    """Return the options of the command line over those of its --config file, and --force.
+
+    The last value is the context in which what the options name may be imported.
+    """
     given = vars(_parser().parse_args(argv))
     force = given.pop("force", False)
     from_file = load(given.pop("config")) if "config" in given else {}
-    from_line = read(given, lambda name: "MODEL" if name == "model" else _flag(name))
+    from_line = read(given, _shown)
+    if from_file.get("trust_checkpoint") and not from_line.get("trust_checkpoint"):
+        raise UsageError(
+            "--config: trust_checkpoint: got true, which only the command line can say; if you "
+            "trust whoever made the checkpoint: --trust-checkpoint"
+        )
     config = Config(**{**from_file, **from_line})
     if not config.model:
         raise UsageError(
@@ -106,7 +115,13 @@ def _config(argv: list[str]) -> tuple[Config, bool]:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --attention")
         if rule.measure in ALIGNMENT_MEASURES and not config.alignment:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --alignment")
-    return config, force
+    packages = {x.partition(":")[0].partition(".")[0] for x in map(from_line.get, NAMING) if x}
+    of_others = map(_shown, from_file.keys() - from_line.keys())
+    return config, force, of_file([*of_others], packages)
+
+
+def _shown(name: str) -> str:
+    return "MODEL" if name == "model" else _flag(name)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,14 +160,15 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _audit(config: Config, force: bool) -> int:
+def _audit(config: Config, force: bool, importing: AbstractContextManager[None]) -> int:
     for package in ("yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
     check(config.out, force=force)
     with _users_code():
-        prepared = prepare(config)
+        with importing:
+            prepared = prepare(config)
         report = _report(prepared)
     with staged(config.out) as stage:
         write(report, prepared.config, stage)

@@ -144,7 +144,9 @@ class Config:
         None, _text, "weights: .safetensors, or a state dict by torch.save", "FILE"
     )
     trust_checkpoint: bool = _option(
-        False, _flag, "load a pickle that runs code; only from people you trust"
+        False,
+        _flag,
+        "load a pickle that runs code; only from people you trust; not an option of --config",
     )
     data: str = _option(
         "random",
@@ -238,6 +240,7 @@ class Config:
 
 
 ARGUMENTS = ("model_args", "optimizer_args")
+NAMING = ("model", "data", "loss", "optimizer")  # these may be import paths
 NAMES = {"try" if f.name == "try_fixes" else f.name: f for f in fields(Config)}  # as users write
 
 

@@ -36,11 +36,12 @@ def said(error: BaseException) -> str:
 
 def place(frames: Iterable[traceback.FrameSummary]) -> str:
     """Return the file and line of the innermost frame of the user's own code; "": there is none."""
-    own = [f for f in frames if _is_users(f.filename)]
+    own = [f for f in frames if is_users(f.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return whether a file is the user's own: not of Python, this or an installed package."""
     installed = any(part in _INSTALLED for part in Path(file).parts)
     return not (installed or file.startswith((_PACKAGE, "<"))) and "lib/python" not in file
 

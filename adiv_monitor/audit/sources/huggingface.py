@@ -36,7 +36,7 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     transformers = needed("transformers", "hf:", "transformers")
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     where = f"MODEL hf:{path}"
-    content = _content(file, where)
+    content = _content(file, where, arguments)
     names = content.get("architectures") or []
     kind: Any = getattr(transformers, names[0], None) if len(names) == 1 else None
     is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
@@ -46,7 +46,7 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
             f"{transformers.__version__}, such as {_heads(str(content.get('model_type', '')))}"
         )
     try:
-        config = kind.config_class.from_dict({**content, **arguments})
+        config = kind.config_class.from_dict(content)
         model: nn.Module = kind(config)
     except Exception as error:
         raise UsageError(f"{where}: {names[0]} can't be made of it: {said(error)}") from error
@@ -65,7 +65,8 @@ def _heads(model_type: str) -> str:
     )
 
 
-def _content(file: Path, where: str) -> dict[str, Any]:
+def _content(file: Path, where: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with these arguments; it asks for no code from elsewhere."""
     if not file.is_file():
         raise UsageError(
             f"{where}: there is no file {file}; expected a config.json or its folder (nothing is "
@@ -77,6 +78,7 @@ def _content(file: Path, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}: {file} is no JSON: {said(error)}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{where}: {file} holds a {type(content).__name__}, expected an object")
+    content |= arguments
     if "auto_map" in content:
         raise UsageError(
             f"{where}: the model brings code of its own, which is not run; give the import path of "

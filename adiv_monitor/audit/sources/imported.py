@@ -4,11 +4,48 @@ import ast
 import importlib
 import inspect
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adiv_monitor.audit.options.usage import UsageError, said
+from torch import nn
+from torch.optim import Optimizer
+
+from adiv_monitor.audit.options.usage import UsageError, is_users, said
+
+# Options that a configuration gives, and packages that the command line names.
+_OF_FILE: ContextVar[tuple[Collection[str], Collection[str]]] = ContextVar("file", default=((), ()))
+_KNOWN = ("torch", "torchvision", "timm")  # packages whose modules and optimizers are only built
+_SOURCES = ("hf", "random", "digits", "cifar10", "imagefolder", "text")  # names of no packages
+
+
+@contextmanager
+def of_file(options: Collection[str], packages: Collection[str]) -> Iterator[None]:
+    """Restrict what these options may name inside a `with`: a configuration must not run any code.
+
+    It may name what is written below the current folder; classes of modules and optimizers of
+    torch, torchvision and timm, models of torchvision and functions of torch.nn.functional; and
+    what is written in these packages.
+
+    Args:
+        options: The options that a configuration gives, as errors name them ("MODEL", "--loss").
+        packages: Packages that the command line names, besides these and the named sources.
+    """
+    token = _OF_FILE.set((options, {*packages}.difference(_KNOWN, _SOURCES)))
+    try:
+        yield
+    finally:
+        _OF_FILE.reset(token)
+
+
+def is_of_file(option: str) -> bool:
+    """Return whether a configuration gives the value of an option."""
+    return option in _OF_FILE.get()[0]
 
 
 def imported(path: str, option: str) -> Any:
@@ -22,7 +59,8 @@ def imported(path: str, option: str) -> Any:
         option: The option that the path belongs to, as errors name it ("MODEL", "--loss").
 
     Raises:
-        UsageError: There is no such module or name, or importing it raised.
+        UsageError: There is no such module or name, importing it raised, or a configuration names
+            what it may not.
     """
     module_path, colon, names = path.partition(":")
     if module_path.endswith(".py"):
@@ -44,6 +82,8 @@ def imported(path: str, option: str) -> Any:
         )
     if not all(part.isidentifier() for part in [*parts, *(names.split(".") if colon else [])]):
         raise UsageError(f"{option} {path}: expected an import path, such as package.module:name")
+    if is_of_file(option) and not _may_be_imported(parts[0]):
+        raise _not_of_file(path, option, parts[0])
     module, rest = _module(parts, path, option, all_of_it=bool(colon))
     found: Any = module
     for name in names.split(".") if colon else rest:
@@ -58,7 +98,59 @@ def imported(path: str, option: str) -> Any:
         raise UsageError(
             f"{option} {path}: that is a module, expected {path}:NAME of what is in it"
         )
+    if is_of_file(option) and not _may_be_of_file(found):
+        raise _not_of_file(path, option, _home(found))
     return found
+
+
+def _may_be_imported(package: str) -> bool:
+    if package in (*_KNOWN, *_OF_FILE.get()[1]):
+        return True
+    try:
+        spec = find_spec(package)  # of a name without dots, it imports nothing
+    except ValueError:  # the program itself
+        return False
+    files = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return any(map(_is_here, files))
+
+
+def _may_be_of_file(found: Any) -> bool:
+    if not callable(found) or isinstance(found, nn.Module):
+        return True
+    home = _home(found)
+    package = home.partition(".")[0]
+    if package in _OF_FILE.get()[1] or _is_here(getattr(sys.modules.get(home), "__file__", None)):
+        return True
+    if inspect.isclass(found):
+        return package in _KNOWN and issubclass(found, (nn.Module, Optimizer))
+    models: Any = sys.modules.get("torchvision.models")
+    return home == "torch.nn.functional" or (
+        models is not None
+        and any(models.get_model_builder(x) is found for x in models.list_models())
+    )
+
+
+def _is_here(file: str | None) -> bool:
+    """Return whether a file of the user's own lies below the current folder."""
+    if file is None or not is_users(file) or not Path(file).exists():  # "built-in" is no file
+        return False
+    return Path(file).resolve().is_relative_to(Path.cwd().resolve())
+
+
+def _home(found: Any) -> str:
+    """Return the name of the module in which a callable is written."""
+    while isinstance(found, partial):
+        found = found.func
+    return str(getattr(found, "__module__", None) or type(found).__module__)
+
+
+def _not_of_file(path: str, option: str, home: str) -> UsageError:
+    again = path if option == "MODEL" else f"{option} {path}"
+    return UsageError(
+        f"--config: {option.removeprefix('--').lower()}: got {path}, which is code of {home}; "
+        "expected a module or an optimizer of torch, torchvision or timm, or code below the "
+        f"current folder. If you trust it, give it on the command line: {again}"
+    )
 
 
 def _module(

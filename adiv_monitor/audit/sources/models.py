@@ -9,7 +9,10 @@ from torch import nn
 
 from adiv_monitor.audit.options.usage import UsageError, needed, said
 from adiv_monitor.audit.sources import huggingface
-from adiv_monitor.audit.sources.imported import imported, signature
+from adiv_monitor.audit.sources.imported import imported, is_of_file, signature
+
+# Arguments of timm.create_model by which it loads pickles that it trusts.
+_LOADS = frozenset({"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"})
 
 
 def is_instance(name: str) -> bool:
@@ -74,6 +77,11 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any], copies: bool) -> 
 
 
 def _timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    if is_of_file("--model-args") and (loads := sorted(_LOADS.intersection(arguments))):
+        raise UsageError(
+            f"--config: model_args: got {loads[0]}, by which timm runs code of files; expected "
+            "checkpoint: FILE, or --model-args on the command line"
+        )
     timm = needed("timm", "timm:", "timm")
     if ":" in name or not timm.is_model(name):
         matches = get_close_matches(name, timm.list_models())
