@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -192,3 +193,30 @@ def test_frozen_modules_that_run_again_in_themselves(
     plain, monitored = (trained(frozen, forward, every) for every in (None, 1))
     assert all(map(torch.equal, monitored, plain))
     assert not any(getattr(made[-1], "modes", []))
+
+
+@pytest.mark.slow  # it compiles
+def test_a_compiled_model_draws_the_same_numbers_where_inductor_falls_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise inductor draws its own: measured steps, which run eagerly, would draw others."""
+    monkeypatch.setattr("torch._inductor.config.fallback_random", True)
+    runs = []
+    for monitored in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        compiled, optimizer = torch.compile(model), torch.optim.SGD(model.parameters(), 0.1)
+        losses, states = [], []
+        with Monitor(model, optimizer, every_n_steps=2) if monitored else nullcontext():
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = compiled(torch.randn(20, 6)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+                states.append(torch.get_rng_state())
+        runs.append((torch.stack(losses), torch.stack(states)))
+    (plain, before), (seen, after) = runs
+    assert torch.equal(before, after)
+    torch.testing.assert_close(seen, plain)
