@@ -23,7 +23,6 @@ from adiv_monitor.diagnosis.readings import (
     Typical,
     at_first,
     by_layer,
-    maps,
     named,
     worst_first,
 )
@@ -232,22 +231,15 @@ def overshoot(record: Record) -> tuple[str, Typical] | None:
     beyond the healthy range. A weight that begins at or near zero (the second factor of a low-rank
     update, the end of a residual branch, a head) moves far relative to its output and is healthy.
     """
-    found = {}
-    for report in record.reports:
-        if not _rises_after(record, report.step):
-            continue
-        for path in maps(replace(record, reports=(report,))):
-            reading, weight = report.layers[path], record.weights.get(path)
-            move = reading.update_ratio
-            is_small = weight is not None and weight.gain < LEAST_GAIN
-            if move is None or not math.isfinite(move) or is_small:
-                continue
-            error = reading.standard_error.get("update_ratio", 0.0)
-            found[path, report.step] = Typical(move, error, report.step)
-    (path, _), most = max(
-        found.items(), key=lambda pair: pair[1].value, default=(("", 0), Typical(0.0, 0.0))
-    )
-    return (path, most) if most.above(OVERSHOOTS) else None
+    rising = [report for report in record.reports if _rises_after(record, report.step)]
+    moves = [
+        (path, move)
+        for report in rising
+        for path, move in by_layer(replace(record, reports=(report,)), "update_ratio").items()
+        if path not in record.weights or record.weights[path].gain >= LEAST_GAIN
+    ]
+    most = max(moves, key=lambda pair: pair[1].value, default=None)
+    return most if most is not None and most[1].above(OVERSHOOTS) else None
 
 
 def _rises_after(record: Record, step: int) -> bool:
