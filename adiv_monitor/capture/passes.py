@@ -141,6 +141,6 @@ class Passes:
         return losses[first:], 0 if self.assigned else max(passes.values(), default=0)
 
 
-def _at_the_end(function: Callable[..., object], *args: Any) -> None:
+def _at_the_end(function: Callable[..., None], *args: Any) -> None:
     """Call a function when the running backward pass has ended without an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(partial(function, *args))

@@ -417,3 +417,20 @@ def test_an_evaluation_is_not_the_next_batch(gradients: bool) -> None:
     reports = reports_of(model, step, 3)
     assert [len(report.batch) for report in reports] == [1] * 3
     assert [report.next_batch for report in reports] == [()] * 3
+
+
+def test_a_closure_zeroes_gradients_of_no_step() -> None:
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = criterion(model(batch(number)), TARGETS)
+            loss.backward()
+            return float(loss.detach())
+
+        closure()
+        optimizer.step(closure)
+
+    told = [(r.loss_gradients, r.zeroed_passes) for r in reports_of(model, step, 3, loss=criterion)]
+    assert told == [((1.0,), 0)] * 3
