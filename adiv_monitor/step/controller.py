@@ -236,7 +236,6 @@ class StepController:
         )
         step = MeasuredStep(
             capture,
-            selection,
             self._history,
             fail=self._failures.switch_off,
             generator=self._generator,

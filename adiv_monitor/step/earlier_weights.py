@@ -11,7 +11,7 @@ from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.maths.sums import Array
 
 # Of so many parameters so many entries each; and the number of earlier steps that are kept.
-_PARAMETERS, _ENTRIES, _STEPS = 8, 64, 32
+_PARAMETERS, _ENTRIES, _STEPS = 8, 32, 32
 
 
 class EarlierWeights:
@@ -71,8 +71,7 @@ def sampled(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _few(entries: Tensor) -> Tensor:
-    entries = entries.flatten()
-    return entries[:: -(-entries.shape[0] // _ENTRIES)]
+    return entries[..., :: -(-entries.numel() // _ENTRIES)].reshape(-1)
 
 
 def _distance(one: Array, other: Array) -> float:

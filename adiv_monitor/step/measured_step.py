@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.captured_layer import CapturedLayer
-from adiv_monitor.capture.selection import Layer, Selection, listed
+from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
@@ -49,7 +49,6 @@ class MeasuredStep:
 
     Args:
         capture: the rows; its hooks stay on until the step is taken, since the step may raise.
-        selection: the measured parameters.
         history: the habits that this run has shown so far.
         fail: called with a layer's path and the exception that measuring it raised.
         generator: the monitor's own random numbers.
@@ -61,7 +60,6 @@ class MeasuredStep:
     def __init__(
         self,
         capture: Capture,
-        selection: Selection,
         history: RunHistory,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
@@ -81,8 +79,8 @@ class MeasuredStep:
         self._refused: set[str] = set()  # paths of layers that had rows, but were refused
         self.discarded = False  # whether the step can't be measured
         self._moved: Tensor | None = None  # whether weights moved before the gradient was computed
-        self._selection = selection
-        self._unsharded = UnshardedParameters(selection, agree)
+        self._selection = capture.selection
+        self._unsharded = UnshardedParameters(capture.selection, agree)
         self._history = history
         self._fail = fail
         self._generator = generator
