@@ -191,12 +191,23 @@ def in_parts(model: nn.Module, x: Tensor) -> Tensor:
     return squares(model.get_submodule("head"), h)
 
 
+def evaluated(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss; the same model is evaluated before and after its forward pass."""
+    with torch.no_grad():
+        model(x)
+    loss = squares(model, x)
+    with torch.no_grad():
+        model(x)
+    return loss
+
+
 TRUNK = {"trunk.0": 35, "trunk.2": 24}
 
 
 @pytest.mark.parametrize("options", [{}, {"layers_per_step": 2}, {"attention": True}])
 @pytest.mark.parametrize(
-    ("way", "loss"), [("no_grad", squares), ("detach", squares), ("", in_parts)]
+    ("way", "loss"),
+    [("no_grad", squares), ("detach", squares), ("detach", evaluated), ("", in_parts)],
 )
 def test_what_is_cut_off_from_the_loss_is_told(
     way: str, loss: Loss, options: dict[str, Any]
@@ -224,27 +235,27 @@ def nothing(model: nn.Module) -> None:
     pass
 
 
-def evaluated(model: nn.Module, x: Tensor) -> Tensor:
-    """The loss, after an evaluation of the same model."""
-    with torch.no_grad():
-        model(x)
-    return squares(model, x)
-
-
 class Towers(nn.Module):
-    """Two towers for two parts of the input, the first of which has an unused head."""
+    """Two towers for two parts of the input, the first of which has an unused head.
 
-    def __init__(self) -> None:
+    Args:
+        prepares: whether the second tower's input is computed, and nothing else is unused.
+    """
+
+    def __init__(self, *, prepares: bool = False) -> None:
         super().__init__()
+        self.prepares = prepares
         torch.manual_seed(0)
         self.first, self.unused, self.second = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(3, 4)
         self.bystander = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.bystander(x)  # its input was there before it, and is all that the towers get
+        if not self.prepares:
+            self.bystander(x)  # what the towers get was there before it
         a = self.first(x[:, :3])
         self.unused(a)
-        result: Tensor = (a * self.second(x[:, 3:])).sum(1)
+        y = x[:, 3:] * 2 if self.prepares else x[:, 3:]
+        result: Tensor = (a * self.second(y)).sum(1)
         return result
 
 
@@ -258,6 +269,7 @@ class Towers(nn.Module):
         (lambda: Two("no_grad"), frozen, squares),
         (Towers, nothing, squares),
         (Towers, nothing, evaluated),
+        (lambda: Towers(prepares=True), nothing, squares),
     ],
 )
 def test_what_is_unused_or_frozen_is_not_cut_off(
