@@ -37,8 +37,9 @@ class EarlierWeights:
         Returns:
             The result; None if fewer than two earlier steps are known, or no weight moved.
         """
-        if self._of != (of := tuple(map(id, of))):
-            self._of, self._steps = of, []
+        keys = tuple(id(parameter) for parameter in of)
+        if self._of != keys:
+            self._of, self._steps = keys, []
         shares = [
             1 - _distance(began, theta) / farthest
             for theta, farthest in self._steps

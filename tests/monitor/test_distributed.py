@@ -555,7 +555,39 @@ def alarm_without_the_others(rank: int) -> Stopped:
     return None, steps, len(monitor.reports), []
 
 
+@patient()
+def tell_of_the_whole_model(rank: int) -> Found:
+    """Train a head behind a trunk without gradients, and remove its gradients before some steps."""
+    torch.manual_seed(0)
+    trunk, head = nn.Linear(3, 4), nn.Linear(4, 2)
+    model = nn.ModuleDict({"trunk": trunk, "head": head})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    net, x = DistributedDataParallel(head), torch.full((2, 3), 1.0 + rank)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for to_none in (None, True, False):
+            with torch.no_grad():
+                h = trunk(x)
+            net(h).square().sum().backward()
+            if to_none is not None:
+                optimizer.zero_grad(set_to_none=to_none)
+            optimizer.step()
+            optimizer.zero_grad()
+    told = "trainable", "not_held", "cut_off", "removed", "weights_returned"
+    return {name: [getattr(report, name) for report in monitor.reports] for name in told}
+
+
+def test_several_ranks_tell_of_the_whole_model(found: dict[int, list[Found]]) -> None:
+    for rank in found[2]:
+        told = rank["tell_of_the_whole_model"]
+        assert told["trainable"] == [26] * 3
+        assert told["not_held"] == [{}] * 3
+        assert told["cut_off"] == [{"trunk": 16}] * 3
+        assert told["removed"] == [{}, {"head": 10}, {"head": 10}]
+        assert told["weights_returned"] == [None, None, 0.0]
+
+
 TASKS = (
+    tell_of_the_whole_model,
     alarm_that_stops_all,
     alarm_without_the_others,
     losses_of_ranks,
