@@ -24,6 +24,7 @@ class EarlierWeights:
         self._of: tuple[int, ...] = ()
         self._steps: list[tuple[Array, float]] = []  # with the farthest way from there since
 
+    @np.errstate(all="ignore")  # weights may not be finite
     def returned(self, of: Sequence[Tensor], began: Array, stepped: Array | None) -> float | None:
         """Return max_i 1 − ‖θ − θ_i‖ / max_j ‖θ_j − θ_i‖ over earlier steps i < j, within [0, 1].
 
@@ -49,7 +50,7 @@ class EarlierWeights:
         is_known = len(self._steps) > 1 and found is not None
         if len(self._steps) == _STEPS:
             self._steps = self._steps[::2]
-        self._steps.append((began, 0.0))
+        self._steps.append((began.copy(), 0.0))  # without the transfer of which it is a part
         ways = [began] if stepped is None else [began, stepped]
         self._steps = [
             (theta, max(farthest, *(_distance(way, theta) for way in ways)))
