@@ -20,6 +20,7 @@ NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
 NO_CAUSE = "Does not train; cause not found: "
+LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monitor.log_loss(…)`)"
 _AUDIT = "run `adiv-audit`"
 FEWEST_REPORTS = 3  # fewest reports that show typical values
 
@@ -157,7 +158,7 @@ def until(record: Record) -> str:
 def loss_words(record: Record) -> str:
     """Return words for the course of the loss, as far as it is known."""
     if not record.losses:
-        return "not known"
+        return LOSS_UNKNOWN
     if not math.isfinite(record.losses[-1]):
         return "not finite"
     if not is_long_enough(record):

@@ -5,9 +5,10 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.diagnosis.titles import finding_title
-from adiv_monitor.diagnosis.verdict import FEWEST_REPORTS, running_headline
+from adiv_monitor.diagnosis.verdict import FEWEST_REPORTS, LOSS_UNKNOWN, running_headline
 from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report.wording import listed
 
@@ -28,10 +29,12 @@ def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None
     """
     if not running.count:
         return
-    findings = running.findings()
+    record, findings = running.record(), running.findings()
     found = [finding for finding in findings if finding.strength != "note"]
     count = f"{running.count:,} measured step{'s' * (running.count != 1)}"
-    said = _named(found) if found else f"{_headline(running, findings)} ({count})"
+    is_named = found and found[0].name != "loss-stuck"
+    said = _named(found) if is_named else f"{_headline(findings, record)} ({count})"
+    said += f"; the loss is {LOSS_UNKNOWN}" * (not record.losses)
     places = [place for sink in sinks if (place := _place(sink))]
     parts = ["adiv-monitor", whose, said] if whose else ["adiv-monitor", said]
     line = ": ".join(parts) + f" → {', '.join(places)}" * bool(places)
@@ -45,8 +48,8 @@ def _place(sink: object) -> str:
     return str(getattr(getattr(sink, "borrowed", sink), "place", "") or "")
 
 
-def _headline(running: Running, findings: Sequence[Finding]) -> str:
-    headline = running_headline(findings, running.record())
+def _headline(findings: Sequence[Finding], record: Record) -> str:
+    headline = running_headline(findings, record)
     return headline[:1].lower() + headline[1:]
 
 

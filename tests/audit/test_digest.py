@@ -100,7 +100,7 @@ def test_a_training_without_a_loss_can_not_be_said_to_learn() -> None:
     running = Running()
     running.add(report(layers={"a": reading(update_ratio=0.1)}))
     text = digest(AuditReport((), running.record()), 1)
-    assert "# Training up to step 0" in text and "Loss: not known." in text
+    assert "# Training up to step 0" in text and "Loss: not known: pass it to the monitor" in text
     assert "- Whether the loss falls: reports can't tell; to find out, pass the loss of" in text
     assert "## Settings" not in text and "## Loss" not in text
 

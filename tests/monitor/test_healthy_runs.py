@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.diagnosis.verdict import NOTHING, running_headline
+from adiv_monitor.diagnosis.verdict import LOSS_UNKNOWN, NOTHING, running_headline
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import TensorBoardSink
 
@@ -60,8 +60,9 @@ def test_a_healthy_run_is_told_nothing(
     findings = running.findings()
     assert {f.name for f in findings} <= {"settled"}
     assert running_headline(findings, running.record()) == NOTHING
-    line = "adiv-monitor: nothing found in what was measured (12 measured steps)\n"
-    assert capsys.readouterr().err == line
+    line = "adiv-monitor: nothing found in what was measured (12 measured steps)"
+    unknown = "" if knows_loss else f"; the loss is {LOSS_UNKNOWN}"
+    assert capsys.readouterr().err == f"{line}{unknown}\n"
 
 
 @pytest.mark.parametrize("steps", [1, 3])
