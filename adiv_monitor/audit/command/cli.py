@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["compare"]:
             return _compare(argv[1:])
-        return _audit(*_config(argv))
+        config, force, importing = _config(argv)
+        with importing:
+            return _audit(config, force)
     except (UsageError, LossError) as error:
         print(f"adiv-audit: {printable(str(error))}", file=sys.stderr)
     except RecursionError:
@@ -160,15 +162,14 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _audit(config: Config, force: bool, importing: AbstractContextManager[None]) -> int:
+def _audit(config: Config, force: bool) -> int:
     for package in ("yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
     check(config.out, force=force)
     with _users_code():
-        with importing:
-            prepared = prepare(config)
+        prepared = prepare(config)
         report = _report(prepared)
     with staged(config.out) as stage:
         write(report, prepared.config, stage)
