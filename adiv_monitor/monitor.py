@@ -210,7 +210,7 @@ class Monitor:
         self._is_alone = True  # no other monitor was attached at the same time
         self._hooks: list[Hook] = []  # on the optimizer
         self._selected: tuple[object, Selection] | None = None  # of which structure
-        self.step = self._first = 0
+        self.step = 0
         selection = self._select()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
@@ -275,20 +275,14 @@ class Monitor:
     ) -> None:
         try:
             try:
-                unmarked = self._optimizer is None and self._failures.safely(
-                    self._controller.saw_calls
-                )
+                unstepped = self._failures.safely(self._controller.unstepped)
             finally:  # where this one raised, other ranks may be gone as well
                 self._close(patience=None if kind is None else 0.0)
         except BaseException:  # it may have come before closing had begun
             self._close(patience=0.0)
             raise
-        if kind is None and unmarked and self.latest is None:
-            self._failures.warn(
-                "no step",
-                "adiv_monitor: the model ran, but the monitor saw no call of end_step(), so there "
-                "is no report: give it the optimizer that trains the model",
-            )
+        if kind is None and unstepped and self.latest is None:
+            self._failures.warn("no step", f"adiv_monitor: {unstepped}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle; an attached monitor has neither."""
@@ -324,7 +318,6 @@ class Monitor:
             raise
 
     def _attach(self) -> None:
-        self._first = self.step
         _attached.add(self)
         if len(_attached) > 1:
             for each in _attached:
@@ -356,10 +349,7 @@ class Monitor:
 
     def _close(self, patience: float | None, *, quietly: bool = False) -> None:
         self._check_attached()
-        unstepped = ""
         try:
-            if patience is None and self._optimizer is not None and self.step == self._first:
-                unstepped = self._failures.safely(self._controller.unstepped)
             if self._state != "closed":
                 self._state = "closed"
                 _attached.discard(self)
@@ -371,8 +361,6 @@ class Monitor:
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
-        if unstepped:
-            self._failures.warn("no step", f"adiv_monitor: {unstepped}")
 
     def _name(self) -> str:
         """Return what tells this monitor from others in their closing lines."""

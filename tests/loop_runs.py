@@ -13,6 +13,7 @@ LAYERS = {name: reading() for name in "abc"}
 SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
 FAR = {name: reading(update_ratio=50.0) for name in "abc"}
 UP = (2.3, *(2.3 + 3 * step for step in range(39)))
+UP_AGAIN = (*(2.3 - 0.1 * step for step in range(10)), *(1.4 + 3 * step for step in range(30)))
 
 
 def run(
@@ -59,7 +60,7 @@ HITS = {
     ),
     "rate-zero": run(learning_rates=(0.0,), losses=STILL),
     "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
-    "rate-rises": run(losses=UP, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
+    "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
@@ -90,6 +91,9 @@ MEANT = {
     "warm-up from zero": run(learning_rates=rates(0.0, 0.01, 0.1, 0.1, 0.1, 0.1)),
     "cosine to zero": run(learning_rates=rates(0.1, 0.09, 0.06, 0.03, 0.01, 0.0)),
     "a cycle": run(learning_rates=rates(0.1, 0.0, 0.1, 0.0, 0.1, 0.0)),
+    "warm-up on a loss that rises from the first step": run(
+        losses=UP, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)
+    ),
     "warm-up that the loss survives": run(learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "averages that are swapped in and out": run(weights_returned=[None, None, 0.0, 0.1, 0.0, 0.0]),
     "weights near earlier ones, as the loss falls": run(

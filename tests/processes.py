@@ -167,7 +167,7 @@ OWN: dict[str, Any] = {"batch": [], "next_batch": []}  # of the first rank alone
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Assert equality of nested records, to the last digits of float64; ranks' batches differ."""
     found, expected = numbers({**found, **OWN}), numbers({**expected, **OWN})
-    assert found.keys() == expected.keys()
+    assert not (other := sorted(found.keys() ^ expected.keys())), other
     for name, value in expected.items():
         exact = isinstance(value, int | str | None)
         same = value if exact else pytest.approx(value, rel=1e-9, abs=1e-9, nan_ok=True)

@@ -205,9 +205,9 @@ def seen(state: State, loop: str, folder: Path) -> Seen:
     overview, heat = board_module.overview_picture, board_module.heat_picture
     draws = loop == "plain"  # one drawing takes as long as the whole training
 
-    def drawn(grids: Any, headline: str, paragraphs: list[str], named: Any) -> Picture:
+    def drawn(grids: Any, headline: str, paragraphs: list[str], *others: Any) -> Picture:
         result.overviews.append((headline, list(paragraphs)))
-        return overview(grids, headline, paragraphs, named) if draws else Picture(8)
+        return overview(grids, headline, paragraphs, *others) if draws else Picture(8)
 
     def heat_drawn(*given: Any) -> Picture:
         return heat(*given) if draws else Picture(8)

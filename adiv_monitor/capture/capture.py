@@ -202,7 +202,9 @@ class Capture:
             except Exception as error:
                 self.layers.failed(layer.path, error)
         if is_alone:
-            self.passes.assigned = any(x.accumulation.is_assigned for x in found.values())
+            self.passes.meant = self._watching.differentiates_inputs or any(
+                x.accumulation.is_assigned for x in found.values()
+            )
         return found
 
     def cut_off(self) -> list[nn.Parameter] | None:
@@ -306,12 +308,18 @@ class Capture:
 
 
 def _evaluated(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of the modules in eval mode that compute otherwise in training."""
+    """Yield the paths of the modules that compute otherwise in training, if all are in eval mode.
+
+    If some are in training mode, the others are frozen on purpose.
+    """
+    found = {}
     for path, module in named_modules(model):
         drops = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
         is_random = type(drops) in (int, float) and drops > 0
-        if not module.training and (is_random or _has_statistics(module)):
-            yield path
+        if is_random or _has_statistics(module):
+            found[path] = module.training
+    if not any(found.values()):
+        yield from found
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -44,12 +44,13 @@ class Passes:
 
     Attributes:
         losses: for each pass, the gradient at the loss; the sum over the losses that it has.
-        assigned: whether `.grad` was replaced by another tensor after the last pass.
+        meant: whether zeroed passes are meant: `.grad` was replaced by another tensor after the
+            last pass, or inputs are differentiated, as for adversarial ones.
     """
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:
         self.losses: list[Tensor] = []
-        self.assigned = False
+        self.meant = False
         self.steps = steps
         self._guard = guard or Guard()
         self._hooks: list[TensorHook] = []
@@ -138,7 +139,7 @@ class Passes:
                 passes.clear()
             else:
                 passes += found.passes
-        return losses[first:], 0 if self.assigned else max(passes.values(), default=0)
+        return losses[first:], 0 if self.meant else max(passes.values(), default=0)
 
 
 def _at_the_end(function: Callable[..., None], *args: Any) -> None:

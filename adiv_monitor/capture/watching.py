@@ -54,6 +54,7 @@ class Watching(Watcher):
         refused: id of a parameter → why the function that uses it can't be measured.
         first: the first module with parameters that ran; None: none did.
         batch: `sums_of` what entered it.
+        differentiates_inputs: whether anything that entered it requires a gradient, in any call.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Watching(Watcher):
         self.refused: dict[int, str] = {}
         self.first: nn.Module | None = None
         self.batch: tuple[Tensor, ...] = ()
+        self.differentiates_inputs = False
         self._selection = selection
         self._owners = set(selection.owners)
         self._ruled = selection.rules.keys()
@@ -112,9 +114,12 @@ class Watching(Watcher):
             begins()
 
     def _ran(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the sums of the batch if this is the first module that ran."""
+        """Keep the sums of the batch, and whether it is differentiated, of the first module."""
         if self.first is None and module in self._owners and not self._repeated:
             self.first, self.batch = module, sums_of(args, kwargs)
+        if module is self.first:
+            given = tensors_in(*args, *kwargs.values())
+            self.differentiates_inputs |= any(tensor.requires_grad for tensor in given)
 
     def plain(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -45,6 +45,13 @@ def course(record: Record) -> Course:
     return "falls" if fell(finite) and not at_chance else "does not fall"
 
 
+def is_measure(record: Record) -> bool:
+    """Return whether reports show no reason for which the loss need not fall."""
+    alone = not any(report.other_optimizers for report in record.reports)
+    fresh = bool(record.reports) and record.reports[0].step == 0
+    return alone and fresh and min(record.losses) > 0
+
+
 def smoothed(record: Record) -> list[float]:
     """Return the means of the losses over windows of an eighth of the run, one for each step."""
     width = max(1, len(record.losses) // 8)

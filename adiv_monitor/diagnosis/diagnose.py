@@ -196,9 +196,9 @@ def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Finding
 
     If the loss rises, a learning rate that is too high is asked about before the inputs.
     """
-    causes = [finding for finding in findings if finding.strength != "note"]
     if course(record) == "rises":
-        causes.sort(key=lambda finding: finding.name in INPUTS)
+        findings = sorted(findings, key=lambda finding: finding.name in INPUTS)
+    causes = [finding for finding in findings if finding.strength != "note"]
     certain = any(finding.name in CERTAIN for finding in causes)
     cause = next((finding for finding in causes if finding.name in LEADS_TO), None)
     follows = LEADS_TO[cause.name] if cause is not None else frozenset()

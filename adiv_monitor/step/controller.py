@@ -149,9 +149,14 @@ class StepController:
     def unstepped(self) -> str:
         """Return why the armed step was not measured although layers were called, or ""."""
         armed = self._armed
-        passes = 0 if armed is None else armed.capture.forward_passes()
-        if armed is None or not passes:
+        if armed is None or not armed.capture.saw_calls():
             return ""
+        if self._followed.optimizer is None:
+            return (
+                "the model ran, but the monitor saw no call of end_step(), so there is no report: "
+                "give it the optimizer that trains the model"
+            )
+        passes = armed.capture.forward_passes()
         what, why = "optimizer step", "were they too few for an accumulation, or all skipped?"
         if armed.others.steps:
             what = "step of the monitor's optimizer"

@@ -88,6 +88,7 @@ class WholeModel:
         found = self._capture.layers.found
         zeroed = [found[path] for path, layer in part.layers.items() if was_zeroed(layer)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
+        removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
         part.report = replace(
             part.report,
             trainable=self._trainable,

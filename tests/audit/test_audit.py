@@ -229,7 +229,7 @@ def test_the_whole_of_it() -> None:
     assert (first.name, first.strength) == ("input-scale", "act")
     assert first.advice[0].trial is not None and first.advice[0].trial.pays
     assert report.worst == "act" and str(first.advice[0]) in report.verdict
-    assert {0.1, 0.3, 3.0, 10.0} <= report.record.rates.keys()
+    assert report.record.rates.keys() >= {0.1, 0.01}  # the loss rises: lower ones, until one helps
     assert report.record.overfit is not None
     assert report.what_if["0"].keys() >= {"as it is", "affine-like", "centred inputs"}
     assert steps[:9] == [("training", step + 1, 20) for step in range(9)]

@@ -257,6 +257,16 @@ def checkpoints(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.O
     optimizer.step()
 
 
+def attacks(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One pass for the gradient of the inputs, another for that of the weights."""
+    x = batch(0).requires_grad_()
+    criterion(model(x), TARGETS).backward()
+    assert x.grad is not None
+    optimizer.zero_grad()
+    criterion(model(x.detach() + 0.1 * x.grad.sign()), TARGETS).backward()
+    optimizer.step()
+
+
 LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
     "one pass": (plain, ((1.0,), 0)),
     "accumulation": (accumulates, ((0.25,) * 3, 0)),
@@ -267,7 +277,8 @@ LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
     "a first pass elsewhere": (perturbs, ((1.0,), 0)),
     "a pass that raises": (raises, ((1.0,), 0)),
     "a skipped step": (skips, ((512e6,), 0)),
-    "re-entrant checkpoints": (checkpoints, ((1.0,) * 3, 2)),
+    "re-entrant checkpoints": (checkpoints, ((1.0,) * 3, 0)),  # their inputs are differentiated
+    "adversarial inputs": (attacks, ((1.0,) * 2, 0)),
     "gradients by hand": (of_tasks, ((1.0,) * 2, 0)),
 }
 

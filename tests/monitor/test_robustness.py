@@ -629,8 +629,7 @@ def test_hooks_in_a_graph_that_outlives_the_monitor_are_silent() -> None:
     monitor = Monitor(model, optimizer, on_error="raise")
     monitor.attach()
     loss = loss_of(model, batches(1)[0])
-    with pytest.warns(UserWarning, match="no optimizer step was taken"):
-        monitor.close()
+    monitor.close()
     loss.backward()
     optimizer.step()
     assert monitor.latest is None

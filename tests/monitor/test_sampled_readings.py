@@ -199,7 +199,8 @@ class Divided(Step):
         mine = slice(cut) if rank == 0 else slice(cut, None)
         share = int((self.y[mine] != IDLE).sum()) / int((self.y != IDLE).sum())
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        options = {"max_rows": MAX_ROWS, "seed": WORLD * seed + rank, "on_error": "raise"}
+        options = {"every_n_steps": 1, "max_rows": MAX_ROWS, "on_error": "raise"}
+        options["seed"] = WORLD * seed + rank
         with Monitor(model, optimizer, **options):
             optimizer.zero_grad()
             (WORLD * share * loss_of(model, self.x[mine], self.y[mine])).backward()

@@ -259,7 +259,8 @@ def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = contributions_of_ranks(monkeypatch, WORLD)  # two ranks from here on
     for rank, (mine, share) in enumerate(shares):
         model, optimizer = copy.deepcopy((step.model, step.optimizer))
-        with Monitor(model, optimizer, max_rows=SEEN, seed=rank, on_error="raise"):
+        options = {"every_n_steps": 1, "max_rows": SEEN, "seed": rank, "on_error": "raise"}
+        with Monitor(model, optimizer, **options):
             optimizer.zero_grad()
             (WORLD * share * loss_of(model, x[mine], y[mine])).backward()
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):

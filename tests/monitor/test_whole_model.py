@@ -384,13 +384,11 @@ def test_the_run_is_the_same_with_and_without_a_monitor(way: str) -> None:
 
 def test_a_run_without_a_step_is_told() -> None:
     model = network()
-    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    monitor.attach()
-    for _ in range(3):
-        squares(model, torch.ones(2, 6)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = r"no optimizer step was taken while .*, so nothing was measured \(3 forward passes "
-    with pytest.warns(UserWarning, match=told) as warned:
-        monitor.close()
+    with pytest.warns(UserWarning, match=told) as warned, Monitor(model, optimizer):
+        for _ in range(3):
+            squares(model, torch.ones(2, 6)).backward()
     assert len(warned) == 1 and "\n" not in str(warned[0].message)
 
 

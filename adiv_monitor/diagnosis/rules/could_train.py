@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.course import course, end, noise, smoothed
+from adiv_monitor.diagnosis.course import course, end, is_measure, noise, smoothed
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.phases import at_peak, learning_rate
@@ -300,11 +300,12 @@ def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
     before = [rate for step, rate in rates.items() if step <= there]
     times = rates[last] / max(before) if before and max(before) > 0 else 0.0
     risen = not end(record) <= smooth[lowest] + 2 * noise(record)
-    if times >= RISEN and risen and long and end(record) > 2 * abs(smooth[lowest]):
+    learnt = record.losses[0] - smooth[lowest] > 2 * noise(record)
+    if times >= RISEN and learnt and risen and long and end(record) > 2 * abs(smooth[lowest]):
         yield Finding(
             "rate-rises",
             (),
-            "act",
+            "act" if is_measure(record) else "note",
             (Evidence("learning rate over that at the lowest loss", times, RISEN, step=last),),
             (Advice("end the schedule's rise before the loss rises, near step "
                     f"{there:,}, or lower its peak"),),
@@ -374,7 +375,7 @@ def _negated(record: Record) -> Iterator[Finding]:
     yield Finding(
         "unbounded-loss",
         (),
-        "act" if course(record) == "rises" else "note",
+        "act" if course(record) == "rises" and is_measure(record) else "note",
         (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
         (Advice("call backward() on the loss itself, not on its negative"),),
         "The steps raise the loss, since backward() begins at its negative: it has no bound in "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from adiv_monitor.diagnosis.course import is_unbounded, start
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
@@ -168,7 +169,9 @@ def _scale_finding(
 
 def _mostly_mean(record: Record, first: str) -> Typical | None:
     """Return the first layer's `common_share` if it is most of the rows' mean square, else None."""
-    common = typical(record, first, "common_share")
+    # Later, units may have died: the few rows that still get a gradient are alike.
+    began = replace(record, reports=record.reports[:1])
+    common = typical(began, first, "common_share")
     return common if common is not None and common.above(MOSTLY_MEAN) else None
 
 

@@ -11,6 +11,7 @@ from adiv_monitor.diagnosis.course import (
     falls_ever_faster,
     fell,
     is_long_enough,
+    is_measure,
     is_unbounded,
     may_have_fallen,
     noise,
@@ -334,12 +335,6 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         advice,
         _stuck(record, no_lower=no_lower) + RISES_YET * rises + _NO_MEASURE * (not told),
     )
-
-
-def is_measure(record: Record) -> bool:
-    """Return whether reports show no reason for which the loss need not fall."""
-    alone = not any(report.other_optimizers for report in record.reports)
-    return alone and min(record.losses) > 0 and record.reports[0].step == 0
 
 
 def _stuck(record: Record, *, no_lower: bool) -> str:

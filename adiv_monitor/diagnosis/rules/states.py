@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from adiv_monitor.diagnosis.course import fell, is_long_enough
+from adiv_monitor.diagnosis.course import fell, is_long_enough, is_measure
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.diagnosis.phases import (
@@ -180,8 +180,10 @@ def typical_values(record: Record, measure: str) -> dict[str, Typical]:
 
 
 def _strength(record: Record) -> Strength:
-    """Return "note" if the loss falls, which shows that the state may be meant, else "watch"."""
-    return "note" if is_long_enough(record) and fell(record) else "watch"
+    """Return "note" if the loss falls, or need not: the state may be meant; else "watch"."""
+    if not is_long_enough(record) or not record.losses:
+        return "watch"
+    return "note" if fell(record) or not is_measure(record) else "watch"
 
 
 def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
