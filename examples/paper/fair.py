@@ -8,13 +8,17 @@ every arm, that is of every map, activation and batch size, is tuned in half dec
 training images held out, with a seed; then networks are trained on all training images with the
 best one, tested on the test images, and compared seed by seed. Killed at any moment, `--resume`
 goes on.
+
+`--optimizer adam --pixels unit` is the paper's own setting but for the learning rates, which it
+does not tune. Its files are called `fair-adam-unit`.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import cifar
 from commandline import count, parsed
-from ensemble import NONLINEAR, Network
+from ensemble import NONLINEAR, OPTIMIZERS, Network
 from experiment import Experiment, arguments, load
 from fair_report import ORDER, Arm, best, plot, text
 from training import Setting
@@ -22,14 +26,26 @@ from training import Setting
 HELD_OUT = 5000
 # Of the grid that is tried first, in half decades from 1: −3 is 0.03. A plain step moves outputs
 # by (‖x‖² + 1)η, so an arm whose inputs are longer needs a lower learning rate.
-GRID = {
-    "standard": range(-5, -1),
-    "layernorm": range(-6, -2),
-    "norm-like": range(-2, 2),
-    "affine-like": range(-2, 2),
-    "constant-scale": range(-3, 1),
-    "centred": range(-5, -1),
-    "centred-affine-like": range(-2, 2),
+GRIDS = {
+    "sgd": {
+        "standard": range(-5, -1),
+        "layernorm": range(-6, -2),
+        "norm-like": range(-2, 2),
+        "affine-like": range(-2, 2),
+        "constant-scale": range(-3, 1),
+        "centred": range(-5, -1),
+        "centred-affine-like": range(-2, 2),
+    },
+    "adam": {
+        "standard": range(-8, -5),
+        "batchnorm": range(-8, -5),
+        "layernorm": range(-7, -4),
+        "rmsnorm": range(-9, -6),
+        "constant-scale": range(-7, -4),
+        "norm-like": range(-6, -3),
+        "affine-like": range(-6, -3),
+        "centred": range(-8, -5),
+    },
 }
 WIDENED = 4  # half decades beyond the grid at most, to either side
 
@@ -39,18 +55,33 @@ def rate(half_decades: int) -> float:
     return float(f"{10 ** (half_decades / 2):.0e}")
 
 
-def tune(experiment: Experiment, arms: Sequence[Arm], seeds: int) -> dict[Arm, float]:
+class Kind(NamedTuple):
+    """What all arms share: optimizer and pixels."""
+
+    optimizer: str = "sgd"
+    pixels: str = "centred"
+
+    @property
+    def name(self) -> str:
+        """Of the files with the runs."""
+        return "fair" if self == Kind() else f"fair-{self.optimizer}-{self.pixels}"
+
+
+def tune(
+    experiment: Experiment, arms: Sequence[Arm], seeds: int, kind: Kind = Kind()
+) -> dict[Arm, float]:
     """Train the grid of every arm, wider while the best lies on its edge.
 
     Returns:
         The best learning rate of every arm.
     """
-    grids = {arm: list(GRID[arm.method]) for arm in arms}
+    first = GRIDS[kind.optimizer]
+    grids = {arm: list(first[arm.method]) for arm in arms}
     while True:
         rates = {arm: [rate(place) for place in places] for arm, places in grids.items()}
-        found = experiment.train(settings(rates, seeds))
+        found = experiment.train(settings(rates, seeds, kind))
         chosen = best(found)
-        widened = [widen(grids[arm], chosen[arm], GRID[arm.method]) for arm in arms]
+        widened = [widen(grids[arm], chosen[arm], first[arm.method]) for arm in arms]
         if not any(widened):
             return {arm: chosen[arm] for arm in arms}
 
@@ -69,7 +100,9 @@ def widen(places: list[int], chosen: float, first: range) -> bool:
     return True
 
 
-def settings(rates: Mapping[Arm, Sequence[float]], seeds: int) -> list[Setting]:
+def settings(
+    rates: Mapping[Arm, Sequence[float]], seeds: int, kind: Kind = Kind()
+) -> list[Setting]:
     """An ensemble per batch size, of networks 32 wide with two hidden layers."""
     found = []
     for batch_size in dict.fromkeys(arm.batch_size for arm in rates):
@@ -80,17 +113,20 @@ def settings(rates: Mapping[Arm, Sequence[float]], seeds: int) -> list[Setting]:
             for seed in range(seeds)
             if arm.batch_size == batch_size
         )
-        found.append(Setting(batch_size, 32, 2, "centred", networks, "sgd"))
+        found.append(Setting(batch_size, 32, 2, kind.pixels, networks, kind.optimizer))
     return found
 
 
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[0], epochs=25)
-    parser.add_argument("--methods", nargs="+", choices=GRID, default=list(GRID))
+    parser.add_argument("--methods", nargs="+", choices=ORDER, default=ORDER)
     parser.add_argument("--activations", nargs="+", choices=NONLINEAR, default=NONLINEAR)
     parser.add_argument("--batch-sizes", nargs="+", type=count, default=[128, 32, 8])
     parser.add_argument("--tuning-seeds", type=count, default=1)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--pixels", choices=cifar.PIXELS, default="centred")
     given = parsed(parser, batch_sizes=[128], seeds=2, epochs=1)
+    kind = Kind(given.optimizer, given.pixels)
     data = load(given)
     apart = cifar.held_out(data, min(HELD_OUT, len(data.train) // 10))
     arms = [
@@ -98,19 +134,20 @@ def main() -> None:
         for batch_size in given.batch_sizes
         for activation in given.activations
         for method in ORDER
-        if method in given.methods
+        if method in given.methods and method in GRIDS[given.optimizer]
     ]
-    tuning = Experiment(given.out, "fair-tuning", apart, given.epochs, given.device)
-    final = Experiment(given.out, "fair", data, given.epochs, given.device)
+    tuning = Experiment(given.out, f"{kind.name}-tuning", apart, given.epochs, given.device)
+    final = Experiment(given.out, kind.name, data, given.epochs, given.device)
     for experiment in (tuning, final):
         experiment.check(parser, given.resume)
+    page = given.out / f"{kind.name}.md"
     for batch_size in given.batch_sizes:  # so that something is finished early
         mine = [arm for arm in arms if arm.batch_size == batch_size]
-        chosen = tune(tuning, mine, given.tuning_seeds)
-        final.train(settings({arm: [each] for arm, each in chosen.items()}, given.seeds))
-        (given.out / "fair.md").write_text(text(tuning.known(), final.known()))
-        plot(tuning.known(), final.known(), given.out / "fair.png")
-    print((given.out / "fair.md").read_text())
+        chosen = tune(tuning, mine, given.tuning_seeds, kind)
+        final.train(settings({arm: [each] for arm, each in chosen.items()}, given.seeds, kind))
+        page.write_text(text(tuning.known(), final.known()))
+        plot(tuning.known(), final.known(), page.with_suffix(".png"))
+    print(page.read_text())
 
 
 if __name__ == "__main__":

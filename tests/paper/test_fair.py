@@ -13,6 +13,7 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 import fair
+import fair_report
 from cifar import held_out, synthetic
 from experiment import Experiment
 from fair_report import Arm, accuracies, best, curves, difference, text
@@ -30,6 +31,7 @@ def run(arm: Arm, rate: float, accuracy: float, seed: int = 0) -> Run:
         "test_accuracy": [accuracy],
         "train_accuracy": [accuracy + 1],
         "pixels": "centred",
+        "optimizer": "sgd",
         "width": 32,
         "data": "x",
     }
@@ -94,9 +96,29 @@ def test_an_arm_counts_at_its_best_rate_alone_and_seed_by_seed() -> None:
     assert "| affine-like | +4.00 ± 1.00 |" in page
     assert "**0.3: 43.0**" in page and "0.1: 40.0, " in page
     # Student's t of 4 / 1 with one degree of freedom is Cauchy's.
-    p = 0.5 - math.atan(4) / math.pi
+    p = 1 - 2 * math.atan(4) / math.pi
     theory = "theory; prototype +1.6 ± 0.3 with tanh, +0.3 with leaky"
-    assert f"| affine-like > standard | {theory} | 128 | +4.00 ± 1.00 | {p:.1g} |" in page
+    cells = f"{theory} | tanh | +4.00 ± 1.00 | +4.00 ± 1.00 | {p:.1g} |"
+    assert f"| affine-like > standard | {cells}" in page
+
+
+def test_a_claim_is_judged_by_the_mean_over_batch_sizes_of_every_seed() -> None:
+    """One p-value a claim, not one a batch size; Holm corrects for the number of claims."""
+    found = {
+        TANH: {0: 50.0, 1: 50.0},
+        TANH._replace(batch_size=8): {0: 40.0, 1: 42.0, 2: 44.0},
+        TANH._replace(method="affine-like"): {0: 52.0, 1: 53.0},
+        TANH._replace(method="affine-like", batch_size=8): {0: 41.0, 1: 43.0, 2: 40.0},
+    }
+    claim = fair_report.Claim("affine-like", "standard", "theory")
+    assert fair_report.together(found, claim, "tanh") == [1.5, 2.0]
+    assert fair_report.together(found, claim, "leaky") == []
+    assert fair_report.chance([1.5, 2.0]) == pytest.approx(1 - 2 * math.atan(7) / math.pi)
+    assert math.isnan(fair_report.chance([]))
+    # Of 0.01, 0.04, 0.03: 3 · 0.01; 2 · 0.03; and 0.04 is not less than the one before it.
+    corrected = fair_report.holm([0.01, math.nan, 0.04, 0.03])
+    assert corrected[0] == pytest.approx(0.03) and math.isnan(corrected[1])
+    assert corrected[2:] == pytest.approx([0.06, 0.06])
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +149,21 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         command()
 
 
+def test_the_papers_setting_has_files_of_its_own(tmp_path: Path) -> None:
+    kind = fair.Kind("adam", "unit")
+    assert (fair.Kind().name, kind.name) == ("fair", "fair-adam-unit")
+    (setting,) = fair.settings({TANH: [0.01]}, 1, kind)
+    assert (setting.optimizer, setting.pixels) == ("adam", "unit")
+    for optimizer, grids in fair.GRIDS.items():
+        claims = fair_report.STATED[optimizer]
+        assert {name for claim in claims for name in claim[:2]} <= set(grids)
+        assert set(grids) <= set(fair_report.ORDER)
+
+
 def test_a_best_beyond_the_grid_widens_it() -> None:
     """An earlier run with fewer seeds had widened it, and its best is still the best."""
-    places = list(fair.GRID["layernorm"])
+    places = list(fair.GRIDS["sgd"]["layernorm"])
     steps = 0
-    while fair.widen(places, fair.rate(-2), fair.GRID["layernorm"]):
+    while fair.widen(places, fair.rate(-2), fair.GRIDS["sgd"]["layernorm"]):
         steps += 1
     assert steps == 2 and places == [-6, -5, -4, -3, -2, -1]
