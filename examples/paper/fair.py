@@ -67,8 +67,11 @@ class Kind(NamedTuple):
         return "fair" if self == Kind() else f"fair-{self.optimizer}-{self.pixels}"
 
 
+FAIR = Kind()
+
+
 def tune(
-    experiment: Experiment, arms: Sequence[Arm], seeds: int, kind: Kind = Kind()
+    experiment: Experiment, arms: Sequence[Arm], seeds: int, kind: Kind = FAIR
 ) -> dict[Arm, float]:
     """Train the grid of every arm, wider while the best lies on its edge.
 
@@ -100,9 +103,7 @@ def widen(places: list[int], chosen: float, first: range) -> bool:
     return True
 
 
-def settings(
-    rates: Mapping[Arm, Sequence[float]], seeds: int, kind: Kind = Kind()
-) -> list[Setting]:
+def settings(rates: Mapping[Arm, Sequence[float]], seeds: int, kind: Kind = FAIR) -> list[Setting]:
     """An ensemble per batch size, of networks 32 wide with two hidden layers."""
     found = []
     for batch_size in dict.fromkeys(arm.batch_size for arm in rates):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from figures import COLOURS
 from matplotlib.figure import Figure
 from scipy import stats
-from slopes import Run, at_the_end, mean_and_error
+from slopes import Run, at_the_end, holm, mean_and_error
 from table import markdown, plus
 
 
@@ -32,7 +32,7 @@ ORDER = (
     *("standard", "batchnorm", "layernorm", "rmsnorm", "constant-scale", "norm-like"),
     *("affine-like", "centred", "centred-affine-like"),
 )
-# By optimizer. A map that loses to `standard` is a weak rival: being better than that proves little.
+# By optimizer. A map that loses to `standard` is a weak rival: to be better proves little.
 STATED = {
     "sgd": (
         Claim("affine-like", "standard", "theory; prototype +1.6 ± 0.3 with tanh, +0.3 with leaky"),
@@ -172,8 +172,10 @@ def _claims(found: Accuracies, claims: Sequence[Claim], sizes: Sequence[int]) ->
     ]
     corrected = holm([chance(pooled) for *_, pooled in judged])
     rows = (
-        [f"{claim.method} > {claim.than}", claim.source, activation, *shown]
-        + [plus(*mean_and_error(pooled), sign=True) if pooled else "", _shown(p)]
+        [
+            *(f"{claim.method} > {claim.than}", claim.source, activation, *shown),
+            *(plus(*mean_and_error(pooled), sign=True) if pooled else "", _shown(p)),
+        ]
         for (claim, activation, shown, pooled), p in zip(judged, corrected, strict=True)
     )
     head = ["stated", "by", "activation", *(f"B = {b}" for b in sizes), "mean over B", "p"]
@@ -202,16 +204,6 @@ def chance(values: Sequence[float]) -> float:
     if math.isnan(error) or error == 0:
         return math.nan
     return float(2 * stats.t.sf(abs(mean) / error, len(values) - 1))
-
-
-def holm(chances: Sequence[float]) -> list[float]:
-    """p-values corrected for their number, S. Holm's step-down way; nan where there is none."""
-    known = sorted((p, place) for place, p in enumerate(chances) if not math.isnan(p))
-    corrected, largest = [math.nan] * len(chances), 0.0
-    for rank, (p, place) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
-        corrected[place] = largest
-    return corrected
 
 
 def _shown(p: float) -> str:

@@ -1,7 +1,9 @@
 """Accuracy against batch size: what is read off runs, and lines through it.
 
-A run's accuracy is the mean of its last tenth of epochs. A line through the accuracies of all
-seeds and batch sizes has an intercept, which the paper calls average accuracy, and a slope.
+A run's accuracy is the mean of its last tenth of epochs. A line through a seed's accuracies at all
+batch sizes has an intercept, which the paper calls average accuracy, and a slope. Both are means
+over seeds, with errors over seeds: accuracy is no straight line of batch size, and bends alike with
+every seed, so residuals from a line through all points would count the bend as noise.
 """
 
 import math
@@ -17,20 +19,23 @@ BATCHNORM_BY_BATCH = "batchnorm, tested on batches"
 
 
 class Line(NamedTuple):
-    """Accuracy = intercept + slope · batch size, with errors, and the correlation of the two."""
+    """Accuracy = intercept + slope · batch size, means over seeds with standard errors.
+
+    `correlation` is that of accuracy and batch size over all points.
+    """
 
     intercept: float
     intercept_error: float
     slope: float
     slope_error: float
     correlation: float
-    points: int
+    seeds: int
 
     def chance(self, sign: int) -> float:
         """Probability of a slope as far to the stated side or farther, were there none."""
-        if self.points < 3 or self.slope_error == 0:
+        if self.seeds < 2 or self.slope_error == 0:
             return math.nan
-        return float(stats.t.sf(sign * self.slope / self.slope_error, self.points - 2))
+        return float(stats.t.sf(sign * self.slope / self.slope_error, self.seeds - 1))
 
 
 class Arm(NamedTuple):
@@ -42,13 +47,19 @@ class Arm(NamedTuple):
     accuracies: dict[int, dict[int, float]]
 
     def line(self) -> Line | None:
-        """The line through all points, if there are three."""
-        points = [(b, a) for b, seeds in self.accuracies.items() for a in seeds.values()]
-        if len(points) < 3 or len(self.accuracies) < 2:
+        """The mean line of the seeds that have all batch sizes, if these are two or more."""
+        sizes = sorted(self.accuracies)
+        seeds = set.intersection(*(set(by_seed) for by_seed in self.accuracies.values()))
+        if len(sizes) < 2 or not seeds:
             return None
-        fit = stats.linregress(*zip(*points, strict=True))
+        by_seed = [[self.accuracies[size][seed] for size in sizes] for seed in sorted(seeds)]
+        fits = [stats.linregress(sizes, accuracies) for accuracies in by_seed]
+        together = stats.linregress(sizes * len(by_seed), [a for each in by_seed for a in each])
         return Line(
-            fit.intercept, fit.intercept_stderr, fit.slope, fit.stderr, fit.rvalue, len(points)
+            *mean_and_error([fit.intercept for fit in fits]),
+            *mean_and_error([fit.slope for fit in fits]),
+            together.rvalue,
+            len(fits),
         )
 
     def at(self, batch_size: int) -> tuple[float, float]:
@@ -116,3 +127,13 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
         return mean, math.nan
     variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return mean, math.sqrt(variance / len(values))
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """p-values corrected for their number, S. Holm's step-down way; nan where there is none."""
+    known = sorted((p, place) for place, p in enumerate(chances) if not math.isnan(p))
+    corrected, largest = [math.nan] * len(chances), 0.0
+    for rank, (p, place) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        corrected[place] = largest
+    return corrected

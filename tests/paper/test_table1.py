@@ -17,7 +17,16 @@ import experiment
 import table
 import table1
 import training
-from slopes import BY_BATCH, Arm, arms, at_the_end, at_updates, mean_and_error, with_both_tests
+from slopes import (
+    BY_BATCH,
+    Arm,
+    arms,
+    at_the_end,
+    at_updates,
+    holm,
+    mean_and_error,
+    with_both_tests,
+)
 from training import Setting
 
 
@@ -36,17 +45,34 @@ def run(accuracies: list[float], batch_size: int = 8, **changed: Any) -> dict[st
 
 
 def test_a_line_and_its_errors() -> None:
-    # Residuals 1, −2, 1 around 50 − x/2 at x = 0, 1, 2.
+    """A bend that all seeds share is no error of the slope."""
+    bent = {0: 51.0, 1: 47.5, 2: 50.0}  # 1, −2, 1 around 50 − x/2
+    accuracies = {x: {seed: a + seed * (1 + x) for seed in (0, 1)} for x, a in bent.items()}
+    accuracies[1][2] = 90.0  # a seed without the other batch sizes
+    line = Arm("standard", "tanh", 1e-3, accuracies).line()
+    assert line is not None and line.seeds == 2
+    # Of the seeds: 50 − x/2 and 51 + x/2.
+    assert (line.intercept, line.slope) == pytest.approx((50.5, 0))
+    assert (line.intercept_error, line.slope_error) == pytest.approx((0.5, 0.5))
+    line = line._replace(slope=-0.5)
+    # Student's t with one degree of freedom is Cauchy's.
+    assert line.chance(-1) == pytest.approx(0.25)
+    assert line.chance(1) == pytest.approx(0.75)
+
+
+def test_a_line_of_one_seed_has_no_error() -> None:
     line = Arm("standard", "tanh", 1e-3, {0: {0: 51}, 1: {0: 47.5}, 2: {0: 50}}).line()
     assert line is not None
     assert (line.intercept, line.slope) == pytest.approx((50, -0.5))
-    assert line.slope_error == pytest.approx((6 / 2) ** 0.5)  # √(6 / (3 − 2) / Σ(x − 1)²)
-    assert line.intercept_error == pytest.approx((6 * (1 / 3 + 1 / 2)) ** 0.5)
     assert line.correlation == pytest.approx(-1 / 13**0.5)  # −1 / √(2 · 6.5)
-    # Student's t with one degree of freedom is Cauchy's.
-    beyond = math.atan(0.5 / 3**0.5) / math.pi
-    assert line.chance(-1) == pytest.approx(0.5 - beyond)
-    assert line.chance(1) == pytest.approx(0.5 + beyond)
+    assert math.isnan(line.slope_error) and math.isnan(line.chance(1))
+
+
+def test_p_values_are_corrected_for_their_number() -> None:
+    # Of 0.01, 0.04, 0.03: 3 · 0.01; 2 · 0.03; and 0.04 is not less than the one before it.
+    corrected = holm([0.01, math.nan, 0.04, 0.03])
+    assert corrected[0] == pytest.approx(0.03) and math.isnan(corrected[1])
+    assert corrected[2:] == pytest.approx([0.06, 0.06])
 
 
 def test_no_line_through_one_batch_size() -> None:
@@ -94,6 +120,18 @@ def test_the_page_compares_seed_by_seed() -> None:
     page = table.text(found)
     assert "| constant-scale | +3.00 ± 0.00 | +3.00 ± 0.00 | +3.00 |" in page
     assert "Slopes with the stated sign: 1 of 1." in page
+    assert "seeds: 2. " in page
+    few = table.text(found[:-1])  # without a seed of constant-scale at one batch size
+    assert "seeds: 2 (1 of constant-scale at B = 16). " in few
+
+
+def test_a_line_through_fewer_batch_sizes_is_not_shown() -> None:
+    shared = {"data": "x", "pixels": "unit", "width": 2, "depth": 1, "train_accuracy": [0.0]}
+    found = [run([float(b)], b, method="standard", **shared) for b in (8, 16, 32)]
+    found += [run([float(b)], b, method="isotropic-tanh", **shared) for b in (8, 16)]
+    page = table.text(found)
+    assert "| isotropic-tanh | 8.00 | 16.00 |  |  |  |  |  |" in page
+    assert "| standard | 8.00 | 16.00 | 32.00 | 18.67 | 0.00 |" in page
 
 
 class Command:
