@@ -39,9 +39,11 @@ def plot(x: Tensor, file: Path) -> None:
     figure = Figure(figsize=(2.9 * len(MAPS), 3.6), layout="constrained")
     grid = figure.subplots(1, len(MAPS), sharex=True, sharey=True)
     for method, axes in zip(MAPS, grid, strict=True):
-        axes.plot(*x.t(), ".", color="tab:gray", ms=2, alpha=0.3)
-        axes.plot(*treated(method, x).t(), ".", color=COLOURS[method], ms=3)
-        axes.set(title=method, aspect="equal", xlim=(-3.5, 3.5), ylim=(-3.5, 3.5))
+        axes.plot(*x.t(), ".", color="tab:gray", ms=2, alpha=0.3, label="points")
+        axes.plot(*treated(method, x).t(), ".", color=COLOURS[method], ms=3, label="treated")
+        axes.set(title=method, aspect="equal", xlim=(-3.5, 3.5), ylim=(-3.5, 3.5), xlabel="x₁")
+        axes.legend(loc="lower right", fontsize=7, markerscale=2)
+    grid[0].set(ylabel="x₂")
     figure.savefig(file, dpi=110)
 
 

@@ -25,6 +25,7 @@ from commandline import count, parsed, rate
 from ensemble import NONLINEAR, Network
 from experiment import arguments, load
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from slopes import at_the_end, mean_and_error
 from table import markdown, plus
 from torch import Tensor, nn
@@ -162,10 +163,11 @@ def plot(runs: Sequence[Run], file: Path) -> None:
         for map_ in dict.fromkeys(run["map"] for run in runs):
             mine = [r for r in runs if (r["network"], r["activation"], r["map"]) == (*panel, map_)]
             by_epoch = zip(*(run["test_accuracy"] for run in mine), strict=False)
-            means = [mean_and_error(values)[0] for values in by_epoch]
-            epochs = range(1, len(means) + 1)
-            axes.plot(epochs, means, ".-", color=COLOURS[map_], lw=1, label=map_)
-        axes.set(title=", ".join(panel), xlabel="epoch", ylabel="test accuracy, percent")
+            means, errors = zip(*(mean_and_error(values) for values in by_epoch), strict=True)
+            style = {"fmt": ".-", "lw": 1, "capsize": 2, "label": map_}
+            axes.errorbar(range(1, len(means) + 1), means, errors, color=COLOURS[map_], **style)
+        axes.set(title=", ".join(panel), xlabel="epoch", ylabel="test accuracy, percent ± error")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", title="map")
     figure.suptitle(runs[0]["data"], fontsize=8)

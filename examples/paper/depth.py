@@ -9,17 +9,20 @@ residual, are trained on CIFAR-10 by plain SGD, for which the theory is exact, w
 rates; `Monitor(realised=True)` compares the real move with that of the layer alone.
 """
 
+import itertools
 import math
 import statistics
+from collections.abc import Iterable
 
 import torch
 from commandline import parsed
 from experiment import arguments, load
 from readings_report import layer_medians
+from slopes import mean_and_error
 from torch import Tensor, nn
 from training import CLASSES, Run
 from tuned import Images, Trial, answer
-from tuned_report import Best, Claim, Question, Verdict
+from tuned_report import Best, Claim, Question, Verdict, above
 
 WIDTH = 64
 DEPTHS = (2, 6, 20)
@@ -65,9 +68,25 @@ def model(kind: str, depth: int, seed: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.ReLU(), _linear(WIDTH, CLASSES, 0.5))
 
 
+def _by_seed(found: Best, arm: str, measure: str) -> dict[int, float]:
+    """A measure of the last hidden layer by seed."""
+    return {run["seed"]: layer_medians(run, measure)[-2] for run in found[arm]}
+
+
 def _last_hidden(found: Best, arm: str, measure: str) -> float:
     """A measure of the last hidden layer, mean over seeds."""
-    return statistics.fmean(layer_medians(run, measure)[-2] for run in found[arm])
+    return statistics.fmean(_by_seed(found, arm, measure).values())
+
+
+def _larger(more: dict[int, float], less: dict[int, float]) -> bool | None:
+    """Whether a measure is larger than another, seed by seed; None if the seeds do not tell."""
+    return above(*mean_and_error([more[seed] - less[seed] for seed in more if seed in less]), 0)
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    """Whether all held: one that failed decides, and then one that is not shown."""
+    known = list(verdicts)
+    return False if False in known else None if None in known else True
 
 
 def _first(found: Best) -> Verdict:
@@ -78,40 +97,41 @@ def _first(found: Best) -> Verdict:
 
 
 def _falls(found: Best) -> Verdict:
-    said, holds = [], True
+    said, held = [], []
     for kind in KINDS:
-        shares = [_last_hidden(found, f"{kind} {d}", "single_layer_share") for d in DEPTHS]
-        holds = holds and shares == sorted(shares, reverse=True) and shares[-1] < 0.5
-        said.append(f"{kind} {', '.join(f'{share:.2f}' for share in shares)}")
-    return holds, "; ".join(said)
+        shares = [_by_seed(found, f"{kind} {d}", "single_layer_share") for d in DEPTHS]
+        held += [_larger(shallow, deep) for shallow, deep in itertools.pairwise(shares)]
+        held.append(_larger(dict.fromkeys(shares[-1], 0.5), shares[-1]))
+        said.append(f"{kind} {', '.join(f'{statistics.fmean(s.values()):.2f}' for s in shares)}")
+    return _all(held), "; ".join(said)
 
 
 def _residual(found: Best) -> Verdict:
     residual, plain = (
-        _last_hidden(found, f"{kind} {DEEP}", "single_layer_share") for kind in KINDS[::-1]
+        _by_seed(found, f"{kind} {DEEP}", "single_layer_share") for kind in KINDS[::-1]
     )
-    return residual > plain, f"{residual:.2f} and {plain:.2f}"
+    said = [", ".join(f"{share:.2f}" for share in by.values()) for by in (residual, plain)]
+    return _larger(residual, plain), f"{said[0]} and {said[1]}, by seed"
 
 
 def _straighter(found: Best) -> Verdict:
-    pairs = {
-        arm: [_last_hidden(found, arm, m) for m in ("realised_cosine", "update_cosine")]
-        for arm in found
-    }
+    measures = ("realised_cosine", "update_cosine")
+    held = [_larger(*(_by_seed(found, arm, m) for m in measures)) for arm in found]
+    pairs = {arm: [_last_hidden(found, arm, m) for m in measures] for arm in found}
     said = ", ".join(f"{arm}: {real:.2f} of {own:.2f}" for arm, (real, own) in pairs.items())
-    return all(real > own for real, own in pairs.values()), said.replace("-", "−")
+    return _all(held), said.replace("-", "−")
 
 
 def _error(found: Best) -> Verdict:
-    said, holds = [], True
+    said, held = [], []
     for kind in KINDS:
         shallow, deep = (
-            _last_hidden(found, f"{kind} {depth}", "first_order_error")
-            for depth in (DEPTHS[0], DEEP)
+            _by_seed(found, f"{kind} {depth}", "first_order_error") for depth in (DEPTHS[0], DEEP)
         )
-        holds = holds and deep > shallow
-        said.append(f"{kind} {shallow:.2f} and {deep:.2f}")
-    return holds, "; ".join(said)
+        held.append(_larger(deep, shallow))
+        means = [statistics.fmean(by.values()) for by in (shallow, deep)]
+        said.append(f"{kind} {means[0]:.2f} and {means[1]:.2f}")
+    return _all(held), "; ".join(said)
 
 
 QUESTION = Question(

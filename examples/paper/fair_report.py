@@ -238,20 +238,20 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
                 axes.errorbar([x], [mean], [error], color=COLOURS[method], **style)
         axes.axhline(0, color=COLOURS["standard"], lw=1)
         axes.set(xticks=range(len(sizes)), xticklabels=sizes, xlabel="batch size")
-        axes.set(title=f"{activation}", ylabel="test accuracy less standard's, points")
+        axes.set(title=activation, ylabel="test accuracy less standard's, points ± error")
     for size, row in zip(sizes, grid[1:], strict=True):
         for activation, axes in zip(activations, row, strict=True):
             for method in ORDER:
                 arm = Arm(method, activation, size)
                 curve = known.get(arm, {})
                 axes.plot(*_xy(curve), ".-", color=COLOURS[method], lw=1, label=method)
-                if arm in chosen:
+                if arm in chosen:  # a circle
                     peak = chosen[arm], curve[chosen[arm]]
                     axes.plot(*peak, "o", mfc="none", ms=9, color=COLOURS[method])
             axes.set(xscale="log", xlabel="learning rate", title=f"{activation}, batch size {size}")
             axes.set(ylabel="accuracy on images held out")
     handles, labels = grid[1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", title="map")
+    figure.legend(handles, labels, loc="outside right upper", title="map; ○ best rate")
     figure.suptitle(final[0]["data"], fontsize=8)
     figure.savefig(file, dpi=110)
 

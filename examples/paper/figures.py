@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from slopes import (
     BATCHNORM_BY_BATCH,
+    Arm,
     Read,
     Run,
     arms,
@@ -33,7 +34,7 @@ COLOURS = {
 
 
 def plot(runs: Sequence[Run], file: Path) -> None:
-    """A column per activation; means over seeds with standard errors, and fitted lines.
+    """A column per activation; means over seeds with standard errors.
 
     Args:
         runs: as in table1.json.
@@ -58,15 +59,21 @@ def plot(runs: Sequence[Run], file: Path) -> None:
                 label = f"{arm.method}, {arm.learning_rate:g}" if several else arm.method
                 style = {"marker": "o", "linestyle": "none", "capsize": 3, "markersize": 4}
                 axes.errorbar(sizes, means, errors, color=colour, label=label, **style)
-                if (line := arm.line()) is not None:
-                    ends = [sizes[0], sizes[-1]]
-                    fitted = [line.intercept + line.slope * b for b in ends]
-                    axes.plot(ends, fitted, color=colour, lw=1)
-            axes.set(title=f"{activation}, {kind}", xlabel="batch size")
-            axes.set(ylabel="test accuracy, percent")
+                axes.plot(sizes, means, color=colour, lw=1)
+            sizes = sorted({size for arm in found for size in arm.accuracies})
+            axes.set_xscale("log", base=2)
+            axes.set(xticks=sizes, xticklabels=sizes, xlabel="batch size")
+            axes.set(title=f"{activation}, {kind}", ylabel="test accuracy, percent ± error")
+            axes.set(ylim=(_least(found), None))
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside right upper", title="map, learning rate" if several else "map"
     )
     figure.suptitle(runs[0]["data"], fontsize=8)
     figure.savefig(file, dpi=110)
+
+
+def _least(found: Sequence[Arm]) -> float | None:
+    """The lower end of a panel: below all maps but RMSNorm, whose networks may collapse."""
+    means = [arm.at(b)[0] for arm in found for b in arm.accuracies if arm.method != "rmsnorm"]
+    return min(means) - 1 if means else None

@@ -170,6 +170,7 @@ QUESTION = Question(
     title="A small transformer on text",
     setting=f"{BLOCKS} blocks, {WIDTH} wide, {HEADS} heads; {ROWS} pieces of {LENGTH} characters "
     "a step; AdamW.",
+    score="−loss on text held out, nats per character",
     unit="test loss, nats per character",
     measures=MEASURES,
     panels=(("scale_cv", "step"), ("update_cosine", "step"), ("attention_scale_cv", "step")),

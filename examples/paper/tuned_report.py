@@ -33,6 +33,7 @@ class Question(NamedTuple):
         measures: what is read of every run.
         panels: measures of the picture; each by step or by layer.
         claims: stated before the run.
+        score: on data held out, for the picture.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Question(NamedTuple):
     measures: tuple[str, ...]
     panels: tuple[tuple[str, str], ...]
     claims: tuple[Claim, ...]
+    score: str = "accuracy on images held out, percent"
 
 
 def curve(runs: Iterable[Run], arm: str) -> dict[float, float]:
@@ -164,7 +166,7 @@ def plot(question: Question, runs: Sequence[Run], file: Path) -> None:
     quarter, high = scores[len(scores) // 4], scores[-1]
     low = max(scores[0], quarter - 10 * (high - quarter))
     margin = 0.1 * (high - low) or 1.0
-    axes.set(xscale="log", xlabel="learning rate", ylabel="score on data held out")
+    axes.set(xscale="log", xlabel="learning rate", ylabel=question.score, title="seed 0")
     axes.set(ylim=(low - margin, high + margin))
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")

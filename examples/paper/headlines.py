@@ -1,0 +1,202 @@
+"""The figures that the pages state, computed anew from the runs that are kept: no data needed.
+
+    python examples/paper/headlines.py
+
+A test finds every one of them, as printed here, in `docs/paper.md` or in `results/README.md`.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fair_report import Accuracies, Arm, accuracies, chance, difference
+from readings_report import layer_medians, typical
+from scipy import stats
+from slopes import BY_BATCH, Run, at_the_end, mean_and_error
+from table import plus
+
+RESULTS = Path(__file__).parent / "results"
+ALIGNMENT = RESULTS.parents[1] / "alignment" / "results"
+SIZES, TUNED = (8, 16, 32, 64, 128), (8, 32, 128)
+Headline = tuple[str, str]  # what, and the figures
+
+
+def runs(name: str, folder: Path = RESULTS) -> list[Run]:
+    """The runs of an experiment."""
+    found: list[Run] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def table1(read: Callable[[Run], float] = at_the_end) -> Accuracies:
+    """Accuracies of Table 1's runs by arm and seed; batch normalisation by both tests."""
+    found: Accuracies = {}
+    for run in runs("table1"):
+        arm = Arm(run["method"], run["activation"], run["batch_size"])
+        found.setdefault(arm, {})[run["seed"]] = read(run)
+        if BY_BATCH in run:
+            by_batch = arm._replace(method="by-batch")
+            found.setdefault(by_batch, {})[run["seed"]] = at_the_end(run, BY_BATCH)
+    return found
+
+
+def tuned(name: str = "fair", which: str = "test_accuracy") -> Accuracies:
+    """Accuracies of a fair test at the tuned rates."""
+    return accuracies(runs(f"{name}-tuning"), runs(name), which)
+
+
+def signed(values: Sequence[float]) -> str:
+    """Mean and error of values, with a sign."""
+    return plus(*mean_and_error(values), sign=True)
+
+
+def over_sizes(found: Accuracies, arm: Arm, than: str, sizes: Sequence[int]) -> list[float]:
+    """Mean over batch sizes of a paired difference, by seed."""
+    each = [difference(found, arm._replace(batch_size=size), than) for size in sizes]
+    return [statistics.fmean(of_seed) for of_seed in zip(*each, strict=True)]
+
+
+def slopes(found: Accuracies, method: str, activation: str, sizes: Sequence[int]) -> list[float]:
+    """Points per 100 samples of the batch, by seed."""
+    seeds = [found[Arm(method, activation, size)] for size in sizes]
+    fits = [stats.linregress(sizes, [each[seed] for each in seeds]) for seed in sorted(seeds[0])]
+    return [100 * float(fit.slope) for fit in fits]
+
+
+def of_table1() -> Iterator[Headline]:
+    """Table 1 at the paper's one learning rate."""
+    found = table1()
+    for activation in ("tanh", "leaky"):
+        arm = Arm("affine-like", activation, 0)
+        less = {
+            size: difference(found, arm._replace(batch_size=size), "standard") for size in TUNED
+        }
+        for size, values in less.items():
+            yield f"Table 1, {activation}, B = {size}: affine-like − standard", signed(values)
+        for than in ("standard", "constant-scale", "rmsnorm", "norm-like", "layernorm", "by-batch"):
+            if than in ("standard", "constant-scale") or activation == "leaky":
+                values = over_sizes(found, arm, than, SIZES)
+                yield f"Table 1, {activation}: affine-like − {than}, mean over B", signed(values)
+        for method in ("affine-like", "norm-like", "standard"):
+            shown = signed(slopes(found, method, activation, SIZES))
+            yield f"Table 1, {activation}: slope of {method}", shown
+    arm = Arm("batchnorm", "leaky", 0)
+    yield (
+        "Table 1, leaky: batchnorm − affine-like, mean over B",
+        signed(over_sizes(found, arm, "affine-like", SIZES)),
+    )
+
+
+def of_fair() -> Iterator[Headline]:
+    """The fair test: differences, their slopes, and when they were taken."""
+    found, trained = tuned(), tuned(which="train_accuracy")
+    for activation in ("tanh", "leaky"):
+        arm = Arm("affine-like", activation, 0)
+        together = over_sizes(found, arm, "standard", TUNED)
+        shown = f"{signed(together)} (p = {chance(together):.2g})"
+        yield f"fair, {activation}: affine-like − standard, mean over B", shown
+        for method in ("affine-like", "standard"):
+            shown = signed(slopes(found, method, activation, TUNED))
+            yield f"fair, {activation}: slope of {method}", shown
+    for size in TUNED:
+        arm = Arm("affine-like", "tanh", size)
+        yield f"fair, tanh, B = {size}: test", signed(difference(found, arm, "standard"))
+        yield f"fair, tanh, B = {size}: training", signed(difference(trained, arm, "standard"))
+        early = difference(_early(), arm, "standard")
+        yield f"fair, tanh, B = {size}: test, epochs 4 to 6", signed(early)
+
+
+def _early() -> Accuracies:
+    """Accuracies of the fair test in epochs 4 to 6."""
+    cut = [
+        {**run, "test_accuracy": [statistics.fmean(run["test_accuracy"][3:6])]}
+        for run in runs("fair")
+    ]
+    return accuracies(runs("fair-tuning"), cut)
+
+
+def of_overtaking() -> Iterator[Headline]:
+    """When affine-like passes the others with tanh, in epochs and in updates."""
+    for than in ("layernorm", "batchnorm", "standard"):
+        behind = [last_behind(than, size) for size in SIZES]
+        epochs = ", ".join(str(epoch) for epoch, _ in behind)
+        yield f"Table 1, tanh: last epoch of affine-like behind {than}, B = 8 … 128", epochs
+        if than == "layernorm":
+            updates = ", ".join(f"{updates:,}" for _, updates in behind)
+            yield "the next epoch's end, in updates", updates
+
+
+def last_behind(than: str, size: int) -> tuple[int, int]:
+    """The last epoch after which affine-like is not above another map; updates of the next."""
+    by_method: dict[str, list[list[float]]] = {}
+    for run in runs("table1"):
+        if (run["activation"], run["batch_size"]) == ("tanh", size):
+            by_method.setdefault(run["method"], []).append(run["test_accuracy"])
+            updates = int(run["updates_per_epoch"])
+    ours, theirs = (
+        [statistics.fmean(seeds) for seeds in zip(*by_method[method], strict=True)]
+        for method in ("affine-like", than)
+    )
+    last = max(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a <= b), default=0
+    )
+    return last, (last + 1) * updates
+
+
+def of_readings() -> Iterator[Headline]:
+    """What BatchNorm changes, and whether readings foretell the end of a long training."""
+    end = table1()
+    for activation in ("tanh", "leaky"):
+        by_method: dict[str, list[Run]] = {}
+        for run in runs("readings"):
+            if run["activation"] == activation:
+                by_method.setdefault(run["method"], []).append(run)
+        for method in ("standard", "batchnorm"):
+            layers = zip(*(layer_medians(r, "scale_cv") for r in by_method[method]), strict=True)
+            shown = ", ".join(f"{statistics.fmean(layer):.2f}" for layer in layers)
+            yield f"readings, {activation}: scale_cv of {method} by layer", shown
+        after = [statistics.fmean(end[Arm(m, activation, 128)].values()) for m in by_method]
+        early = [statistics.fmean(map(at_the_end, mine)) for mine in by_method.values()]
+        yield f"rank correlation of 5 and 100 epochs, {activation}", _rank(early, after)
+        for measure in (
+            "update_cosine",
+            "harmed_fraction",
+            "gradient_cosine",
+            "interference_ratio",
+        ):
+            read = [statistics.fmean(typical(r, measure) for r in m) for m in by_method.values()]
+            yield f"{measure} and accuracy after 100 epochs, {activation}", _rank(read, after)
+
+
+def _rank(x: Sequence[float], y: Sequence[float]) -> str:
+    return plus(float(stats.spearmanr(x, y).statistic), float("nan"), sign=True)
+
+
+def of_schedules() -> Iterator[Headline]:
+    """Dynamic maximal learning rates against those of full alignment, each at its best rate."""
+    for name in ("grid_digits", "grid_teacher"):
+        found = runs(name, ALIGNMENT)
+        pairs = [
+            [d - f for d, f in zip(each["dynamic"]["losses"], each["full"]["losses"], strict=True)]
+            for each in found
+        ]
+        settings = sum(statistics.fmean(each) < 0 for each in pairs)
+        paired = sum(less < 0 for each in pairs for less in each)
+        count = sum(map(len, pairs))
+        shown = f"{settings} of {len(found)} settings, {paired} of {count} paired runs"
+        yield f"{name}: dynamic below full", shown
+
+
+def headlines() -> Iterable[Headline]:
+    """All of them."""
+    for part in (of_table1, of_fair, of_overtaking, of_readings, of_schedules):
+        yield from part()
+
+
+def main() -> None:
+    for what, figures in headlines():
+        print(f"{what}: {figures}")
+
+
+if __name__ == "__main__":
+    main()
