@@ -158,36 +158,40 @@ def _correlations(runs: Sequence[Run]) -> str:
 
 
 def plot(runs: Sequence[Run], file: Path) -> None:
-    """A row of panels per activation, a column per measure: mean over layers by share of training.
+    """A row of panels per measure, a column per activation: mean over layers by step.
 
     Args:
-        runs: as in readings.json; those of the first seed at the largest batch size are drawn.
+        runs: as in readings.json; all seeds at the largest batch size are drawn.
         file: where to write the picture.
     """
     activations = list(dict.fromkeys(run["activation"] for run in runs))
-    shape = (len(activations), len(MEASURES))
-    figure = Figure(figsize=(2.7 * shape[1] + 1.6, 2.7 * shape[0]), layout="constrained")
-    grid = figure.subplots(*shape, squeeze=False)
-    largest, first = (max(r["batch_size"] for r in runs), min(r["seed"] for r in runs))
-    for activation, row in zip(activations, grid, strict=True):
-        for measure, axes in zip(MEASURES, row, strict=True):
+    shape = (len(MEASURES), len(activations))
+    figure = Figure(figsize=(3.6 * shape[1] + 1.6, 1.7 * shape[0]), layout="constrained")
+    grid = figure.subplots(*shape, squeeze=False, sharex=True)
+    largest = max(run["batch_size"] for run in runs)
+    for measure, row in zip(MEASURES, grid, strict=True):
+        for activation, axes in zip(activations, row, strict=True):
             for run in runs:
-                if (run["activation"], run["batch_size"], run["seed"]) == (
-                    *(activation, largest, first),
-                ):
-                    by_step = list(zip(*run[measure], strict=True))
-                    known = [
-                        (step, statistics.fmean(v for v in values if v is not None))
-                        for step, values in zip(run["step"], by_step, strict=True)
-                        if any(v is not None for v in values)
-                    ]
-                    style = {"color": COLOURS[run["method"]], "lw": 1, "label": run["method"]}
-                    axes.plot([s for s, _ in known], [v for _, v in known], **style)
-            axes.set(title=f"{measure}, {activation}", xlabel="step")
-            axes.title.set_fontsize(9)
+                if (run["activation"], run["batch_size"]) == (activation, largest):
+                    style = {"color": COLOURS[run["method"]], "lw": 1, "alpha": 0.7}
+                    axes.plot(*by_step(run, measure), **style, label=run["method"])
+            axes.set_title(f"{measure}, {activation}", fontsize=9)
             if measure in ("interference_ratio", RATE):
                 axes.set_yscale("symlog" if measure == RATE else "log")
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", title="map")
+    of_map = dict(zip(labels, handles, strict=True))
+    figure.legend(of_map.values(), of_map, loc="outside right upper", title="map; a line a seed")
     figure.suptitle(f"batch size {largest}; {runs[0]['data']}", fontsize=8)
     figure.savefig(file, dpi=110)
+
+
+def by_step(run: Run, measure: str) -> tuple[list[int], list[float]]:
+    """Steps that were measured, and means over the layers that were."""
+    steps, values = [], []
+    for step, layers in zip(run["step"], zip(*run[measure], strict=True), strict=True):
+        if known := [value for value in layers if value is not None]:
+            steps.append(step)
+            values.append(statistics.fmean(known))
+    return steps, values

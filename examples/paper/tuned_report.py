@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from readings_report import layer_medians, typical
+from readings_report import by_step, layer_medians, typical
 from slopes import Run, mean_and_error
 from table import markdown, plus
 
@@ -159,7 +159,7 @@ def plot(question: Question, runs: Sequence[Run], file: Path) -> None:
                 values = layer_medians(run, measure)
                 panel.plot(range(1, len(values) + 1), values, **style)
             else:
-                panel.plot(*_by_step(run, measure), **style)
+                panel.plot(*by_step(run, measure), **style)
             panel.set(title=measure, xlabel=across)
             panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     scores = sorted(s for arm in found for s in curve(runs, arm).values() if math.isfinite(s))
@@ -172,13 +172,3 @@ def plot(question: Question, runs: Sequence[Run], file: Path) -> None:
     figure.legend(handles, labels, loc="outside right upper")
     figure.suptitle(runs[0]["data"], fontsize=8)
     figure.savefig(file, dpi=110)
-
-
-def _by_step(run: Run, measure: str) -> tuple[list[int], list[float]]:
-    """Steps that were measured, and means over layers."""
-    steps, values = [], []
-    for step, layers in zip(run["step"], zip(*run[measure], strict=True), strict=True):
-        if known := [value for value in layers if value is not None]:
-            steps.append(step)
-            values.append(statistics.fmean(known))
-    return steps, values
