@@ -149,11 +149,14 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
         ratios = [mean(r[arm]["losses"]) / mean(r["full"]["losses"]) for r in results]
         at = [i + 0.3 * (place - 0.5) for i in range(len(results))]
         losses.bar(at, ratios, 0.28, label=arm)
+        for x, r in zip(at, results, strict=True):
+            of_seeds = zip(r[arm]["losses"], r["full"]["losses"], strict=True)
+            losses.plot([x] * SEEDS, [own / full for own, full in of_seeds], "k.", ms=4)
         trades.plot(
             [r[arm]["trade-off"] for r in results], [1 - x for x in ratios], "os"[place], label=arm
         )
     losses.axhline(1, color="grey", lw=0.8)
-    losses.set_title("training loss over that of full, each at its best rate")
+    losses.set_title("training loss over that of full, each at its best rate; dots: seeds")
     trades.axhline(0, color="grey", lw=0.8)
     trades.set(
         title="gain over trade-off", xlabel="mean increase of c", ylabel="1 − loss / loss of full"
