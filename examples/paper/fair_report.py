@@ -221,12 +221,13 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
     found, known, chosen = accuracies(tuning, final), curves(tuning), best(tuning)
     activations = list(dict.fromkeys(arm.activation for arm in found))
     sizes = sorted({arm.batch_size for arm in found})
+    methods = [method for method in ORDER if any(arm.method == method for arm in found)]
     shape = (1 + len(sizes), len(activations))
     figure = Figure(figsize=(4.6 * shape[1] + 2.4, 3.6 * shape[0]), layout="constrained")
     grid = figure.subplots(*shape, squeeze=False)
     for activation, axes in zip(activations, grid[0], strict=True):
-        for place, method in enumerate(ORDER[1:]):
-            shift = 0.09 * (place - len(ORDER) / 2 + 1)
+        for place, method in enumerate(methods[1:]):
+            shift = 0.09 * (place - len(methods) / 2 + 1)
             points = [
                 (x + shift, *mean_and_error(values), values)
                 for x, size in enumerate(sizes)
@@ -241,7 +242,7 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
         axes.set(title=activation, ylabel="test accuracy less standard's, points ± error")
     for size, row in zip(sizes, grid[1:], strict=True):
         for activation, axes in zip(activations, row, strict=True):
-            for method in ORDER:
+            for method in methods:
                 arm = Arm(method, activation, size)
                 curve = known.get(arm, {})
                 axes.plot(*_xy(curve), ".-", color=COLOURS[method], lw=1, label=method)

@@ -1,0 +1,68 @@
+"""The figures on the pages are those of the runs that are kept."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+import convolutional
+import depth
+import fair_report
+import headlines
+import optimizers
+import patches
+import projections
+import readings_report
+import table
+import transformer
+import tuned_report
+import widths_report
+
+ROOT = Path(__file__).parents[2]
+RESULTS = headlines.RESULTS
+WRITTEN = (ROOT / "docs" / "paper.md", RESULTS / "README.md", ROOT / "docs" / "alignment.md")
+Runs = list[dict[str, Any]]
+
+
+def of_question(module: Any) -> Callable[[Runs], str]:
+    return lambda runs: tuned_report.text(module.QUESTION, runs)
+
+
+PAGES: dict[str, Callable[[Runs], str]] = {
+    "table1": table.text,
+    "widths": lambda runs: widths_report.text(runs, 2),
+    "readings": readings_report.text,
+    "convolutional": convolutional.text,
+    "projections": projections.text,
+    "depth": of_question(depth),
+    "optimizers": of_question(optimizers),
+    "patches": of_question(patches),
+    "transformer": of_question(transformer),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_computed_from_its_runs(name: str) -> None:
+    runs: Runs = json.loads((RESULTS / f"{name}.json").read_text())
+    assert PAGES[name](runs) == (RESULTS / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["fair", "fair-adam-unit"])
+def test_a_fair_test_is_computed_from_its_runs(name: str) -> None:
+    page = fair_report.text(headlines.runs(f"{name}-tuning"), headlines.runs(name))
+    assert page == (RESULTS / f"{name}.md").read_text()
+
+
+def test_every_headline_is_on_a_page_as_it_is_computed() -> None:
+    """A difference may be said without its plus sign: better by so many points."""
+    written = " ".join(" ".join(page.read_text().split()) for page in WRITTEN)
+    found = list(headlines.headlines())
+    assert len(found) > 40
+    lost = [(what, f) for what, f in found if f not in written and f.lstrip("+") not in written]
+    assert lost == []
