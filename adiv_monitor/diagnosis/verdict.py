@@ -138,7 +138,7 @@ def untold(record: Record) -> tuple[Untold, ...]:
     return (
         *found,
         Untold("Whether another learning rate does better", _AUDIT),
-        Untold("Wiring inside the model: parameters that are frozen, or that nothing uses", _AUDIT),
+        Untold("Wiring: parameters that are frozen, or that nothing uses", _AUDIT),
         Untold(
             "Whether labels belong to their inputs",
             "overfit one batch, and look at some samples with their labels",

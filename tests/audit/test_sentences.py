@@ -1376,8 +1376,8 @@ ROWS: list[Row] = [
          "and counted in epochs?"),
         ("rate-gone", "A higher base learning rate decays as soon."),
         ("rate-rises", "The learning rate rises, and so does the loss: since the lowest loss, near "
-         "step 9, it has grown 100 times."),
-        ("rate-rises", "end the schedule's rise before the loss rises, near step 9, or lower its "
+         "step 10, it has grown 100 times."),
+        ("rate-rises", "end the schedule's rise before the loss rises, near step 10, or lower its "
          "peak"),
         ("weights-set-back", "The weights are set back between the optimizer's steps: measured "
          "steps begin with those of an earlier one."),

@@ -300,7 +300,8 @@ def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
     before = [rate for step, rate in rates.items() if step <= there]
     times = rates[last] / max(before) if before and max(before) > 0 else 0.0
     risen = not end(record) <= smooth[lowest] + 2 * noise(record)
-    learnt = record.losses[0] - smooth[lowest] > 2 * noise(record)
+    before_it = replace(record, losses=record.losses[: lowest + 1])
+    learnt = record.losses[0] - smooth[lowest] > 2 * noise(before_it)
     if times >= RISEN and learnt and risen and long and end(record) > 2 * abs(smooth[lowest]):
         yield Finding(
             "rate-rises",
