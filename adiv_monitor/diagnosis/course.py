@@ -142,7 +142,9 @@ def fell(record: Record) -> bool:
     if not record.losses:
         return False
     first = record.losses[0]
-    if end(record) > first / 2 and max(smoothed(record)) > PEAK * first > 0:
+    # Means are below their largest value: most runs need not be smoothed.
+    peaked = max(record.losses) > PEAK * first > 0 and max(smoothed(record)) > PEAK * first
+    if peaked and end(record) > first / 2:
         return False
     n = _quarter(record)
     begin = fmean(record.losses[:n])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from loop_runs import FAR, HITS, MEANT, UP, run
-from made_records import FACTS, RISING, STILL, WELL
+from made_records import FACTS, RISING, STILL, WELL, reading
 
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import course
@@ -63,6 +63,16 @@ def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:
     first, *others = diagnose(replace(broken, first_non_finite="the loss", non_finite_since=20))
     assert (first.name, first.strength) == ("rate-too-high", "act")
     assert {f.name: f.strength for f in others}["non-finite"] == "watch"
+
+
+@pytest.mark.parametrize(("losses", "first"), [(RISING, "rate-too-high"), (STILL, "input-scale")])
+def test_of_a_loss_that_rises_the_learning_rate_is_asked_about_before_the_inputs(
+    losses: tuple[float, ...], first: str
+) -> None:
+    far = {"kind": "linear", "features": 64, "scale_mean": 64 * 2500.0, "update_ratio": 50.0}
+    of = run(losses=losses, layers=FAR | {"a": reading(**far)})
+    names = list(found(of))
+    assert {"rate-too-high", "input-scale"} <= set(names) and names[0] == first
 
 
 @pytest.mark.parametrize(

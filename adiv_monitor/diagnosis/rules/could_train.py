@@ -5,7 +5,7 @@ loop of its own, and asks the same by its probes.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -43,10 +43,6 @@ def could_train(record: Record) -> Iterator[Finding]:
 
 def _strength(record: Record) -> Strength:
     return "watch" if course(record) in ("falls", "unknown") else "act"
-
-
-def _in_all(record: Record, has: Callable[[StepReport], object], fewest: int = FEWEST) -> bool:
-    return len(record.reports) >= fewest and all(map(has, record.reports))
 
 
 def _not_held(record: Record) -> Iterator[Finding]:
@@ -184,7 +180,7 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
 
 def _left_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in all measured steps."""
-    if not _in_all(record, lambda report: report.evaluated):
+    if len(record.reports) < FEWEST or not all(report.evaluated for report in record.reports):
         return
     paths = record.reports[-1].evaluated
     yield Finding(
