@@ -202,8 +202,10 @@ class Capture:
             except Exception as error:
                 self.layers.failed(layer.path, error)
         if is_alone:
-            self.passes.meant = self._watching.differentiates_inputs or any(
-                x.accumulation.is_assigned for x in found.values()
+            self.passes.meant = (
+                self._watching.differentiates_inputs
+                or any(x.accumulation.is_assigned for x in found.values())
+                or any(rows.again for rows in self.rows.values())
             )
         return found
 

@@ -223,6 +223,7 @@ class LayerRows:
     Attributes:
         calls: the calls of which rows are kept, in order.
         dropped: whether rows were dropped because their gradient was zeroed before a step.
+        again: whether a pass went through calls once more whose gradient was zeroed.
         ceiling: sums over all rows, if requested.
         linear: how well the rule reproduced the output; None: not checked.
     """
@@ -230,7 +231,7 @@ class LayerRows:
     def __init__(self, chooser: Chooser, path: str) -> None:
         self._path, self._drawn = path, 0
         self.calls: dict[Call, None] = {}
-        self.dropped = False
+        self.dropped = self.again = False
         self.ceiling: Ceiling | None = None
         self.linear: Tensor | None = None
         self._chooser = chooser
@@ -335,6 +336,7 @@ class LayerRows:
         self._factors = ()
         for call in [call for call in self._reached if not call.arrived]:
             del self._reached[call], self.calls[call]
+        self.again |= bool(self._reached)
         for call in self._reached:
             call.gradient = call.squares = None
             self._waiting[call] = None

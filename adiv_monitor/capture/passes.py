@@ -45,7 +45,8 @@ class Passes:
     Attributes:
         losses: for each pass, the gradient at the loss; the sum over the losses that it has.
         meant: whether zeroed passes are meant: `.grad` was replaced by another tensor after the
-            last pass, or inputs are differentiated, as for adversarial ones.
+            last pass, inputs are differentiated, as for adversarial ones, or a graph was gone
+            through again, as for the gradients of single tasks.
     """
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:

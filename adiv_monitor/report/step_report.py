@@ -119,11 +119,13 @@ class StepReport:
         not_held: module path → elements of its trainable parameters that have a gradient, but that
             this optimizer does not hold, and that nothing has changed since the last measured step.
         cut_off: module path → elements of its trained parameters that no gradient reached, although
-            the module ran before a measured layer whose input carries no gradient.
+            the module ran before a measured layer whose input carries no gradient, and that nothing
+            has changed since the last measured step, as a moving average does.
         removed: module path → elements of its trained parameters whose gradient was there after the
             backward pass, and is removed or zero as the optimizer steps.
         zeroed_passes: number of this step's backward passes whose gradients were zeroed before the
-            optimizer stepped, though no optimizer stepped and no weight changed since.
+            optimizer stepped, though no optimizer stepped and no weight changed since; 0 if the
+            graph is gone through again, or the gradient then changes by more than a factor.
         loss_gradients: for each backward pass of this step, the gradient at the loss: 1 for
             `loss.backward()`, 1/k for the mean over k micro-batches, the scale of an AMP scaler; of
             several losses in one pass the sum. Empty if no loss of one element is known, by

@@ -106,7 +106,11 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         *_without_ceiling(part.layers),
         *of_attention,
     )
-    return replace(part.report, layers=readings, notes=notes, attention=attention)
+    # The sum of gradients that were zeroed one by one, as of single samples, is an edit, too.
+    zeroed = 0 if "edited" in reasons.values() else part.report.zeroed_passes
+    return replace(
+        part.report, layers=readings, notes=notes, attention=attention, zeroed_passes=zeroed
+    )
 
 
 def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspected: bool) -> Judged:

@@ -10,8 +10,8 @@ from torch import Tensor
 from adiv_monitor.step.earlier_weights import EarlierWeights
 
 
-class Unheld(NamedTuple):
-    """A parameter with a gradient that the optimizer does not hold.
+class Untrained(NamedTuple):
+    """A parameter that the optimizer does not step: it does not hold it, or it has no gradient.
 
     Attributes:
         parameter: the parameter.
@@ -40,7 +40,7 @@ class RunHistory:
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
         weights: some weights of earlier steps.
-        unheld: by id, the parameters of the last step that the optimizer does not hold.
+        untrained: by id, the parameters that the optimizer did not step in the last step.
     """
 
     gradient_changes: bool = True
@@ -53,7 +53,7 @@ class RunHistory:
     copies: list[Tensor] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
-    unheld: dict[int, Unheld] = field(default_factory=dict)
+    untrained: dict[int, Untrained] = field(default_factory=dict)
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
         """Record the changes seen; each is expected from then on, even if seen only once."""

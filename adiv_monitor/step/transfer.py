@@ -29,8 +29,7 @@ class Flags(Generic[T]):
         loss_changes: realised change of every sample's loss.
         began: some weights as the optimizer's step began.
         stepped: the same as it ended.
-        unheld: norms of some entries of each parameter with a gradient that the optimizer does not
-            hold.
+        untrained: norms of some entries of each parameter that the optimizer does not step.
         loss_gradients: `Passes.losses`.
         zeroed: `Passes.norms`.
         batch: `Capture.batch`.
@@ -46,7 +45,7 @@ class Flags(Generic[T]):
     loss_changes: T | None = None
     began: T | None = None
     stepped: T | None = None
-    unheld: tuple[T, ...] = ()
+    untrained: tuple[T, ...] = ()
     loss_gradients: tuple[T, ...] = ()
     zeroed: tuple[T, ...] = ()
     batch: tuple[T, ...] = ()

@@ -16,7 +16,7 @@ from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
 from adiv_monitor.step.rank_contribution import RankContribution, was_zeroed
-from adiv_monitor.step.run_history import RunHistory, Unheld
+from adiv_monitor.step.run_history import RunHistory, Untrained
 from adiv_monitor.step.transfer import Flags
 
 
@@ -37,9 +37,10 @@ class WholeModel:
         self._history = history
         self._capture: Capture | None = None
         self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
-        self._cut_off: dict[str, int] = {}
+        self._cut_off: list[nn.Parameter] = []
         self._trainable = 0
         self._unheld: list[nn.Parameter] = []  # those with a gradient
+        self._untrained: list[nn.Parameter] = []  # both
         self._versions: list[int] = []
 
     def gradient_is_final(self, capture: Capture, flags: Flags[Tensor]) -> None:
@@ -57,10 +58,11 @@ class WholeModel:
         every = list(trainable(self._model))
         self._trainable = sum(map(elements, every))
         self._unheld = [p for p in every if p.grad is not None and id(p) not in held]
-        self._versions = [*map(version, self._unheld)]
-        plain = [part_of(p) for p in self._unheld if is_shard(p) or type(p.data) is Tensor]
-        if len(plain) == len(self._unheld) > 0:  # writes through .data change no version
-            flags.unheld = tuple(torch._foreach_norm([*map(sampled_entries, plain)]))
+        self._untrained = [*self._unheld, *self._cut_off]
+        self._versions = [*map(version, self._untrained)]
+        plain = [part_of(p) for p in self._untrained if is_shard(p) or type(p.data) is Tensor]
+        if len(plain) == len(self._untrained) > 0:  # writes through .data change no version
+            flags.untrained = tuple(torch._foreach_norm([*map(sampled_entries, plain)]))
 
     def updated(self, flags: Flags[Tensor]) -> None:
         """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
@@ -70,11 +72,11 @@ class WholeModel:
         found = capture.cut_off()
         if found is not None:
             self._history.cut_off = set(map(id, found))
-        self._cut_off = capture.selection.by_module(
+        self._cut_off = [
             p
             for p in capture.selection.parameters
             if id(p) in self._history.cut_off and p.requires_grad and p.grad is None
-        )
+        ]
 
     def describe(self, part: RankContribution, flags: Flags[Array]) -> None:
         """Fill in what this step showed, and record it in the run history.
@@ -89,11 +91,13 @@ class WholeModel:
         zeroed = [found[path] for path, layer in part.layers.items() if was_zeroed(layer)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
         removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
+        is_as_before = self._are_as_before(flags.untrained)
+        cut_off = [p for p in self._cut_off if is_as_before[id(p)] is not False]
         part.report = replace(
             part.report,
             trainable=self._trainable,
-            not_held=self._not_held(flags.unheld),
-            cut_off=self._cut_off,
+            not_held=self._not_held([p for p in self._unheld if is_as_before[id(p)]]),
+            cut_off=self._capture.selection.by_module(cut_off),
             removed=self._capture.selection.by_module(removed),
             weights_returned=self._weights_returned(flags),
         )
@@ -103,18 +107,24 @@ class WholeModel:
             return None
         return self._history.weights.returned(self._sample, flags.began, flags.stepped)
 
-    def _not_held(self, norms: tuple[Array, ...]) -> dict[str, int]:
-        before, now = self._history.unheld, dict[int, Unheld]()
-        still = []
-        for i, (parameter, number) in enumerate(zip(self._unheld, self._versions, strict=True)):
+    def _are_as_before(self, norms: tuple[Array, ...]) -> dict[int, bool | None]:
+        """Return which parameters nothing has changed since the last measured step; None: unknown.
+
+        Other code may train what the optimizer does not: another optimizer, or a moving average.
+        """
+        before, now = self._history.untrained, dict[int, Untrained]()
+        found = dict[int, bool | None]()
+        for i, (parameter, number) in enumerate(zip(self._untrained, self._versions, strict=True)):
             norm = float(norms[i]) if norms else 0.0
-            seen = now[id(parameter)] = Unheld(weakref.ref(parameter), number, norm)
-            if before.get(id(parameter)) == seen:
-                still.append(parameter)
-        self._history.unheld = now
-        self._unheld = []
-        paths = paths_of_parameters(self._model) if still else {}
+            seen = now[id(parameter)] = Untrained(weakref.ref(parameter), number, norm)
+            earlier = before.get(id(parameter))
+            found[id(parameter)] = None if earlier is None else earlier == seen
+        self._history.untrained = now
+        return found
+
+    def _not_held(self, parameters: list[nn.Parameter]) -> dict[str, int]:
+        paths = paths_of_parameters(self._model) if parameters else {}
         found = Counter[str]()
-        for parameter in still:
+        for parameter in parameters:
             found[paths[id(parameter)]] += elements(parameter)
         return dict(found)

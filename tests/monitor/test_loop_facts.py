@@ -246,6 +246,35 @@ def of_tasks(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Opti
     optimizer.step()
 
 
+def clips_each_sample(
+    model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """DP-SGD by hand: the optimizer gets the sum of the samples' gradients, each clipped."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for x, target in zip(batch(0), TARGETS, strict=True):
+        optimizer.zero_grad()
+        criterion(model(x[None]), target[None]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for whole, p in zip(total, model.parameters(), strict=True):
+            whole += p.grad
+    for whole, p in zip(total, model.parameters(), strict=True):
+        assert p.grad is not None
+        p.grad.copy_(whole / 6)
+    optimizer.step()
+
+
+def probes_tasks(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Looks at the gradient of each of two tasks, and trains on their sum."""
+    output = model(batch(0))
+    losses = [criterion(output[rows], TARGETS[rows]) for rows in (slice(3), slice(3, 6))]
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+    optimizer.zero_grad()
+    sum(losses).backward()
+    optimizer.step()
+
+
 def checkpoints(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Each module has a backward pass of its own, inside that of the loss."""
     for number in range(3):
@@ -280,6 +309,8 @@ LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
     "re-entrant checkpoints": (checkpoints, ((1.0,) * 3, 0)),  # their inputs are differentiated
     "adversarial inputs": (attacks, ((1.0,) * 2, 0)),
     "gradients by hand": (of_tasks, ((1.0,) * 2, 0)),
+    "samples that are clipped one by one": (clips_each_sample, ((1.0,) * 6, 0)),
+    "gradients of tasks, through one graph": (probes_tasks, ((1.0, 1.0, 2.0), 0)),
 }
 
 

@@ -281,6 +281,36 @@ def test_what_is_unused_or_frozen_is_not_cut_off(
     assert [r.cut_off for r in reports] == [{}] * 3
 
 
+class WithTeacher(nn.Module):
+    """A teacher that runs first, and whose output is only compared with that of the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.teacher, self.student = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x / 2)
+        result: Tensor = self.student(x * target.mean()) - target
+        return result
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_teacher_that_is_an_average_is_not_cut_off(*, moves: bool, through_data: bool) -> None:
+    model = WithTeacher()
+
+    def average(step: int) -> None:
+        pairs = zip(model.teacher.parameters(), model.student.parameters(), strict=True)
+        for mean, p in pairs if moves else ():
+            with torch.no_grad():
+                (mean.data if through_data else mean).lerp_(p, 0.1)
+
+    reports = train(model, model.parameters(), after=average, steps=4)
+    assert [r.cut_off for r in reports[1:]] == [{} if moves else {"teacher": 28}] * 3
+
+
 def test_parameters_that_the_optimizer_does_not_hold_are_not_cut_off() -> None:
     model = Two("detach")
     reports = train(model, model.head.parameters())
