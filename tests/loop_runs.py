@@ -12,6 +12,7 @@ OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
 LAYERS = {name: reading() for name in "abc"}
 SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
 FAR = {name: reading(update_ratio=50.0) for name in "abc"}
+CREEPING = tuple(550.0 - 0.4 * step + 2 * (-1) ** step for step in range(40))  # by 3 %
 UP = (2.3, *(2.3 + 3 * step for step in range(39)))
 UP_AGAIN = (*(2.3 - 0.1 * step for step in range(10)), *(1.4 + 3 * step for step in range(30)))
 
@@ -51,6 +52,7 @@ HITS = {
     "zeroed-early": run(removed={"a": 600, "b": 300}, layers={}),
     "zeroed-early by micro-batches": run(zeroed_passes=7),
     "left-in-eval": run(evaluated=("drop",)),
+    "left-in-eval since the first evaluation": run(evaluated=[(), (), *[("drop",)] * 4]),
     "same-batch": run(batch=(3.5, 7.0), next_batch=(3.5, 7.0)),
     "clipping-always": run(losses=STILL, layers=SHORT, loss_gradients=(1.0,)),
     "clipping-always by a scaler": run(
@@ -78,6 +80,7 @@ MEANT = {
     "a part without a gradient": run(removed={"a": 400}),
     "one step zeroed, as by an AMP scaler": run(zeroed_passes=[1, 0, 0, 0, 0, 0]),
     "evaluated once": run(evaluated=[("drop",), (), (), (), (), ()]),
+    "evaluated at the end": run(evaluated=[(), (), (), *[("drop",)] * 3]),
     "the same first batch of each epoch": run(batch=(3.5,), next_batch=(4.5,)),
     "batches that are not known": run(batch=(), next_batch=()),
     "clipping, as the loss falls": run(layers=SHORT, loss_gradients=(1.0,)),

@@ -49,7 +49,8 @@ def is_measure(record: Record) -> bool:
     """Return whether reports show no reason for which the loss need not fall."""
     alone = not any(report.other_optimizers for report in record.reports)
     fresh = bool(record.reports) and record.reports[0].step == 0
-    return alone and fresh and min(record.losses) > 0
+    falls = not any(report.maximize for report in record.reports)
+    return alone and fresh and falls and min(record.losses) > 0
 
 
 def smoothed(record: Record) -> list[float]:
@@ -155,6 +156,16 @@ def fell(record: Record) -> bool:
 def rose(record: Record) -> bool:
     """Return whether the loss rose by more than noise and by more than `STILL`, or diverged."""
     return _moved(record, end(record) - record.losses[0]) if record.losses else False
+
+
+def fell_little(record: Record) -> bool:
+    """Return whether the loss fell by less than `STILL`, but by more than noise.
+
+    The decrease is that of the mean, from the first to the last quarter of the steps.
+    """
+    n = _quarter(record)
+    way = fmean(record.losses[:n]) - end(record) if record.losses else 0.0
+    return not fell(record) and way > 2 * noise(record) * math.sqrt(2 / n)
 
 
 def may_have_fallen(record: Record) -> bool:

@@ -251,5 +251,10 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
     if not record.is_audited:
         findings = [*_of_reports(findings, record)]
     findings = explained(findings)
+    if record.trained:  # what was learnt would be lost
+        findings = [
+            replace(f, advice=tuple(a for a in f.advice if a.fix != "reinitialise"))
+            for f in findings
+        ]
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))

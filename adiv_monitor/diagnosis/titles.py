@@ -166,7 +166,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "rate-too-high": "Learning rate too high",
         "rate-too-low": "Learning rate too low",
         "uneven-rates": "Layers move by very different amounts",
-        "loss-stuck": "The loss does not fall",
+        "loss-stuck": "The loss does not fall, or hardly",
         "stands-still": "Layers that hardly move",
         "outside-healthy": "Readings outside the healthy range",
         "rate-decayed": "The learning rate has decayed",

@@ -113,6 +113,7 @@ class StepReport:
         groups: layer → number of the parameter group that holds its weight, from 0; empty if all
             groups have the same learning rate.
         optimizer: class name of the optimizer, e.g. "AdamW"; "" without one.
+        maximize: whether the optimizer raises the loss, by `maximize=True` in all its groups.
         other_optimizers: class names of other optimizers that stepped between this optimizer's last
             step and this one.
         trainable: number of elements of all trainable parameters of the model; 0: not counted.
@@ -158,6 +159,7 @@ class StepReport:
     learning_rates: tuple[float, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
     optimizer: str = ""
+    maximize: bool = False
     other_optimizers: tuple[str, ...] = ()
     trainable: int = 0
     not_held: Mapping[str, int] = field(default_factory=dict)
@@ -272,6 +274,7 @@ class StepReport:
             "learning_rates": list(self.learning_rates),
             "groups": dict(self.groups),
             "optimizer": self.optimizer,
+            "maximize": self.maximize,
             "other_optimizers": list(self.other_optimizers),
             "trainable": self.trainable,
             "not_held": dict(self.not_held),

@@ -53,6 +53,7 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
         learning_rates=learning_rates,
         groups={path: group for path, group in groups.items() if group is not None},
         optimizer=rates.optimizer,
+        maximize=rates.maximize,
         other_optimizers=tuple(armed.others.names),
     )
     failures.notes.clear()

@@ -33,11 +33,13 @@ class Rates(NamedTuple):
         optimizer: class name of the optimizer; "" without one.
         of_groups: `lr` of each parameter group; empty if a group has none.
         groups: id of a parameter → number of its group; empty if there is one group only.
+        maximize: whether all groups have `maximize=True`.
     """
 
     optimizer: str
     of_groups: Sequence[float | Tensor]
     groups: Mapping[int, int]
+    maximize: bool = False
 
 
 NO_RATES = Rates("", (), {})
@@ -58,10 +60,11 @@ def learning_rates(optimizer: Optimizer) -> Rates:
             found.append(float(rate))
         else:
             return NO_RATES._replace(optimizer=name)
+    up = all(group.get("maximize") is True for group in several)
     if len(several) == 1:
-        return Rates(name, found, {})
+        return Rates(name, found, {}, up)
     return Rates(
-        name, found, {id(p): i for i, group in enumerate(several) for p in group["params"]}
+        name, found, {id(p): i for i, group in enumerate(several) for p in group["params"]}, up
     )
 
 

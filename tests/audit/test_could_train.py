@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from loop_runs import FAR, HITS, MEANT, UP, run
-from made_records import FACTS, RISING, STILL, WELL, reading
+from loop_runs import FAR, HITS, MEANT, CREEPING, UP, run
+from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import course
@@ -119,3 +119,26 @@ def test_a_loss_that_may_be_no_measure_is_a_note(of: Record) -> None:
     assert "no fault of generative adversarial networks" in finding.summary
     alone = found(run(losses=STILL))["loss-stuck"]
     assert alone.strength == "watch" and "adversarial" not in alone.summary
+
+
+def test_a_loss_that_falls_slowly_is_a_note() -> None:
+    finding = found(run(losses=CREEPING))["loss-stuck"]
+    assert finding.strength == "note"
+    assert finding.summary == "The loss falls by less than 5%: 552 at first, 536 at the end."
+    by_noise = tuple(x - 20 * (-1) ** step for step, x in enumerate(CREEPING))
+    assert found(run(losses=by_noise))["loss-stuck"].strength == "watch"
+    assert found(record(losses=CREEPING, chance=552.0))["loss-stuck"].strength == "watch"
+
+
+def test_an_optimizer_that_maximizes_goes_uphill_on_purpose() -> None:
+    up = {name: reading(parameter_cosine=-1.0, descent=-0.1) for name in "abc"}
+    assert found(run(layers=up))["optimizer-turns"].strength == "watch"
+    assert found(run(layers=up, losses=RISING))["optimizer-turns"].strength == "act"
+    meant = found(run(layers=up, losses=RISING, maximize=True))
+    assert "optimizer-turns" not in meant
+    assert {finding.strength for finding in meant.values()} <= {"note"}
+
+
+def test_a_reading_that_cannot_be_raises_nothing() -> None:
+    of = run(layers={name: reading(projection_cosine=1.5, scale_cv=-1.0) for name in "abc"})
+    assert not found(of).keys() & {"outside-healthy"}

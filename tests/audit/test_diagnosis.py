@@ -535,6 +535,12 @@ def test_weights_that_are_drawn_as_advised_are_not_to_be_drawn_again() -> None:
     assert advised(1.45, 1.0, bias=5.0) == drawn
 
 
+def test_weights_that_were_trained_are_not_to_be_drawn_again() -> None:
+    for of in HITS.values():
+        advised = [a.fix for f in diagnose(replace(of, trained=True)) for a in f.advice]
+        assert "reinitialise" not in advised
+
+
 def test_a_first_loss_that_large_inputs_make_is_not_the_weights_doing() -> None:
     high = (16.0, *WELL[1:])
     assert "bad-initialisation" in found(record(losses=high))

@@ -490,6 +490,18 @@ def test_learning_rates_are_those_of_the_step() -> None:
     ]
 
 
+@pytest.mark.parametrize("up", [False, True])
+def test_a_report_says_whether_the_optimizer_maximizes(*, up: bool) -> None:
+    model = WithLoss()
+    several = [{"params": [p], "lr": 0.1, "maximize": True} for p in model.parameters()]
+    several[0]["maximize"] = up
+    optimizer = torch.optim.SGD(several)
+    with Monitor(model, optimizer) as monitor:
+        one_step(monitor, optimizer, [model(batch(0))["loss"]])
+    (report,) = monitor.reports
+    assert report.maximize == up == StepReport.from_dict(report.to_dict()).maximize
+
+
 def test_a_learning_rate_may_be_a_tensor_that_a_schedule_writes_to() -> None:
     model = WithLoss()
     lr = torch.tensor(0.5, dtype=torch.float64)

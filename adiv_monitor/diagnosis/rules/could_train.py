@@ -7,6 +7,7 @@ loop of its own, and asks the same by its probes.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import course, end, is_measure, noise, smoothed
@@ -179,8 +180,11 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
 
 
 def _left_in_eval(record: Record) -> Iterator[Finding]:
-    """Find a model that is in eval mode as a whole in all measured steps."""
-    if len(record.reports) < FEWEST or not all(report.evaluated for report in record.reports):
+    """Find a model that is in eval mode as a whole in more than the last half of the run."""
+    last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
+    if len(last) < FEWEST or not (
+        last[0].step - last[-1].step > (last[0].step - record.reports[0].step) / 2
+    ):
         return
     paths = record.reports[-1].evaluated
     yield Finding(
@@ -191,6 +195,7 @@ def _left_in_eval(record: Record) -> Iterator[Finding]:
         (Advice("call model.train() before the training, and again after each evaluation"),),
         "The whole model is in eval mode as it trains: dropouts drop nothing, and normalisations "
         "use their running statistics, which no step updates.",
+        since=last[-1].step,
     )
 
 

@@ -173,7 +173,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
             (
                 _everywhere("add layer normalisation in front of all layers", "layer-norm"),
                 _everywhere("add batch normalisation in front of all layers", "batch-norm"),
-                *_again(record),
+                _AGAIN,
                 Advice(
                     "use ReLU-like activation functions instead of sigmoids, or add residual "
                     "connections"
@@ -233,7 +233,7 @@ def exploding(record: Record) -> Iterator[Finding]:
             "act" if ratio > FAR * EXPLODED and suffers(record) else "watch",
             _evidence(norms, first, ratio, EXPLODED),
             (
-                *_again(record),
+                _AGAIN,
                 _everywhere("add layer normalisation in front of all layers", "layer-norm"),
                 Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip"),
             ),
@@ -253,9 +253,7 @@ def _everywhere(text: str, fix: str) -> Advice:
     return Advice(text, fix, everywhere=True)
 
 
-def _again(record: Record) -> Iterator[Advice]:
-    if not record.trained:  # what was learnt would be lost
-        yield _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise")
+_AGAIN = _everywhere("initialise all weights again, scaled by their fan-in", "reinitialise")
 
 
 def gradient_ratios(record: Record) -> dict[int, float]:

@@ -10,6 +10,7 @@ from adiv_monitor.diagnosis.course import (
     end,
     falls_ever_faster,
     fell,
+    fell_little,
     is_long_enough,
     is_measure,
     is_unbounded,
@@ -303,7 +304,8 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     """Find a loss that does not fall, ends no lower than a constant prediction's, or is unclear.
 
     A monitor can't know whether a loss is a measure of the training. It is one if it is positive,
-    and this optimizer alone trains, from the first step; else the finding is a note.
+    and this optimizer alone trains, from the first step; else the finding is a note. So it is if
+    the loss fell a little: much of it may be what no model can predict.
     """
     if not is_long_enough(record) or not math.isfinite(end(record)) or tells_nothing(record):
         return
@@ -327,10 +329,11 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     elif not advice:
         advice = (Advice("run adiv-audit: it looks for the cause, and tries learning rates"),)
     told = record.is_audited or is_measure(record)
+    little = not record.is_audited and fell_little(record)
     yield Finding(
         "loss-stuck",
         (),
-        "note" if unclear or rises or not told else "watch",
+        "note" if unclear or rises or little or not told else "watch",
         (Evidence("loss", end(record), start(record)), *_overfits(record)),
         advice,
         _stuck(record, no_lower=no_lower) + RISES_YET * rises + _NO_MEASURE * (not told),
@@ -347,6 +350,8 @@ def _stuck(record: Record, *, no_lower: bool) -> str:
     said = "does not fall"
     if rose(record):
         said = "rises"
+    elif not record.is_audited and fell_little(record):
+        said = f"falls by less than {STILL:.0%}"
     elif (fell(record) or may_have_fallen(record)) and start(record) == record.chance:
         said = f"ends no lower than {record.chance:.3g}, the loss of a constant prediction"
     elif fell(record) or may_have_fallen(record):

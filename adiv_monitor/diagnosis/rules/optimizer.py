@@ -46,7 +46,12 @@ _WRONG_SIGN = Advice(
 
 
 def optimizer_turns(record: Record) -> Iterator[Finding]:
-    """Find steps that go uphill or follow gradients of many steps ago."""
+    """Find steps that go uphill or follow gradients of many steps ago.
+
+    In the user's own run, an optimizer with `maximize=True` goes uphill on purpose.
+    """
+    if not record.is_audited and any(report.maximize for report in record.reports):
+        return
     cosines = by_layer(record, "parameter_cosine")
     turned = {p: -t.value for p, t in cosines.items() if t.below(0)}
     descents = [r.descent for r in record.reports[1:] if r.descent is not None]

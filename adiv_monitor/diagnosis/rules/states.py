@@ -69,7 +69,8 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
     }
     if outside.pop(("update_ratio", False), None) is not None:
         yield from _of_moves(record, spoken_for["update_ratio"])
-    if said := {place: layers for place, layers in outside.items() if layers}:
+    # A value that can't be, such as a cosine above 1, has no words.
+    if said := {place: seen for place, seen in outside.items() if seen and place in _WORDS}:
         yield _outside_healthy(record, said)
     yield from _decayed(record)
 
