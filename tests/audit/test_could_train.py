@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from loop_runs import FAR, HITS, MEANT, CREEPING, UP, run
+from loop_runs import CREEPING, FAR, HITS, MEANT, UP, run
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
