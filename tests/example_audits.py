@@ -11,7 +11,6 @@ from adiv_monitor import Monitor
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.record import (
-    Alternative,
     Facts,
     InputStatistics,
     Record,
@@ -22,10 +21,6 @@ from adiv_monitor.diagnosis.record import (
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import QUANTILE_LEVELS, LayerReading, StepReport
 
-ALTERNATIVES = (
-    *("as it is", "affine-like", "norm-like", "layer norm", "rms norm", "batch norm"),
-    *("centred inputs", "constant scale"),
-)
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
     "</script><script>alert(2)</script>",
@@ -160,25 +155,11 @@ def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
     )
 
 
-def what_if(layers: list[str], seed: int = 0) -> dict[str, dict[str, Alternative]]:
-    """Return every alternative for every layer."""
-    draw = random.Random(seed)
-    return {
-        layer: {
-            name: Alternative(
-                draw.uniform(0.1, 0.9), draw.uniform(0, 1.5), 10 ** draw.uniform(-1, 2)
-            )
-            for name in ALTERNATIVES
-        }
-        for layer in layers
-    }
-
-
 def faulty() -> AuditReport:
     """Return the report of a run with a finding of each strength."""
     of_run = trained()
     layers = list(of_run.reports[-1].layers)
-    return AuditReport(findings(layers, list(of_run.losses)), of_run, what_if(layers))
+    return AuditReport(findings(layers, list(of_run.losses)), of_run)
 
 
 def healthy() -> AuditReport:
@@ -206,7 +187,7 @@ def made_up(layers: list[str], steps: int, seed: int = 0) -> AuditReport:
     )
     losses = [2.3 * math.exp(-step / 400) + 0.1 * draw.random() for step in range(10 * steps)]
     of_run = record(reports, losses, [draw.uniform(0.5, 2) for _ in losses])
-    return AuditReport(findings(layers, list(of_run.losses)), of_run, what_if(layers, seed))
+    return AuditReport(findings(layers, list(of_run.losses)), of_run)
 
 
 def _reading(draw: random.Random, share: float, length: float) -> LayerReading:

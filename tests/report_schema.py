@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "report-schema.md"
 CLASSES = (
     *(AuditReport, finding.Finding, finding.Evidence, finding.Advice, finding.Trial),
     *(record.Record, record.Facts, record.InputStatistics, record.UnitStatistics),
-    *(record.WeightStatistics, record.Wiring, record.Alternative),
+    *(record.WeightStatistics, record.Wiring),
     *(StepReport, LayerReading, AttentionReading, AlignmentReading, Alarm, Turn),
 )
 COMPUTED = {
@@ -34,7 +34,8 @@ TOP = f"""# report.json
 
 This page describes the JSON file that an audit, and `HtmlSink` for a training, write beside their
 page: one object, `AuditReport.to_dict()`, schema {SCHEMA}. `AuditReport.from_json(text)` reads it
-back exactly. If something does not fit, its error says where, what is there and what is expected.
+back exactly; it also reads schema 2, without its `what_if`. If something does not fit, its error
+says where, what is there and what is expected.
 
 - JSON cannot represent numbers that are not finite. They are the strings `"NaN"` (no direction, or
   not known), `"Infinity"` and `"-Infinity"`. `null` is "None" below: not requested, or not defined.

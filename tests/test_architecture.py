@@ -29,7 +29,7 @@ STANDS_ON: Mapping[str, Sequence[str]] = {
 # The modules of the audit, from bottom to top. Those of the first line only keep old import paths.
 IN_THE_AUDIT = (
     *("finding", "record", "diagnosis", "page"),
-    *("training", "what_if", "seen", "trials", "report", "arguments", "audit", "__init__"),
+    *("training", "seen", "trials", "report", "arguments", "audit", "__init__"),
     *("options", "sources", "command"),
 )
 # Optional packages of the audit, which importing the package must not import.

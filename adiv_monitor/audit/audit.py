@@ -33,11 +33,10 @@ from adiv_monitor.audit.training.setup import (
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.training.warned import each_warning_once
-from adiv_monitor.audit.what_if import what_if as alternatives
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.own_run import compared
-from adiv_monitor.diagnosis.record import Alternative, Record
+from adiv_monitor.diagnosis.record import Record
 
 
 def audit(
@@ -55,7 +54,6 @@ def audit(
     alignment: bool = False,
     try_fixes: bool = True,
     try_seconds: float = math.inf,
-    what_if: bool = True,
     seed: int = 0,
     own_losses: Mapping[int, float] | Sequence[float] | None = None,
     progress: Progress | None = None,
@@ -91,7 +89,6 @@ def audit(
             one. If that leaves a trial out, the result depends on the clock, and the verdict says
             so. Without this limit it does not: number and length of trials follow from the number
             of steps and from the cost of a step (`record.facts.step_cost`).
-        what_if: whether to compute the steps of layers with other maps or inputs.
         seed: seed of the run's random numbers.
         own_losses: losses of your own run: those of its steps 0, 1, 2, …, or step → loss. The
             verdict says if the copy behaves otherwise.
@@ -151,7 +148,7 @@ def audit(
         record = _beside(record, own_losses, drawn_anew=is_drawn_anew(batches))
         tries = try_fixes and try_seconds > 0 and record.repeats and not record.moving_targets
         cap = trials.Cap(try_seconds) if tries else None
-        return _Diagnosis(setup, record, progress).report(cap, what_if)
+        return _Diagnosis(setup, record, progress).report(cap)
 
 
 def _beside(
@@ -179,13 +176,12 @@ class _Diagnosis:
         self._record = record
         self._progress = progress
         self._findings: tuple[Finding, ...] = ()
-        self._alternatives: Mapping[str, Mapping[str, Alternative]] = {}
 
-    def report(self, cap: trials.Cap | None, what_if: bool) -> AuditReport:
+    def report(self, cap: trials.Cap | None) -> AuditReport:
         """Return the report; without a cap, or after an interrupted run, nothing is tried."""
         try:
             if not self._record.interrupted:
-                self._run(cap, what_if)
+                self._run(cap)
         except KeyboardInterrupt:
             self._record = replace(self._record, interrupted=True)
         if cap is not None and cap.reached:
@@ -193,11 +189,9 @@ class _Diagnosis:
         if self._record.interrupted:
             note = "The audit was interrupted, so not all fixes were tried."
             self._record = replace(self._record, notes=(*self._record.notes, note))
-        return AuditReport(
-            self._findings or diagnose(self._record), self._record, self._alternatives
-        )
+        return AuditReport(self._findings or diagnose(self._record), self._record)
 
-    def _run(self, cap: trials.Cap | None, what_if: bool) -> None:
+    def _run(self, cap: trials.Cap | None) -> None:
         setup, progress = self._setup, self._progress
         if cap is not None:
             rates = trials.rate_trials(setup, self._record, cap=cap, progress=progress)
@@ -205,8 +199,6 @@ class _Diagnosis:
             overfit = trials.overfit(setup, self._record, cap=cap)
             self._record = replace(self._record, overfit=overfit)
         self._findings = diagnose(self._record)
-        if what_if:
-            self._alternatives = alternatives(setup)
         if cap is None:
             compares = self._record.repeats and not self._record.moving_targets
             off = "trials are off" if compares else "runs can't be compared"

@@ -16,7 +16,6 @@ class AuditReport(Diagnosis):
     Attributes:
         findings: strongest first; causes before what follows from them.
         record: what was seen of the run.
-        what_if: layer → alternative ("as it is", "affine-like", …) → how its step would be.
     """
 
     def write(self, folder: str | os.PathLike[str]) -> None:

@@ -4,18 +4,19 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adiv_monitor.diagnosis import own_run
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, WIRING, Advice, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
-from adiv_monitor.diagnosis.record import Alternative, Record
+from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.verdict import running_headline
 from adiv_monitor.report.written import read
 
 _D = TypeVar("_D", bound="Diagnosis")
-SCHEMA = 2  # of `Diagnosis.to_dict`; see docs/report-schema.md
+SCHEMA = 3  # of `Diagnosis.to_dict`; see docs/report-schema.md
+_READ = (2, SCHEMA)  # 2 held one field more, `what_if`
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,10 @@ class Diagnosis:
     Attributes:
         findings: findings, strongest first; causes before their consequences.
         record: observations of the run.
-        what_if: layer → alternative ("as it is", "affine-like", …) → measures of its step.
     """
 
     findings: tuple[Finding, ...]
     record: Record
-    what_if: Mapping[str, Mapping[str, Alternative]] = field(default_factory=dict)
 
     @property
     def worst(self) -> Strength | None:
@@ -88,15 +87,17 @@ class Diagnosis:
     def from_dict(cls: type[_D], record: Mapping[str, Any]) -> _D:
         """Read a report back from a record of `to_dict`, exactly.
 
+        Schema 2, which earlier versions wrote, is read without its `what_if`.
+
         Raises:
-            ValueError: the schema differs, or a value does not fit; the message says where, what it
-                is and what is expected.
+            ValueError: the schema is neither, or a value does not fit; the message says where, what
+                it is and what is expected.
         """
-        if not isinstance(record, Mapping) or record.get("schema") != SCHEMA:
+        if not isinstance(record, Mapping) or record.get("schema") not in _READ:
             got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
             raise ValueError(
-                f"{cls.__name__}.from_dict: got schema {reprlib.repr(got)}, expected {SCHEMA}: the "
-                "report.json of an audit by this version"
+                f"{cls.__name__}.from_dict: got schema {reprlib.repr(got)}, expected "
+                f"{' or '.join(map(str, _READ))}: the report.json of an audit"
             )
         return read(cls, record)
 
@@ -109,7 +110,7 @@ class Diagnosis:
         """Read a report back from a text of `to_json`, exactly.
 
         Raises:
-            ValueError: the text is not JSON, or not a report of this schema.
+            ValueError: the text is not JSON, or not a report that `from_dict` reads.
         """
         try:
             record = json.loads(text)

@@ -206,21 +206,6 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A layer at one step under an alternative, with the same gradients reaching it.
-
-    Attributes:
-        gradient_cosine: the monitor's measure of that name.
-        scale_cv: the monitor's measure of that name.
-        effective_lr: the monitor's measure, for a plain gradient step of learning rate 1.
-    """
-
-    gradient_cosine: float
-    scale_cv: float
-    effective_lr: float
-
-
-@dataclass(frozen=True)
 class Record:
     """The observations of one audited run.
 

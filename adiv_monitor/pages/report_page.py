@@ -19,7 +19,6 @@ from adiv_monitor.pages.heat import heat_map, heat_measures
 from adiv_monitor.pages.layers import layer_table, worst
 from adiv_monitor.pages.pictures import cosine_picture, loss_picture
 from adiv_monitor.pages.render import render
-from adiv_monitor.pages.what_if import what_if_tables
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
 from adiv_monitor.report.wording import cell, not_measured
 
@@ -64,7 +63,6 @@ def page(report: Diagnosis) -> str:
         anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
         attention=None if last is None else attention_table(last),
         alignment=None if last is None else alignment_table(last),
-        what_if=what_if_tables(report.what_if),
         settings=settings(record),
         outcome=outcome,  # pages of runs without trials do not pass it
     )

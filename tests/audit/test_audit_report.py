@@ -19,7 +19,6 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
 from adiv_monitor.audit import report as report_module
 from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
-from adiv_monitor.diagnosis.record import Alternative
 from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.sinks import JsonlSink
 
@@ -86,8 +85,7 @@ def audited() -> AuditReport:
         first_non_finite="loss",
         notes=("NaN",),
     )
-    alternatives = {"a": {"as it is": Alternative(0.5, math.nan, math.inf)}}
-    return AuditReport((finding, replace(finding, strength="note")), made, alternatives)
+    return AuditReport((finding, replace(finding, strength="note")), made)
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -124,7 +122,7 @@ def test_json_is_strict() -> None:
         pytest.fail(f"{word} is no JSON")
 
     record = json.loads(audited().to_json(), parse_constant=refuse)
-    assert record["schema"] == 2
+    assert record["schema"] == 3
     assert record["worst"] == "act"
     assert record["record"]["losses"][-1] == "NaN"
     assert record["record"]["overfit"]["loss_by_rate"] is None
@@ -134,7 +132,7 @@ def test_json_is_strict() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 1}, "schema 1, expected 2"),
+        ({"schema": 1}, "schema 1, expected 2 or 3"),
         ({"schema": None}, "schema None"),
         ({"record": {}}, "record.facts: got nothing, expected"),
     ],
@@ -150,6 +148,21 @@ def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
     del record["record"]["notes"]
     record["record"]["later"] = record["later"] = 1
     assert AuditReport.from_dict(record).record.notes == ()
+
+
+def test_what_was_written_as_schema_2_can_be_read() -> None:
+    text = (Path(__file__).parent / "report_of_schema_2.json").read_text(encoding="utf-8")
+    old, report = json.loads(text), AuditReport.from_json(text)
+    assert old["schema"] == 2 and old["what_if"]
+    assert report.findings[0].name == old["findings"][0]["name"]
+    assert report.record.losses == tuple(old["record"]["losses"])
+    first = old["record"]["reports"][0]["layers"]
+    assert {path: r.scale_cv for path, r in report.record.reports[0].layers.items()} == {
+        path: reading["scale_cv"] for path, reading in first.items()
+    }
+    new = report.to_dict()
+    assert new["schema"] == 3 and "what_if" not in new
+    assert same(AuditReport.from_dict(new), report)
 
 
 def test_the_verdict() -> None:
@@ -301,7 +314,6 @@ def test_the_schema_is_documented() -> None:
     check("Evidence", found["evidence"][0])
     check("Advice", found["advice"][0])
     check("Trial", found["advice"][0]["trial"])
-    check("Alternative", whole["what_if"]["a"]["as it is"])
     step = step_reports()[0].to_dict(quantiles=True)
     check("StepReport", step)
     check("LayerReading", next(iter(step["layers"].values())))

@@ -327,6 +327,8 @@ def test_compare_makes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert everything(Path("pages")) == {"both.html"}
     assert main(["compare", "before", "before", "--out", "same.html"]) == 0
     assert "none differs by more than that." in Path("same.html").read_text()
+    earlier = str(Path(__file__).parent / "report_of_schema_2.json")
+    assert main(["compare", earlier, "before", "--out", "earlier.html"]) == 0
 
 
 def test_compare_overwrites_its_own_pages_alone(capsys: pytest.CaptureFixture[str]) -> None:

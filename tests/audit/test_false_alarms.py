@@ -225,8 +225,7 @@ def audited(case: Case, steps: int = 60, rate: float = 3e-3) -> AuditReport:
     def adam(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], rate)
 
-    return audit(model, batches, loss=loss, optimizer=adam, steps=steps, try_fixes=False,
-                 what_if=False)  # fmt: skip
+    return audit(model, batches, loss=loss, optimizer=adam, steps=steps, try_fixes=False)
 
 
 @pytest.mark.parametrize("name", CASES)

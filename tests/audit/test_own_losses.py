@@ -33,7 +33,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def audited(**given: Any) -> Any:
-    quick = {"steps": STEPS, "try_fixes": False, "what_if": False}
+    quick = {"steps": STEPS, "try_fixes": False}
     given = {"optimizer": sgd, **quick, **given}
     return audit(mlp(), batches(), loss=cross_entropy, **given)
 
@@ -67,7 +67,7 @@ def loader(**given: Any) -> DataLoader[Any]:
 
 def test_the_order_that_a_loaders_generator_draws_is_the_runs_own() -> None:
     batches_of = loader(generator=torch.Generator().manual_seed(5))
-    quick = {"steps": 8, "optimizer": sgd, "try_fixes": False, "what_if": False}
+    quick = {"steps": 8, "optimizer": sgd, "try_fixes": False}
     report = audit(mlp(), batches_of, loss=cross_entropy, **quick)  # type: ignore[arg-type]
     model, own = mlp(), []
     optimizer = sgd(model)
@@ -83,7 +83,7 @@ def test_the_order_that_a_loaders_generator_draws_is_the_runs_own() -> None:
 
 
 def test_an_order_that_is_drawn_anew_is_noted_and_said_beside_own_losses() -> None:
-    quick = {"steps": 8, "try_fixes": False, "what_if": False}
+    quick = {"steps": 8, "try_fixes": False}
     report = audit(mlp(), loader(), loss=cross_entropy, **quick)  # type: ignore[arg-type]
     assert any("another order of batches" in note for note in report.record.notes)
     assert "another order of batches" not in report.verdict
@@ -115,7 +115,7 @@ def test_networks_that_a_loop_averages_into_are_said_to_stay() -> None:
     assert averages(Taught(), cross_entropy) == ["teacher"]
     frozen = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
     assert averages(frozen, cross_entropy) == averages(model, cross_entropy) == []
-    quick = {"steps": 8, "try_fixes": False, "what_if": False, "optimizer": sgd}
+    quick = {"steps": 8, "try_fixes": False, "optimizer": sgd}
     report = audit(Taught(), batches(), loss=cross_entropy, **quick)  # type: ignore[arg-type]
     assert (
         "if your loop updates 'teacher', as an average or a target, the copy does not"
@@ -155,7 +155,7 @@ def test_what_the_copy_lacks_is_in_the_verdict() -> None:
     model = mlp()
     optimizer = sgd(model)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    quick: dict[str, Any] = {"steps": 3, "try_fixes": False, "what_if": False}
+    quick: dict[str, Any] = {"steps": 3, "try_fixes": False}
     report = audit(model.eval(), batches(), loss=cross_entropy, optimizer=optimizer, **quick)
     assert report.verdict.endswith(
         "The copy differs from your run: the model was given in evaluation mode and is trained in "

@@ -315,7 +315,7 @@ def test_advice_has_the_result_of_its_trial() -> None:
 @pytest.mark.parametrize("losses", [(), (2.3,), (2.3, math.nan), (math.inf,), (0.0, 0.0)])
 def test_short_and_broken_runs_have_a_page(losses: tuple[float, ...]) -> None:
     record = replace(small().record, losses=losses, gradient_norms=losses, reports=(), units={})
-    text = page(AuditReport((), record, {}))
+    text = page(AuditReport((), record))
     assert Elements(text).wrong == []
     assert compare(AuditReport((), record), small(), ("a", "b"))
 

@@ -918,7 +918,7 @@ def test_where_layers_stand_still_rates_are_swept_by_decades() -> None:
         return torch.optim.AdamW(model.parameters(), lr=1e-7)
 
     report = audit(
-        *(mlp(), batches(20)), loss=loss, optimizer=adamw, steps=40, what_if=False,
+        *(mlp(), batches(20)), loss=loss, optimizer=adamw, steps=40,
         try_seconds=math.inf,
     )  # fmt: skip
     first = report.findings[0]
@@ -926,7 +926,7 @@ def test_where_layers_stand_still_rates_are_swept_by_decades() -> None:
     best = min(report.record.rates.values(), key=lambda trial: trial.loss)
     assert best.fix == first.advice[0].fix and best.loss < 0.7 * best.loss_without
     assert max(report.record.rates) >= 1e4
-    usual = audit(*(mlp(), batches(20)), loss=loss, steps=40, what_if=False, try_seconds=math.inf)
+    usual = audit(*(mlp(), batches(20)), loss=loss, steps=40, try_seconds=math.inf)
     assert max(usual.record.rates) <= 100
 
 
@@ -955,7 +955,7 @@ def test_a_loss_with_a_term_of_the_wrong_sign_has_no_lowest_value() -> None:
     def subtracted(model: nn.Module, batch: Any) -> Tensor:
         return 100 * loss(model, batch) - model(batch[0]).square().sum()
 
-    report = audit(mlp(), batches(20), loss=subtracted, steps=60, what_if=False, optimizer=adam)
+    report = audit(mlp(), batches(20), loss=subtracted, steps=60, optimizer=adam)
     first, *others = report.findings
     assert (first.name, first.strength) == ("unbounded-loss", "act")
     assert not {"target-scale", "rate-too-low"} & {f.name for f in others}
@@ -978,7 +978,7 @@ def cosine(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_a_loss_that_falls_slowly_without_a_bound_is_told_from_one_with_a_bound() -> None:
-    quick = {"steps": 40, "what_if": False, "try_fixes": False}
+    quick = {"steps": 40, "try_fixes": False}
     report = audit(mlp(), batches(20), loss=negated, **quick)  # type: ignore[arg-type]
     first = report.findings[0]
     assert (first.name, first.strength) == ("unbounded-loss", "act")
@@ -1004,7 +1004,7 @@ def test_samples_with_negative_weights_have_no_lower_bound_by_construction() -> 
 
     with_rewards = [(x, y, -1.0 - y) for x, y in batches(20)]
     for of, strength in ((policy, "watch"), (error, "act"), (no_square, "act")):
-        report = audit(mlp(), with_rewards, loss=of, steps=40, what_if=False, try_fixes=False)
+        report = audit(mlp(), with_rewards, loss=of, steps=40, try_fixes=False)
         found = next(f for f in report.findings if f.name == "unbounded-loss")
         assert found.strength == strength, of
         assert (f"{len(with_rewards[0][0])} samples of the first batch have" in found.summary) == (

@@ -156,5 +156,5 @@ def test_of_an_untrained_architecture_an_audit_has_nothing_to_act_on(name: str) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         of = ARCHITECTURES[name]()
-        report = audit(of.model, of.batches, loss=of.loss, steps=12, what_if=False, try_fixes=False)
+        report = audit(of.model, of.batches, loss=of.loss, steps=12, try_fixes=False)
     assert acts(report.record) == []

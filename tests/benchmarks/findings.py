@@ -1248,7 +1248,6 @@ def run(setup: Setup) -> AuditReport:
         optimizer=setup.optimizer,
         steps=setup.steps,
         clip_norm=setup.clip_norm,
-        what_if=False,
     )
 
 

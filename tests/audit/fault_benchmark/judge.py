@@ -111,7 +111,6 @@ def audited(run: Run, seed: int) -> AuditReport:
         optimizer=run.optimizer,
         clip_norm=run.clip_norm,
         steps=STEPS,
-        what_if=False,
         seed=seed,
     )
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.audit.trials.fixes.normalisers import NORMALISERS, Normaliser
 from adiv_monitor.audit.trials.fixes.places import affine_at, in_front
 from adiv_monitor.audit.trials.fixes.rates import scale_rates
-from adiv_monitor.audit.what_if.normalisers import NORMALISERS, Normaliser
 from adiv_monitor.diagnosis.record import Record
 
 
