@@ -80,6 +80,20 @@ def test_hugging_face_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(told["150"].removeprefix("eval_loss ")) < 0.4
 
 
+def test_what_if(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("what_if", capsys).splitlines()
+    assert lines[0] == "to affine-like: 2 swapped, 0 left"
+    table = {tuple(line.split()[:2]): line.split()[2:] for line in lines[5:]}
+    measures = ("update_cosine", "scale_cv", "effective_lr")
+    assert list(table) == [(path, measure) for path in "02" for measure in measures]
+    for path in "02":
+        before, after = map(float, table[path, "scale_cv"])
+        assert before > 0.5 and after == 0
+        before, after = map(float, table[path, "effective_lr"])
+        assert 0 < after < before / 10
+
+
 def test_every_example_is_tried() -> None:
     tried = {"plain_loop", "accelerate_loop", "fabric_loop", "hugging_face_trainer", "demo"}
+    tried |= {"what_if"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tried
