@@ -12,7 +12,7 @@ from house import ROOT
 # From bottom to top. A module may import modules before it in its own stack, and all modules of the
 # stacks below its own.
 STACKS: Mapping[str, Sequence[str]] = {
-    "ground": ("adiv_layers", "lightning_base", "moved", "files", "printable", "report", "errors"),
+    "ground": ("adiv_layers", "lightning_base", "files", "printable", "report", "errors"),
     "measuring": ("rerun", "features", "maths", "capture", "alignment", "step"),
     "showing": ("diagnosis", "alarms", "pictures", "pages", "sinks"),
     "using": (
@@ -26,9 +26,8 @@ STANDS_ON: Mapping[str, Sequence[str]] = {
     "showing": ("ground",),
     "using": ("ground", "measuring", "showing"),
 }
-# The modules of the audit, from bottom to top. Those of the first line only keep old import paths.
+# The modules of the audit, from bottom to top.
 IN_THE_AUDIT = (
-    *("finding", "record", "diagnosis", "page"),
     *("training", "seen", "trials", "report", "arguments", "audit", "__init__"),
     *("options", "sources", "command"),
 )

@@ -1,7 +1,6 @@
 """The audit: trains a copy of a model, finds faults in its training, and tries fixes."""
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,7 +56,6 @@ def audit(
     seed: int = 0,
     own_losses: Mapping[int, float] | Sequence[float] | None = None,
     progress: Progress | None = None,
-    try_mends: bool | None = None,
     _facts: Mapping[str, str] | None = None,
 ) -> AuditReport:
     """Train a copy of a model for some steps, and report faults of its training.
@@ -93,16 +91,10 @@ def audit(
         own_losses: losses of your own run: those of its steps 0, 1, 2, …, or step → loss. The
             verdict says if the copy behaves otherwise.
         progress: called with (name of the part, units done, units in all).
-        try_mends: the old name of `try_fixes`, until 1.0.
 
     Raises:
         TypeError, ValueError: an argument is not as expected; the message says what is expected.
     """
-    if try_mends is not None:
-        warnings.warn(
-            "audit(try_mends=…) is called try_fixes now", DeprecationWarning, stacklevel=2
-        )
-        try_fixes = try_mends
     check_training(model, loss, optimizer)
     check_numbers(
         steps=steps,

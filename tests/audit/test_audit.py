@@ -139,13 +139,6 @@ def test_every_step_gets_its_batch_as_it_was() -> None:
     assert (found.losses, found.realised) == (expected.losses, expected.realised)
 
 
-def test_the_old_name_of_try_fixes_warns() -> None:
-    given = {name: value for name, value in QUICK.items() if name != "try_fixes"}
-    with pytest.warns(DeprecationWarning, match="try_fixes"):
-        report = audit(mlp(), batches(), **given, try_mends=False)
-    assert not report.record.rates
-
-
 def test_the_same_audit_twice_says_the_same() -> None:
     loader = torch.utils.data.DataLoader(batches(1, 40)[0][0], 8, shuffle=True)
 
