@@ -50,8 +50,6 @@ RULES: tuple[Rule, ...] = (
     samples.gradient_cut,
     samples.no_activation,
     attention.attention_axis,
-    wiring.module_repeated,
-    wiring.joined_with_itself,
     targets.future_leak,
     targets.targets_misplaced,
     targets.broadcast_loss,
@@ -65,7 +63,6 @@ RULES: tuple[Rule, ...] = (
     targets.outputs_normalised,
     targets.dropout_on_outputs,
     targets.target_is_input,
-    targets.self_pairs,
     loss.zero_slope,
     loss.zero_gradient,
     weighting.label_smoothing,
@@ -157,7 +154,7 @@ CAUSES = frozenset(
         *("no-activation", "constant-data", "label-smoothing", "class-weights"),
         *("class-untaught", "penalty-dominates", "unsafe-division", "targets-moved"),
         *("attention-axis", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
-        *("outputs-constant", "collapsed", "zero-slope", "self-pairs"),
+        *("outputs-constant", "collapsed", "zero-slope"),
     }
 )
 FOLLOWS = frozenset(

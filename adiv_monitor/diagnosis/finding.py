@@ -14,7 +14,7 @@ WIRING = frozenset(
         *("not-held", "unreached", "frozen", "input-ignored"),
         *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
         *("future-leak", "target-is-input", "softmax-over-samples", "same-batch", "unshuffled"),
-        *("constant-data", "module-repeated", "zero-gradient", "logits-as-probabilities"),
+        *("constant-data", "zero-gradient", "logits-as-probabilities"),
         *("loss-reversed", "targets-misplaced"),
     }
 )

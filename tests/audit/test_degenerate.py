@@ -32,7 +32,7 @@ NUMBERS = (
 WORDS = dict.fromkeys(
     (
         *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked", "given"),
-        *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest", "outputs"),
+        *("class", "product", "axis", "over", "by", "sum", "kind", "farthest", "outputs"),
     ),
     "x",
 )
@@ -43,10 +43,10 @@ PROBES = (
     *("no-log", "softmax-of-one", "softmax-over-samples", "targets-out-of-range"),
     *("target-is-input", "same-batch", "unshuffled", "one-sided-weights", "order-ignored"),
     *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),
-    *("unbounded-loss", "behind-reference", "epsilon-dominates", "module-repeated"),
-    *("joined-with-itself", "attention-axis", "attention-saturated", "dropout-on-outputs"),
+    *("unbounded-loss", "behind-reference", "epsilon-dominates"),
+    *("attention-axis", "attention-saturated", "dropout-on-outputs"),
     *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant", "collapsed"),
-    *("zero-slope", "self-pairs"),
+    "zero-slope",
 )
 
 

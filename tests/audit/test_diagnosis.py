@@ -138,8 +138,6 @@ HITS = {
     "softmax-over-samples": probed("softmax-over-samples"),
     "targets-out-of-range": probed("targets-out-of-range", share=0.4, losses=STILL),
     "target-is-input": probed("target-is-input", places=0.0),
-    "self-pairs": record(probed={"self-pairs": Probed(
-        (Fact("matmul", {"share": 0.5, "samples": 64.0}, {"side": "positive"}),))}, losses=STILL),
     "future-leak": probed("future-leak", change=0.5),
     "left-in-eval": probed("left-in-eval", given=0.0, losses=STILL),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0, losses=STILL),

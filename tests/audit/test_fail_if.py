@@ -70,6 +70,13 @@ def test_an_unknown_finding_is_no_gate_that_never_fails() -> None:
         parse("head.*: acts-up")
 
 
+@pytest.mark.parametrize("name", ["module-repeated", "joined-with-itself", "self-pairs"])
+def test_a_finding_that_is_gone_names_what_is_there_instead(name: str) -> None:
+    for text in (name, f"head.*: {name}"):
+        with pytest.raises(UsageError, match=f"'{name}' is no longer looked for$"):
+            parse(text)
+
+
 def test_every_hit_is_listed_with_its_steps() -> None:
     made = report(
         {"a": reading(-0.5), "b": reading(0.5)}, {"a": reading(-0.25), "b": reading(-0.1)}

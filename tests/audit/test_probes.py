@@ -47,9 +47,9 @@ SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
 TOLD = {*PROBES, "labels-unrelated"}
 # Planted in test_wiring_probes.py, with healthy relatives of each.
 IN_OTHER_TESTS = {
-    *("epsilon-dominates", "module-repeated", "joined-with-itself", "attention-axis"),
+    *("epsilon-dominates", "attention-axis"),
     *("attention-saturated", "dropout-on-outputs", "outputs-normalised", "zero-gradient"),
-    *("gradient-differs", "outputs-constant", "zero-slope", "self-pairs"),
+    *("gradient-differs", "outputs-constant", "zero-slope"),
     "collapsed",
     *("logits-as-probabilities", "loss-reversed", "targets-misplaced"),
 }

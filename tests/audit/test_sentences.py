@@ -310,13 +310,6 @@ def epsilon(share: float) -> Record:
     return probed("epsilon-dominates", Fact("", numbers))
 
 
-SHARED_BLOCK = Fact("body.0", {"times": 6.0}, {"class": "Block"})
-JOINED, DOUBLED = (
-    probed("joined-with-itself", Fact(f"{f} in 'a'", {}, {"function": f, "shape": "(8, 16)"}))
-    for f in ("cat", "add")
-)
-
-
 def unvarying(by: str, kind: str = "LayerNorm") -> Record:
     return probed("outputs-constant", Fact("a", {"share": 0.0}, {"class": kind, "by": by}))
 
@@ -352,11 +345,6 @@ def of_slope(share: float | None = None) -> Record:
     """A step, or a clip of this share of the outputs."""
     numbers, kind = ({}, "step") if share is None else ({"share": share}, "clip")
     return probed("zero-slope", Fact("round (loss.py:3)", numbers, {"kind": kind}))
-
-
-def paired(side: str) -> Record:
-    fact = Fact("matmul (loss.py:3)", {"share": 0.1, "samples": 64.0}, {"side": side})
-    return probed("self-pairs", fact)
 
 
 def explained(reference: float, model: float, per_class: float = 40.0) -> Record:
@@ -708,24 +696,6 @@ ROWS: list[Row] = [
         "entries, its ε (1) is larger than √v (typically 0.0015): ε shortens their steps, which "
         "are no longer adapted to the size of their gradients", epsilon(0.9), epsilon(0.4)),
     Row("epsilon-dominates", "use the default eps of 1e-8", epsilon(0.9), epsilon(0.4)),
-    Row("module-repeated", "6 entries of the model are the same Block 'body.0': they share one "
-        "set of weights. [block] * n repeats the module, it does not copy it. Number of further "
-        "such modules: 1.",
-        probed("module-repeated", SHARED_BLOCK, SHARED_BLOCK),
-        probed("module-repeated", SHARED_BLOCK)),
-    Row("module-repeated", "they share one set of weights. [block] * n repeats the module, it does "
-        "not copy it.", probed("module-repeated", SHARED_BLOCK), record()),
-    Row("module-repeated", "create a module for each entry, as in [Block() for _ in range(n)], "
-        "unless the entries should share weights",
-        probed("module-repeated", SHARED_BLOCK), record()),
-    Row("joined-with-itself", "cat in 'a' concatenates a tensor of shape (8, 16) with itself: the "
-        "second copy tells the next layer nothing new.", JOINED, DOUBLED),
-    Row("joined-with-itself", "add in 'a' adds a tensor of shape (8, 16) to itself, which only "
-        "doubles it.", DOUBLED, JOINED),
-    Row("joined-with-itself", "Number of further such places: 1.",
-        probed("joined-with-itself", *2 * JOINED.found_by("joined-with-itself")), JOINED),
-    Row("joined-with-itself", "look whether another tensor was meant, such as the input of a skip "
-        "connection", JOINED, record()),
     Row("outputs-constant", "At the start, the outputs of LayerNorm 'a' are the same for all "
         "samples, although its inputs are not. The model's outputs are the same, too: what follows "
         "this module can only learn a constant.", unvarying("norm"), record()),
@@ -1092,16 +1062,6 @@ ROWS: list[Row] = [
         "to predict the next token", at_places(2), at_places(0)),
     Row("target-is-input", "shift the labels once: the data set, the model and the loss may each "
         "shift them", at_places(2), at_places(0)),
-    Row("self-pairs", "matmul (loss.py:3) returns the similarities of 64 samples with each other, "
-        "and those of each sample with itself count in the loss as ", paired("positive"), record()),
-    Row("self-pairs", "the pairs to bring together: these are the same whatever the model computes",
-        paired("positive"), paired("negative")),
-    Row("self-pairs", "pairs to push apart, which no model can do", paired("negative"),
-        paired("positive")),
-    Row("self-pairs", "compare each sample with another view of it, or with another sample of its "
-        "class", paired("positive"), paired("negative")),
-    Row("self-pairs", "leave the diagonal out of the softmax: mask it with torch.eye(n, "
-        "dtype=torch.bool)", paired("negative"), paired("positive")),
     Row("future-leak", "The targets are the next tokens of the input, and the outputs depend on "
         "later input tokens: the model sees the tokens that it should predict. A low loss does "
         "not show that it predicts well", probed("future-leak", Fact("", {"change": 0.5})),

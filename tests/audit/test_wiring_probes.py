@@ -1,8 +1,6 @@
 """Bugs of wiring, outputs and epsilon: each is seen, and its healthy relatives are not."""
 
-import copy
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +20,7 @@ from adiv_monitor.audit.seen.probes import PROBES
 from adiv_monitor.audit.seen.probes.attention_axis import sums_to_1, uses
 from adiv_monitor.audit.seen.probes.attention_saturated import spread
 from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.audit.training.train import held, train
+from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.record import Probed
@@ -247,166 +245,6 @@ def test_products_end_what_derives_entry_by_entry() -> None:
     made.follow(call("matmul", y, result=z))
     made.follow(call("__getitem__", y, result=w))
     assert [made.source(each) for each in (x, y, z, w)] == [begin, begin, None, begin]
-
-
-# Modules and tensors
-
-
-def repeated(times: int = 3, own: bool = False, container: Any = nn.Sequential) -> nn.Module:
-    torch.manual_seed(1)
-    layers = [nn.Linear(12, 12) for _ in range(times)] if own else [nn.Linear(12, 12)] * times
-    body = container(*layers) if container is nn.Sequential else container(layers)
-    return Through(body)
-
-
-class Through(nn.Module):
-    """Layers of a container one after the other, with the same activation between them."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body, self.head = body, nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:  # type: ignore[attr-defined]
-            x = layer(x).relu()
-        return self.head(x)
-
-
-@pytest.mark.parametrize("container", [nn.Sequential, nn.ModuleList])
-def test_a_module_that_is_several_entries_of_a_container_is_watched(container: Any) -> None:
-    of = with_model(repeated(container=container))
-    (fact,) = asked("module-repeated", of).facts
-    assert (fact.place, fact.numbers, fact.words) == ("body.0", {"times": 3.0}, {"class": "Linear"})
-    assert named(of)["module-repeated"] == "watch"
-    own = with_model(repeated(own=True, container=container))
-    assert asked("module-repeated", own) == Probed() and "module-repeated" not in named(own)
-
-
-def test_activations_without_parameters_and_loops_over_one_layer_are_no_repeated_modules() -> None:
-    act = nn.ReLU()
-    net = nn.Sequential(nn.Linear(12, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 3))
-    assert asked("module-repeated", with_model(net)) == Probed()
-
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.ModuleList([nn.Linear(12, 12)]), nn.Linear(12, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = self.layer[0](x).relu()
-            return self.head(x)
-
-    assert asked("module-repeated", with_model(Loop())) == Probed()
-
-
-class Named(nn.Module):
-    """A layer with two names, both of which run, or one."""
-
-    def __init__(self, both: bool) -> None:
-        super().__init__()
-        self.first = self.second = nn.Linear(12, 12)
-        self.both, self.head = both, nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        return self.head(self.second(x).relu() if self.both else x)
-
-
-def test_two_names_of_one_layer_are_a_fault_only_if_both_run() -> None:
-    (fact,) = asked("module-repeated", with_model(Named(both=True))).facts
-    assert fact.place == "first" and fact.numbers == {"times": 2.0}
-    assert asked("module-repeated", with_model(Named(both=False))) == Probed()
-
-
-def test_shallow_copies_share_their_parameters() -> None:
-    layer = nn.Linear(12, 12)
-    net = nn.Sequential(layer, nn.ReLU(), copy.copy(layer), nn.Linear(12, 3))
-    assert asked("module-repeated", with_model(net)).facts[0].numbers == {"times": 2.0}
-    fork = with_model(net).fork()
-    FIXES["own-copies"].apply(fork)
-    assert fork.model[0].weight is not fork.model[2].weight  # type: ignore[index]
-
-
-def test_copies_of_their_own_are_drawn_and_held() -> None:
-    of = with_model(repeated())
-    fork = of.fork()
-    FIXES["own-copies"].apply(fork)
-    layers = [fork.model.body[i] for i in range(3)]  # type: ignore[union-attr, index]
-    assert len({id(layer) for layer in layers}) == 3
-    assert torch.equal(layers[0].weight, of.model.body[0].weight)  # type: ignore[union-attr, index, operator]
-    assert not torch.equal(layers[0].weight, layers[1].weight)
-    assert {id(p) for p in fork.model.parameters()} == {id(p) for p in held(fork.optimizer)}
-    with pytest.raises(DoesNotApply):
-        FIXES["own-copies"].apply(with_model(repeated(own=True)).fork())
-
-
-class Tied(nn.Module):
-    """An embedding and an output layer of one weight, beside each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x.argmax(-1)))
-
-
-def test_layers_of_two_kinds_that_share_a_weight_are_tied_not_repeated() -> None:
-    assert asked("module-repeated", with_model(Tied())) == Probed()
-    with pytest.raises(DoesNotApply):
-        FIXES["own-copies"].apply(with_model(Tied()).fork())
-
-
-class Joined(nn.Module):
-    """Features of a layer, joined with others in a way."""
-
-    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.join = nn.Linear(12, 8), nn.Linear(8, 8), join
-        self.head = nn.LazyLinear(3)
-        self.head(self.join(torch.zeros(2, 8), torch.ones(2, 8)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.first(x).relu()
-        return self.head(self.join(self.second(before).relu(), before))
-
-
-@pytest.mark.parametrize(
-    ("join", "function"),
-    [(lambda z, x: torch.cat([z, z], 1), "cat"),
-     (lambda z, x: torch.concat((x, z, x), -1), "concat"),
-     (lambda z, x: z + z, "add"), (lambda z, x: torch.add(z, z), "add")],
-)  # fmt: skip
-def test_features_joined_with_themselves_are_watched(join: Any, function: str) -> None:
-    of = with_model(Joined(join))
-    (fact,) = asked("joined-with-itself", of).facts
-    assert function in fact.words["function"] and fact.words["shape"] == "(32, 8)"
-    assert named(of)["joined-with-itself"] == "watch"
-
-
-@pytest.mark.parametrize(
-    "join",
-    [lambda z, x: torch.cat([z, x], 1), lambda z, x: z + x, lambda z, x: torch.cat([z, -z], 1),
-     lambda z, x: torch.cat([z, z])[: len(z)], lambda z, x: z + z.detach(), lambda z, x: z * z],
-)  # fmt: skip
-def test_features_joined_with_others_are_no_fault(join: Any) -> None:
-    of = with_model(Joined(join))
-    assert asked("joined-with-itself", of) == Probed() and "joined-with-itself" not in named(of)
-
-
-def test_channels_of_an_input_may_be_repeated() -> None:
-    class Grey(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(24, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.cat([x, x], 1))
-
-    assert asked("joined-with-itself", with_model(Grey())) == Probed()
 
 
 # Constant outputs
@@ -844,103 +682,6 @@ def test_a_call_that_cannot_be_examined_hides_no_other(other: Callable[[Tensor],
 
     (fact,) = asked("zero-slope", setup(loss=rounded)).facts
     assert fact.words["kind"] == "step" and fact.place.startswith("round")
-
-
-def of_pairs(of_itself: bool, masked: bool) -> Setup:
-    """A contrastive loss of two views, or of one with itself, with or without the diagonal."""
-
-    def contrast(model: nn.Module, batch: Any) -> Tensor:
-        x = batch[0]
-        views = torch.cat([x, x.roll(1, 1)])
-        z = functional.normalize(model(views), dim=1)
-        similarities = 5 * z @ z.T
-        if masked:
-            similarities = similarities.masked_fill(torch.eye(len(z), dtype=torch.bool), -math.inf)
-        other = torch.arange(len(z)).roll(0 if of_itself else len(x))
-        return functional.cross_entropy(similarities, other)
-
-    return setup(loss=contrast)
-
-
-@pytest.mark.parametrize(
-    ("of_itself", "masked", "side"),
-    [(True, False, "positive"), (False, False, "negative"), (False, True, "")],
-)
-def test_samples_that_are_compared_with_themselves_are_named(
-    of_itself: bool, masked: bool, side: str
-) -> None:
-    of = of_pairs(of_itself, masked)
-    facts = asked("self-pairs", of).facts
-    assert [fact.words["side"] for fact in facts] == ([side] if side else [])
-    assert all(0 < fact.numbers["share"] <= 0.5 for fact in facts)
-    assert ("self-pairs" in named(of)) == bool(side)
-
-
-@pytest.mark.parametrize(("keeps_itself", "side"), [(True, "positive"), (False, "negative")])
-def test_samples_of_a_class_are_compared_with_themselves(keeps_itself: bool, side: str) -> None:
-    def of_classes(model: nn.Module, batch: Any) -> Tensor:
-        z = functional.normalize(model(batch[0]), dim=1)
-        y = torch.arange(len(z)) // 2
-        pairs = (y[:, None] == y).float() - (0 if keeps_itself else torch.eye(len(z)))
-        return -((5 * z @ z.T).log_softmax(1) * pairs / pairs.sum(1, keepdim=True)).mean()
-
-    (fact,) = asked("self-pairs", setup(loss=of_classes)).facts
-    assert fact.words["side"] == side
-
-
-def test_a_kernel_that_is_fitted_has_a_diagonal() -> None:
-    def fitted(model: nn.Module, batch: Any) -> Tensor:
-        z = model(batch[0])
-        return functional.mse_loss(z @ z.T, (batch[1][:, None] == batch[1]).float())
-
-    assert asked("self-pairs", setup(loss=fitted)) == Probed()
-
-
-def discrepancy(model: nn.Module, batch: Any) -> Tensor:
-    """The distance of two distributions by a kernel."""
-    z = torch.cat([model(batch[0]), model(batch[0] + 0.3)])
-    norms = z.square().sum(1)
-    kernel = torch.exp(-(norms[:, None] + norms - 2 * z @ z.T) / 2)
-    n = len(batch[0])
-    return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
-
-
-def dependence(model: nn.Module, batch: Any) -> Tensor:
-    """The dependence of the outputs on some features, by centred kernels."""
-    z, y = functional.normalize(model(batch[0]), dim=1), batch[0][:, :2].sin()
-    centring = torch.eye(len(z)) - 1 / len(z)
-    by = centring @ torch.exp(-torch.cdist(y, y).square()) @ centring
-    return -(z @ z.T * by).mean()
-
-
-def dependence_on_classes(model: nn.Module, batch: Any) -> Tensor:
-    """The dependence of the outputs on classes, one for each four samples."""
-    z = functional.normalize(model(batch[0]), dim=1)
-    y, centring = torch.arange(len(z)) // 4, torch.eye(len(z)) - 1 / len(z)
-    by = centring @ (y[:, None] == y).float() @ centring
-    return -(z @ z.T * by).mean()
-
-
-@pytest.mark.parametrize("of_kernel", [discrepancy, dependence, dependence_on_classes])
-def test_kernels_whose_gradient_is_that_of_no_softmax_have_a_diagonal(of_kernel: Any) -> None:
-    assert asked("self-pairs", setup(loss=of_kernel)) == Probed()
-
-
-class Graph(nn.Module):
-    """Mixes the samples by a softmax of their similarities."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.take, self.head = nn.Linear(12, 16), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.take(x)
-        return self.head((z @ z.T).softmax(1) @ z)
-
-
-def test_similarities_in_a_model_have_a_diagonal() -> None:
-    assert asked("self-pairs", with_model(Graph())) == Probed()
 
 
 def test_stopped_targets_of_other_features_are_compared_with_others() -> None:

@@ -422,27 +422,6 @@ def adamw(model: nn.Module, eps: float = 1e-8) -> AdamW:
     return AdamW(model.parameters(), lr=3e-3, eps=eps)
 
 
-def stacked(shared: bool) -> nn.Module:
-    """Four blocks between two layers."""
-    made = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]
-    blocks = nn.Sequential(*(made[:1] * 4 if shared else made))
-    return nn.Sequential(nn.Linear(64, 64), blocks, nn.Linear(64, 10))
-
-
-class Skipping(nn.Module):
-    """Joins the features of a narrow layer with the inputs, by a skip connection."""
-
-    def __init__(self, of_itself: bool) -> None:
-        super().__init__()
-        self.of_itself, self.wide = of_itself, nn.Linear(64, 64)
-        self.narrow, self.widen, self.head = nn.Linear(64, 4), nn.Linear(4, 64), nn.Linear(128, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.wide(x).relu()
-        after = self.widen(self.narrow(before).relu()).relu()
-        return self.head(torch.cat([after, after if self.of_itself else before], 1))
-
-
 class Attending(nn.Module):
     """Attention among the rows of an image, with positions."""
 
@@ -494,21 +473,6 @@ def of_digits(last: nn.Module) -> Setup:
 def of_itself(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     outputs = model(batch[0])
     return functional.mse_loss(outputs, outputs.detach())
-
-
-def of_views(masked: bool) -> Any:
-    """A contrastive loss of two views: a part of the pixels is 0 in each."""
-
-    def of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x = batch[0]
-        views = torch.cat([functional.dropout(x, 0.2), functional.dropout(x, 0.2)])
-        z = functional.normalize(model(views), dim=1)
-        similarities = 5 * z @ z.T
-        if masked:
-            similarities = similarities.masked_fill(torch.eye(len(z), dtype=torch.bool), -math.inf)
-        return functional.cross_entropy(similarities, torch.arange(len(z)).roll(len(x)))
-
-    return of
 
 
 def of_shares(change: Callable[[Tensor], Tensor]) -> Any:
@@ -1024,20 +988,6 @@ PICTURES: dict[str, Picture] = {
         (optimizer, ("EPSILON",)),
         with_setup(optimizer=adamw),
     ),
-    "module-repeated": Picture(
-        "four entries of a Sequential are one block; the healthy one has four blocks",
-        with_model(lambda _: stacked(shared=True)),
-        {},
-        None,
-        with_model(lambda _: stacked(shared=False)),
-    ),
-    "joined-with-itself": Picture(
-        "the skip connection concatenates the features with themselves, not with the inputs",
-        with_model(lambda _: Skipping(of_itself=True)),
-        {},
-        None,
-        with_model(lambda _: Skipping(of_itself=False)),
-    ),
     "outputs-constant": Picture(
         "a group normalisation with as many groups as channels behind the first layer; the "
         "healthy one has four groups",
@@ -1081,13 +1031,6 @@ PICTURES: dict[str, Picture] = {
         {"standard deviation of the targets": of_fact("outputs-normalised", "target std")},
         (targets, ("OTHER_SCALE", "OTHER_MEAN")),
         lambda: of_digits(nn.Identity()),
-    ),
-    "self-pairs": Picture(
-        "a contrastive loss of two views, with the similarities of each view with itself",
-        with_setup(loss=of_views(masked=False)),
-        {"share of the gradient at the diagonal": of_fact("self-pairs", "share")},
-        None,
-        with_setup(loss=of_views(masked=True)),
     ),
     "zero-slope": Picture(
         "a classifier whose outputs are rounded, with the squared error",

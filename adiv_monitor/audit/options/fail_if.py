@@ -14,6 +14,10 @@ from adiv_monitor.diagnosis.finding import STRENGTHS
 from adiv_monitor.diagnosis.titles import FINDING_TITLES
 
 _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+# Former names of findings → what is there instead.
+_RETIRED = dict.fromkeys(
+    ("module-repeated", "joined-with-itself", "self-pairs"), "no longer looked for"
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ def parse(text: str) -> Rule:
     if rule is not None:
         return rule
     if (match := _NAME.fullmatch(text.strip())) is not None:
+        if match["finding"] in _RETIRED:
+            raise UsageError(f"{text!r}: {match['finding']!r} is {_RETIRED[match['finding']]}")
         names = (*FINDING_TITLES, *STRENGTHS)
         if match["finding"] not in names:
             close = get_close_matches(match["finding"], names, 2) or sorted(names)

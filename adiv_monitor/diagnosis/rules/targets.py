@@ -300,32 +300,6 @@ def target_is_input(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def self_pairs(record: Record) -> Iterator[Finding]:
-    """Find a contrastive loss in which samples are compared with themselves."""
-    for fact in record.found_by("self-pairs"):
-        share, samples = fact.numbers["share"], fact.numbers["samples"]
-        is_positive = fact.words["side"] == "positive"
-        yield Finding(
-            "self-pairs",
-            (),
-            "act" if suffers(record) else "watch",
-            (Evidence("share of the gradient at the diagonal", share, 0.0, step=0),),
-            (
-                Advice("compare each sample with another view of it, or with another sample of its "
-                       "class")
-                if is_positive else
-                Advice("leave the diagonal out of the softmax: mask it with torch.eye(n, "
-                       "dtype=torch.bool)"),
-            ),
-            f"{fact.place} returns the similarities of {samples:.0f} samples with each other, and "
-            "those of each sample with itself count in the loss as "
-            + ("the pairs to bring together: these are the same whatever the model computes."
-               if is_positive else
-               "pairs to push apart, which no model can do."),
-            since=0,
-        )  # fmt: skip
-
-
 def future_leak(record: Record) -> Iterator[Finding]:
     """Find a model of the next token whose inputs include that token."""
     for fact in record.found_by("future-leak"):

@@ -156,51 +156,6 @@ def _ignored(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def module_repeated(record: Record) -> Iterator[Finding]:
-    """Find modules that are several entries of another one, which may be meant."""
-    facts = record.found_by("module-repeated")
-    if facts:
-        fact = facts[0]
-        times, kind = fact.numbers["times"], fact.words["class"]
-        others = f" Number of further such modules: {len(facts) - 1}." * (len(facts) > 1)
-        yield Finding(
-            "module-repeated",
-            tuple(fact.place for fact in facts),
-            "watch",
-            (Evidence("entries that are one module", times, 1.0, fact.place),),
-            (
-                Advice("create a module for each entry, as in [Block() for _ in range(n)], unless "
-                       "the entries should share weights", "own-copies"),
-            ),
-            f"{times:.0f} entries of the model are the same {kind} '{fact.place}': they share one "
-            "set of weights. [block] * n repeats the module, it does not copy it." + others,
-        )  # fmt: skip
-
-
-def joined_with_itself(record: Record) -> Iterator[Finding]:
-    """Find tensors that are concatenated with themselves or added to themselves."""
-    facts = record.found_by("joined-with-itself")
-    if facts:
-        fact = facts[0]
-        adds = "add" in fact.words["function"]
-        others = f" Number of further such places: {len(facts) - 1}." * (len(facts) > 1)
-        yield Finding(
-            "joined-with-itself",
-            (),
-            "watch",
-            (Evidence("places that join a tensor with itself", len(facts), 0.0, step=0),),
-            (Advice("look whether another tensor was meant, such as the input of a skip "
-                    "connection"),),
-            f"{fact.place} "
-            + (f"adds a tensor of shape {fact.words['shape']} to itself, which only doubles it."
-               if adds else
-               f"concatenates a tensor of shape {fact.words['shape']} with itself: the second copy "
-               "tells the next layer nothing new.")
-            + others,
-            since=0,
-        )  # fmt: skip
-
-
 def outputs_constant(record: Record) -> Iterator[Finding]:
     """Find the module from which on nothing varies over samples, unless all its units are dead."""
     facts = record.found_by("outputs-constant")

@@ -1,6 +1,5 @@
 """Fixes of faults in a run's code, applied to a copy."""
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +12,6 @@ from adiv_monitor.audit.seen.probes import (
     changed_outputs,
     dropout_too_high,
     gradient_cut,
-    module_repeated,
     one_sided_weights,
     reshape_scrambles,
     samples_mixed,
@@ -247,22 +245,6 @@ def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> 
     changed_outputs.leave_out(fork, found)
 
 
-def _own_copies(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Replace all but the first of the entries that are one module by copies, drawn anew."""
-    found = module_repeated.repeated(fork)
-    if not found:
-        raise DoesNotApply("no module is there twice")
-    for _, parent, names in found:
-        for name in names[1:]:
-            own = copy.deepcopy(parent._modules[names[0]])
-            assert own is not None
-            for module in own.modules():
-                if callable(reset := getattr(module, "reset_parameters", None)):
-                    reset()
-            parent._modules[name] = own
-            hold(fork, [p for p in own.parameters() if p.requires_grad])
-
-
 def _names(fork: Fork) -> set[str]:
     """Return the names of all functions that a pass calls."""
     names: set[str] = set()
@@ -301,6 +283,5 @@ FIXES = [
     Fix("outputs-without-dropout", "no dropout on the outputs", _outputs_without_dropout),
     Fix("outputs-without-norm", "no normalisation of the outputs", _outputs_without_norm,
          rescales=True),
-    Fix("own-copies", "a module of its own for each entry", _own_copies, rescales=True),
     Fix("dropout-0.1", "dropout of 0.1 where it is above 0.7", _less_dropout),
 ]  # fmt: skip
