@@ -90,20 +90,25 @@ class ChangedInputs:
         self.names: list[str] = []
         self.own = self.outputs(0, lambda x: x)
 
-    def outputs(self, number: int, change: Change) -> list[Tensor]:
-        """Return the model's outputs with the input of this number changed."""
-        size = size_of(self._batch)
+    def outputs(self, number: int | None, change: Change) -> list[Tensor]:
+        """Return the model's outputs with the input of this number changed.
+
+        None: all inputs are changed, of the length that they have in each call of the model.
+        """
         seen: list[Tensor] = []
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             self.inputs, self.names = [], []
+            given = by_name(module, args, kwargs)
+            own = [x for name, x in given.items() if is_input(name)]
+            size = size_of(own if number is None else self._batch)
 
             def instead(name: str, x: Tensor) -> Tensor:
                 if x.ndim < self._fewest or len(x) != size:
                     return x
                 self.inputs.append(x.detach())
                 self.names.append(name)
-                return change(x) if len(self.inputs) == number + 1 else x
+                return change(x) if number in (None, len(self.inputs) - 1) else x
 
             def of_argument(name: str, x: Any) -> Any:
                 may_change = is_input(name) and not is_list(x)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.seen.inputs import by_name, changed, is_input, is_list
+from adiv_monitor.audit.seen.changed_inputs import ChangedInputs
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Wiring
@@ -132,75 +131,19 @@ def input_matters(fork: Fork, batches: list[Any]) -> float:
         does not run, all samples are alike, or come in a list, something is not finite, or no
         output has a part for each sample, as where the forward pass returns the loss itself.
     """
-    exchange = _Exchange(fork.model)
+    difference = length = 0.0
     try:
         for batch in batches:
-            exchange.one_batch(RepeatedLoss(fork), batch)
+            run = ChangedInputs(fork, batch, fewest=1)
+            others = run.outputs(None, lambda x: x.roll(1, 0))
+            if all(torch.equal(x, x.roll(1, 0)) for x in run.inputs):
+                continue
+            for x, y in zip(run.own, others, strict=True):
+                # Means over the samples are left out, since they do not depend on the order.
+                if x.ndim and x.numel() >= len(run.inputs[0]):
+                    x, y = to_compute_dtype(x), to_compute_dtype(y)
+                    difference += float((x - y).square().sum())
+                    length += float(x.square().sum())
     except Exception:  # a forward pass may reject other samples' inputs
         return math.nan
-    finally:
-        exchange.remove()
-    return exchange.ratio()
-
-
-class _Exchange:
-    """Runs batches with their own and with exchanged inputs and compares the outputs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._difference = self._length = 0.0
-        self._exchanging = False
-        self._is_other = False
-        self._samples = 0
-        self._outputs: list[Tensor] = []
-        self._handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after),
-        ]
-
-    def one_batch(self, loss: RepeatedLoss, batch: Any) -> None:
-        """Run a batch with its own and with exchanged inputs, and add up the differences."""
-        own = self._run(loss, batch, exchanging=False)
-        others = self._run(loss, batch, exchanging=True)
-        if not self._is_other:
-            return
-        for x, y in zip(own, others, strict=True):
-            self._difference += float((to_compute_dtype(x) - to_compute_dtype(y)).square().sum())
-            self._length += float(to_compute_dtype(x).square().sum())
-
-    def ratio(self) -> float:
-        """Return the relative change over all batches."""
-        if not 0 < self._length < math.inf:
-            return math.nan
-        return math.sqrt(self._difference / self._length)
-
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _run(self, loss: RepeatedLoss, batch: Any, *, exchanging: bool) -> list[Tensor]:
-        self._exchanging, self._outputs = exchanging, []
-        loss.of(batch)
-        return self._outputs
-
-    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = by_name(module, args, kwargs)
-        size = size_of([x for name, x in given.items() if is_input(name)])
-        self._samples = size
-
-        def moved_on(x: Tensor) -> Tensor:
-            if x.ndim == 0 or len(x) != size:
-                return x
-            rolled = x.roll(1, 0)
-            self._is_other |= not torch.equal(x, rolled)
-            return rolled
-
-        def exchanged(name: str, x: Any) -> Any:
-            return mapped(x, moved_on) if is_input(name) and not is_list(x) else x
-
-        return changed(module, args, kwargs, exchanged) if self._exchanging else None
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        found = [x.detach() for x in tensors(output) if x.is_floating_point()]
-        # Means over the samples are left out, since they do not depend on the order.
-        self._outputs += [x.clone() for x in found if x.ndim and x.numel() >= self._samples]
+    return math.sqrt(difference / length) if 0 < length < math.inf else math.nan
