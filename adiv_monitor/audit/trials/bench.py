@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.audit.trials.budget import Budget, Cap, CapReached, step_cost
+from adiv_monitor.audit.trials.budget import Cap, CapReached, step_cost
 from adiv_monitor.audit.trials.fixes import Fix
 from adiv_monitor.audit.trials.fixes.rates import scale_rate
 from adiv_monitor.audit.trials.trial import (
@@ -24,7 +24,7 @@ from adiv_monitor.diagnosis.record import Record
 _UP, _DOWN = (3.0, 10.0, 100.0), (0.3, 0.1, 0.01)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """The state that all trials of one audit share.
 
@@ -32,14 +32,14 @@ class Bench:
         setup: the training setup, with as many steps as each run has.
         record: record of the unchanged run.
         without: losses of the unchanged run.
-        budget: cost that further runs may have.
+        left: cost that further runs may have.
         cap: time by which runs must end.
     """
 
     setup: Setup
     record: Record
     without: Losses
-    budget: Budget
+    left: float
     cap: Cap = field(default_factory=Cap)
 
     @property
@@ -73,8 +73,12 @@ class Bench:
 
     @property
     def may_run(self) -> bool:
-        """Whether the budget allows one more run."""
-        return self.budget.allows(self.setup.steps * step_cost(self.record))
+        """Whether the cost of one more run is left."""
+        return self._cost <= self.left
+
+    @property
+    def _cost(self) -> float:
+        return self.setup.steps * step_cost(self.record)
 
     def _at(
         self, factor: float, runs: dict[float, Losses], fix: Fix, layers: Sequence[str]
@@ -92,5 +96,5 @@ class Bench:
         if factor != 1:
             scale_rate(fork.optimizer, factor)
         self.cap.check(self.record, self.setup.steps)
-        self.budget.spend(self.setup.steps * step_cost(self.record))
+        self.left -= self._cost
         return losses_of(fork)

@@ -31,21 +31,6 @@ def step_cost(record: Record) -> float:
     return 0.0 if math.isnan(cost) else cost
 
 
-class Budget:
-    """The cost that further runs may have."""
-
-    def __init__(self, cost: float) -> None:
-        self._left = cost
-
-    def allows(self, cost: float) -> bool:
-        """Return whether this much is left."""
-        return cost <= self._left
-
-    def spend(self, cost: float) -> None:
-        """Subtract a cost from the budget."""
-        self._left -= cost
-
-
 class CapReached(Exception):
     """Raised if a run would end after the time that trials have."""
 

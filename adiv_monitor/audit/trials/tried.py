@@ -6,7 +6,7 @@ from dataclasses import replace
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.bench import Bench
-from adiv_monitor.audit.trials.budget import FOR_FIXES, Budget, Cap, CapReached, fewest, within
+from adiv_monitor.audit.trials.budget import FOR_FIXES, Cap, CapReached, fewest, within
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
@@ -78,7 +78,7 @@ def tried(
     if places:
         shorter = shorter or fewest(setup)
         without = plain_losses(shorter, record)
-        bench = Bench(shorter, record, without, Budget(cost), Cap() if cap is None else cap)
+        bench = Bench(shorter, record, without, cost, Cap() if cap is None else cap)
         try:
             _try(findings, places, outcomes, bench, progress)
         except KeyboardInterrupt:

@@ -30,7 +30,6 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.bench import Bench
-from adiv_monitor.audit.trials.budget import Budget
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import FAR_FACTORS, rate_name, scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
@@ -73,7 +72,7 @@ def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     if isinstance(bed, Healthy):
         return _found(report)
     setup, record = run.setup(STEPS, seed), report.record
-    bench = Bench(setup, record, plain_losses(setup, record), Budget(math.inf))
+    bench = Bench(setup, record, plain_losses(setup, record), math.inf)
     chance = random.Random(f"{bed.name} {seed}")
     one = next(changes(bench, chance), None)
     changed = {
