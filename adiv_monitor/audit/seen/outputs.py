@@ -29,6 +29,12 @@ _AGREE = 0.05  # largest relative difference of the slopes of two steps
 
 
 def activated_output(fork: Fork) -> ActivatedOutput | None:
+    """Return the activation function of `activation_of_logits`, without its call."""
+    found = activation_of_logits(fork)
+    return None if found is None else ActivatedOutput(found[0], found[1].path)
+
+
+def activation_of_logits(fork: Fork) -> tuple[str, Call] | None:
     """Find the activation function, or softmax, whose outputs the loss takes for logits.
 
     Its outputs go unchanged into a loss that has a softmax or sigmoid of its own. None: there is no
@@ -36,8 +42,8 @@ def activated_output(fork: Fork) -> ActivatedOutput | None:
     """
     # Outputs by their memory, with their version: a view is the same output, a tensor that was
     # written to in place is not. They are held so that their memory is not reused.
-    made: dict[int, tuple[Tensor, int, ActivatedOutput]] = {}
-    found: ActivatedOutput | None = None
+    made: dict[int, tuple[Tensor, int, tuple[str, Call]]] = {}
+    found: tuple[str, Call] | None = None
 
     def see(call: Call) -> None:
         nonlocal found
@@ -51,7 +57,7 @@ def activated_output(fork: Fork) -> ActivatedOutput | None:
             ends = (call.name, None) if is_softmax else ends_of_function(call.name, call.kwargs)
             if ends is not None:
                 where = result.untyped_storage().data_ptr()
-                made[where] = result, result._version, ActivatedOutput(ends[0], call.path)
+                made[where] = result, result._version, (ends[0], call)
 
     try:
         with torch.no_grad():

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.seen.outputs import WITH_THEIR_OWN, activated_output
+from adiv_monitor.audit.seen.calls import Call
+from adiv_monitor.audit.seen.outputs import activation_of_logits
 from adiv_monitor.audit.seen.probes.no_activation import maps_that_run
-from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix, replace_calls
 from adiv_monitor.audit.trials.fixes.places import modules_at
 from adiv_monitor.diagnosis.record import Record
 
@@ -38,31 +36,6 @@ _SATURATING: Functions = frozenset(
 )
 
 
-class _Replaced(TorchFunctionMode):
-    """Replaces some functions by leaky ReLU in its context, and counts their calls."""
-
-    def __init__(self, functions: Functions, slope: float) -> None:
-        super().__init__()
-        self._functions = functions
-        self._slope = slope
-        self.met = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in self._functions:
-            return func(*args, **kwargs)
-        self.met += 1
-        # The only boolean argument of these functions is `inplace`.
-        in_place = func in _IN_PLACE or kwargs.get("inplace", any(x is True for x in args))
-        return functional.leaky_relu(args[0] if args else kwargs["input"], self._slope, in_place)
-
-
 def _replaced(
     functions: Functions, slope: float, fork: Fork, layers: Sequence[str], record: Record | None
 ) -> None:
@@ -70,73 +43,41 @@ def _replaced(
 
     If none of them does, replace them in the whole model. A ReLU is a leaky ReLU of slope 0.
     """
-    if layers and _runs_within(
-        functions, slope, fork, list(modules_at(fork.model, layers).values())
-    ):
-        return
-    if not _runs_within(functions, slope, fork, [fork.model]):
-        raise DoesNotApply("no such activation function runs here")
+    chosen = {m for module in modules_at(fork.model, layers).values() for m in module.modules()}
+    paths = {path for path, module in fork.model.named_modules() if module in chosen}
 
+    def is_met(call: Call) -> bool:
+        return call.function in functions and call.path in paths
 
-def _runs_within(
-    functions: Functions, slope: float, fork: Fork, modules: Sequence[nn.Module]
-) -> bool:
-    """Wrap the modules; return whether a forward pass calls one of the functions."""
-    replaced = _Replaced(functions, slope)
-    for module in modules:
-        module.forward = _within(replaced, module.forward)
-    was_training = [module for module in fork.model.modules() if module.training]
-    fork.model.eval()  # so that buffers, such as running statistics, stay
-    with torch.no_grad():
-        fork.loss(fork.model, copied(fork.batches[0]))
-    for module in was_training:
-        module.training = True
-    return replaced.met > 0
+    def instead(call: Call) -> Tensor:
+        # The only boolean argument of these functions is `inplace`.
+        given = call.kwargs.get("inplace", any(x is True for x in call.args))
+        in_place = call.function in _IN_PLACE or given
+        return functional.leaky_relu(call.argument(0, "input"), slope, in_place)
 
-
-def _within(replaced: _Replaced, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def replacing(*args: Any, **kwargs: Any) -> Any:
-        with replaced:
-            return forward(*args, **kwargs)
-
-    return replacing
+    try:
+        replace_calls(fork, is_met, instead)
+    except DoesNotApply:
+        if not layers:
+            raise DoesNotApply("no such activation function runs here") from None
+        _replaced(functions, slope, fork, (), record)
 
 
 def _plain_outputs(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """Remove the activation function whose outputs a loss takes for logits: a module, or a call."""
-    output = activated_output(fork)
-    if output is None:
+    found = activation_of_logits(fork)
+    if found is None:
         raise DoesNotApply("no activation function stands in front of the loss")
-    module = None if output.module is None else fork.model.get_submodule(output.module)
+    _, activation = found
+    module = None if activation.path is None else fork.model.get_submodule(activation.path)
     if module is not None and type(module).__module__.startswith("torch.nn.modules.activation"):
         module.forward = nn.Identity().forward
         return
-
-    number = _number(fork, output.function)
-
-    def change(call: Call) -> Any:
-        return call.argument(0, "input") if call.number == number else NotImplemented
-
-    change_calls(fork, change)
-
-
-def _number(fork: Fork, function: str) -> int:
-    """Return the number of the last call of a function whose own result the loss receives."""
-    made: dict[int, tuple[int, Tensor]] = {}  # tensors are held so that their memory is not reused
-    found: list[int] = []
-
-    def look(call: Call) -> None:
-        given = call.argument(0, "input")
-        if call.name in WITH_THEIR_OWN and isinstance(given, Tensor):
-            found.extend(n for n, _ in [made.get(given.untyped_storage().data_ptr(), (-1, given))])
-        if call.name.rpartition("_")[2] == function and isinstance(call.result, Tensor):
-            made[call.result.untyped_storage().data_ptr()] = call.number, call.result
-
-    with torch.no_grad():
-        see_calls(fork, look)
-    if not found or found[-1] < 0:
-        raise DoesNotApply(f"{function} is called in forward(), or in the loss")
-    return found[-1]
+    replace_calls(
+        fork,
+        lambda call: call.number == activation.number,
+        lambda call: call.argument(0, "input"),
+    )
 
 
 def _relu_between(fork: Fork, layers: Sequence[str], record: Record | None) -> None:

@@ -1,6 +1,6 @@
 """Fixes of faults in a run's code, applied to a copy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
-from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix, replace_calls
 from adiv_monitor.audit.trials.fixes.wiring import hold
 from adiv_monitor.diagnosis.record import Record
 
@@ -111,7 +111,7 @@ def _less_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
     def is_met(call: Call) -> bool:
         return dropout_too_high.rate_of(call) > dropout_too_high.HIGH
 
-    _replace(fork, is_met, lambda call: dropout_too_high.with_rate(call, 0.1))
+    replace_calls(fork, is_met, lambda call: dropout_too_high.with_rate(call, 0.1))
 
 
 def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
@@ -123,7 +123,7 @@ def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
         a, b, *others = call.args
         return call.function(a.reshape(b.shape), b, *others, **call.kwargs)
 
-    _replace(fork, lambda call: call.number in numbers, instead)
+    replace_calls(fork, lambda call: call.number in numbers, instead)
 
 
 def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
@@ -138,7 +138,7 @@ def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
     def is_met(call: Call) -> bool:
         return call.name in softmax_axes.FUNCTIONS and softmax_axes.is_of_one(call, samples)
 
-    _replace(fork, is_met, instead)
+    replace_calls(fork, is_met, instead)
 
 
 def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
@@ -150,13 +150,13 @@ def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
         x = call.argument(0, "input")
         return x if names & {*softmax_axes.OWN} else call.function(x, dim=1)
 
-    _replace(fork, lambda call: softmax_axes.is_over_samples(call, samples), instead)
+    replace_calls(fork, lambda call: softmax_axes.is_over_samples(call, samples), instead)
 
 
 def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Leave out the function before the difference, identified by its number in the pass."""
     numbers = {bounds.last.number for bounds, _ in targets_out_of_range.compared(fork).beyond}
-    _replace(
+    replace_calls(
         fork,
         lambda call: call.number in numbers and call.name in targets_out_of_range.RANGES,
         lambda call: call.argument(0, "input"),
@@ -167,7 +167,7 @@ def _sigmoids(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Replace softmaxes that are compared with targets of several classes by sigmoids."""
     found = targets_out_of_range.compared(fork).several
     numbers = {call.number for call, share in found if share > 0}
-    _replace(
+    replace_calls(
         fork,
         lambda call: call.number in numbers and call.name == "softmax",
         lambda call: call.argument(0, "input").sigmoid(),
@@ -228,7 +228,7 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
         others = {name: x for name, x in call.kwargs.items() if name != "input"}
         return call.function(10.0 * call.argument(0, "input"), *call.args[1:], **others)
 
-    _replace(fork, lambda call: call.name == "cross_entropy", instead)
+    replace_calls(fork, lambda call: call.name == "cross_entropy", instead)
 
 
 def _outputs_without_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
@@ -250,15 +250,6 @@ def _names(fork: Fork) -> set[str]:
     names: set[str] = set()
     see_calls(fork, lambda call: names.add(call.name))
     return names
-
-
-def _replace(fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]) -> None:
-    """Replace the results of calls of a kind from now on."""
-    met: list[Call] = []
-    see_calls(fork, lambda call: met.append(call) if is_met(call) else None)
-    if not met:
-        raise DoesNotApply("nothing of that kind is called")
-    change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
 
 
 FIXES = [

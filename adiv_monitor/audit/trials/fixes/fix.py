@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.diagnosis.record import Record
 
@@ -39,3 +40,18 @@ class Fix:
         """
         with seeded(fork.seed):
             self.change(fork, layers, record)
+
+
+def replace_calls(
+    fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]
+) -> None:
+    """Replace the results of calls of a kind from now on.
+
+    Raises:
+        DoesNotApply: nothing of that kind is called.
+    """
+    met: list[Call] = []
+    see_calls(fork, lambda call: met.append(call) if is_met(call) else None)
+    if not met:
+        raise DoesNotApply("nothing of that kind is called")
+    change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
