@@ -1,6 +1,7 @@
 """A model's outputs for a batch with changed inputs; labels, targets and masks stay."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,35 +39,43 @@ def _modules(value: Any) -> Iterator[nn.Module]:
         yield from _modules([*value.values()])
 
 
-class _Seen(Exception):
-    """Raised to end a forward pass whose inputs are known."""
+class _Seen(BaseException):
+    """Raised to end a forward pass whose inputs are known; no loss takes it for an error."""
+
+
+def arguments(fork: Fork, batch: Any) -> dict[str, Any]:
+    """Return what the model is first called with, by argument; {}: the loss does not call it.
+
+    The model does not run.
+    """
+    found: dict[str, Any] = {}
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        found.update(by_name(module, args, kwargs))
+        raise _Seen
+
+    with (
+        fork.model.register_forward_pre_hook(look, with_kwargs=True),
+        seeded(fork.seed),
+        torch.no_grad(),
+        suppress(_Seen),
+    ):
+        fork.loss(fork.model, copied(batch))
+    return found
 
 
 def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
     """Return the tensors of the batch's length that the model is called with, by argument.
 
-    The model does not run. Of several tensors in an argument, each has a number. None of a list of
-    tensors is returned, no label, target or mask, and nothing if the loss does not call the model.
+    Of several tensors in an argument, each has a number. None of a list of tensors is returned, no
+    label, target or mask.
     """
     size = size_of(batch)
     found: dict[str, Tensor] = {}
-
-    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for name, value in by_name(module, args, kwargs).items():
-            if is_input(name) and not is_list(value):
-                own = [x.detach() for x in tensors(value) if x.ndim and len(x) == size]
-                found.update({name if len(own) == 1 else f"{name}.{i}": x
-                              for i, x in enumerate(own)})  # fmt: skip
-        raise _Seen
-
-    handle = fork.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        with seeded(fork.seed), torch.no_grad():
-            fork.loss(fork.model, copied(batch))
-    except _Seen:
-        pass
-    finally:
-        handle.remove()
+    for name, value in arguments(fork, batch).items():
+        if is_input(name) and not is_list(value):
+            own = [x.detach() for x in tensors(value) if x.ndim and len(x) == size]
+            found.update({name if len(own) == 1 else f"{name}.{i}": x for i, x in enumerate(own)})
     return found
 
 
@@ -120,13 +129,9 @@ class ChangedInputs:
             seen.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())
 
         model = self._fork.model
-        handles = [
+        with (
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(after),
-        ]
-        try:
+        ):
             RepeatedLoss(self._fork).of(self._batch)
-        finally:
-            for handle in handles:
-                handle.remove()
         return seen

@@ -43,6 +43,16 @@ def is_list(value: Any) -> bool:
     return several and all(isinstance(item, Tensor) for item in value)
 
 
+def by_feature(x: Tensor) -> Tensor:
+    """Return the entries of a batch (N, …) as (entries, features).
+
+    Features are the channels, dim 1, of four or more dimensions, and the last dimension otherwise;
+    a vector is of one feature.
+    """
+    x = x[:, None] if x.ndim == 1 else x
+    return (x.movedim(1, -1) if x.ndim >= 4 else x).flatten(0, -2)
+
+
 class Inputs:
     """Accumulates statistics of the inputs of a model's forward pass.
 
@@ -92,18 +102,9 @@ class _Sums:
         self._minimum, self._maximum = math.inf, -math.inf
 
     def add(self, x: Tensor) -> None:
-        """Add a batch (N, …).
-
-        Features are the channels, dim 1, of four or more dimensions, and the last dimension
-        otherwise.
-        """
+        """Add a batch (N, …)."""
         x = (x.to_dense() if x.is_sparse else x).cpu().double()
-        if x.ndim == 1:
-            rows = x[:, None]
-        elif x.ndim >= 4:
-            rows = x.movedim(1, -1).flatten(0, -2)
-        else:
-            rows = x.flatten(0, -2)
+        rows = by_feature(x)
         lengths = x.reshape(len(x), -1).square().sum(1)[:, None]
         self._minimum, self._maximum = _outer(self._minimum, self._maximum, x)
         self._features = _joined(self._features, _Moments.of(rows))

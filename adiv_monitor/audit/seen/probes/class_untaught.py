@@ -105,12 +105,8 @@ def _has_gradient(fork: Fork, batch: Any) -> Tensor | None:
                 x.retain_grad()
                 made.append(x)
 
-    handle = fork.model.register_forward_hook(note)
-    try:
-        with seeded(fork.seed), torch.enable_grad():
-            fork.loss(fork.model, copied(batch)).backward()  # type: ignore[no-untyped-call]
-    finally:
-        handle.remove()
-        fork.optimizer.zero_grad()
+    with fork.model.register_forward_hook(note), seeded(fork.seed), torch.enable_grad():
+        fork.loss(fork.model, copied(batch)).backward()  # type: ignore[no-untyped-call]
+    fork.optimizer.zero_grad()
     known = [x.grad.reshape(size, -1).ne(0).any(1).cpu() for x in made if x.grad is not None]
     return torch.stack(known).any(0) if known else None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adiv_monitor.audit.seen.calls import Call, see_calls
 from adiv_monitor.audit.seen.changed_inputs import given_inputs
+from adiv_monitor.audit.seen.inputs import by_feature
 from adiv_monitor.audit.seen.probes.batches_drawn import labels_of
 from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
@@ -83,15 +84,8 @@ def _parts(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
 
 
 def _features(parts: Sequence[Tensor]) -> Tensor:
-    """Return an input's entries (entries, features) in float64; one feature if lengths differ.
-
-    Features are the channels, dim 1, of four or more dimensions, and the last dimension otherwise.
-    """
-    rows = [
-        x.reshape(-1, 1) if x.ndim == 1
-        else (x.movedim(1, -1) if x.ndim >= 4 else x).flatten(0, -2)
-        for x in (part.cpu().double() for part in parts)
-    ]  # fmt: skip
+    """Return an input's entries (entries, features) in float64; one feature if lengths differ."""
+    rows = [by_feature(part.cpu().double()) for part in parts]
     alike = len({x.shape[1] for x in rows}) == 1
     return torch.cat([x if alike else x.reshape(-1, 1) for x in rows])
 

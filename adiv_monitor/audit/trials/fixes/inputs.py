@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.inputs import by_name, changed, is_input
-from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.seen.changed_inputs import arguments
+from adiv_monitor.audit.seen.inputs import changed, is_input
 from adiv_monitor.audit.training.samples import joined
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
@@ -64,10 +64,6 @@ def _is_transformed(name: str, x: Any) -> bool:
     return is_input(name) and isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
 
 
-class _Seen(BaseException):
-    """Raised by a hook once the inputs are seen, so that the forward pass does not run."""
-
-
 def _moments(fork: Fork) -> dict[str, _Moments]:
     """Return the moments of every input over the different batches; the model itself does not run.
 
@@ -76,22 +72,10 @@ def _moments(fork: Fork) -> dict[str, _Moments]:
             finite.
     """
     seen: dict[str, list[Tensor]] = {}
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, x in by_name(module, args, kwargs).items():
+    for batch in different(fork.batches):
+        for name, x in arguments(fork, batch).items():
             if _is_transformed(name, x):
                 seen.setdefault(name, []).append(x.detach())
-        raise _Seen
-
-    handle = fork.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        for batch in different(fork.batches):
-            try:
-                fork.loss(fork.model, copied(batch))
-            except _Seen:
-                continue
-    finally:
-        handle.remove()
     if not seen:
         raise DoesNotApply("the model is called with no real numbers")
     return {key: _moments_of(tensors, fork.model) for key, tensors in seen.items()}
