@@ -66,7 +66,7 @@ def see_calls(fork: Fork, see: Callable[[Call], None], batch: Any = None) -> Ten
         The loss.
     """
     batch = copied(fork.batches[0] if batch is None else batch)
-    with seeded(fork.seed), _Watched(fork.model, see):
+    with seeded(fork.seed), Watched(fork.model, see):
         return fork.loss(fork.model, batch)
 
 
@@ -83,14 +83,17 @@ def change_calls(fork: Fork, change: Callable[[Call], Any]) -> None:
 
 def _changed(loss: Loss, change: Callable[[Call], Any]) -> Loss:
     def changed(model: nn.Module, batch: Any) -> Tensor:
-        with _Watched(model, change=change):
+        with Watched(model, change=change):
             return loss(model, batch)
 
     return changed
 
 
-class _Watched(TorchFunctionMode):
-    """Reports each function that is called inside the context, and its place."""
+class Watched(TorchFunctionMode):
+    """Reports each function that is called inside the context, and its place.
+
+    `see` gets each call after it has returned, and `change` before it runs, as in `change_calls`.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class _Watched(TorchFunctionMode):
         self._number = 0
         self._hooks = ExitStack()
 
-    def __enter__(self) -> "_Watched":
+    def __enter__(self) -> "Watched":
         for path, module in self._model.named_modules():
             for handle in (
                 module.register_forward_pre_hook(partial(self._enter, path)),

@@ -1,7 +1,7 @@
 """The activation functions of a model: dead units and saturated entries."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from adiv_monitor.audit.seen.calls import Call, Watched
 from adiv_monitor.audit.seen.flat import ends_of_function, ends_of_module
 from adiv_monitor.diagnosis.record import UnitStatistics
 
@@ -44,6 +44,12 @@ class Units:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # Modules that are one function as a whole, with its name and its flat ends.
+        self._whole = {
+            path: ends
+            for path, module in model.named_modules()
+            if (ends := ends_of_module(type(module).__name__)) is not None
+        }
         self._sums: dict[str, _Sums | None] = {}  # None: the number of units differs between calls
         self._batches = 0
         self._begin()
@@ -57,35 +63,31 @@ class Units:
         """Observe one batch that runs through the model in this context."""
         with ExitStack() as hooks:
             for path, module in self._model.named_modules():
-                for register, hook in (
-                    (module.register_forward_pre_hook, partial(self._enter, path)),
-                    (partial(module.register_forward_hook, always_call=True), self._leave),
-                ):
-                    hooks.callback(register(hook).remove)
+                if self._whole_around(path) == path:
+                    enter = partial(self._enter, path)
+                    hooks.enter_context(module.register_forward_pre_hook(enter))
             self._begin()
-            with _Mode(self._call):
-                yield
-            self._batches += 1
+            hooks.enter_context(Watched(self._model, change=self._call))
+            yield
+        self._batches += 1
 
     def _begin(self) -> None:
-        self._within: list[tuple[str, bool]] = []  # path, whether all of the module is one function
         self._calls: Counter[str] = Counter()
         self._places: int | None = None
 
+    def _whole_around(self, path: str) -> str | None:
+        """Return the outermost module that is one function and holds a module, or is it itself."""
+        return next((w for w in self._whole if w in ("", path) or path.startswith(f"{w}.")), None)
+
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        ends = ends_of_module(type(module).__name__)
-        is_inside_one = bool(self._within) and self._within[-1][1]
-        self._within.append((path, is_inside_one or ends is not None))
-        if ends is not None and not is_inside_one and args:
-            self._look(path, *ends, args[0])
+        if args:
+            self._look(path, *self._whole[path], args[0])
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._within.pop()
-
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _call(self, call: Call) -> Any:
         """Handle a function that is about to run."""
-        if not self._within or self._within[-1][1]:
-            return
+        name, args = call.name, call.args
+        if call.path is None or self._whole_around(call.path) is not None:
+            return NotImplemented
         if name in _CONVOLUTION:
             self._places = _CONVOLUTION[name]
         elif name in _NORMS and args and isinstance(args[0], Tensor):
@@ -94,9 +96,10 @@ class Units:
             self._places = 0
         else:
             given = dict(zip(_BY_PLACE.get(name.strip("_"), ()), args[1:], strict=False))
-            ends = ends_of_function(name, {**given, **kwargs})
+            ends = ends_of_function(name, {**given, **call.kwargs})
             if ends is not None:
-                self._look(self._within[-1][0], *ends, args[0] if args else kwargs.get("input"))
+                self._look(call.path, *ends, call.argument(0, "input"))
+        return NotImplemented
 
     @torch.no_grad()
     def _look(self, path: str, name: str, ends: tuple[float, float], x: object) -> None:
@@ -145,18 +148,3 @@ class _Sums:
             saturated=self._flat / max(self._entries, 1),
             batches=len(self._batches),
         )
-
-
-class _Mode(TorchFunctionMode):
-    """Reports every torch function that is called in its context, by name."""
-
-    def __init__(self, tell: Callable[[str, tuple[Any, ...], Mapping[str, Any]], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._tell(getattr(func, "__name__", ""), args, kwargs)
-        return func(*args, **kwargs)
