@@ -28,7 +28,7 @@ STANDS_ON: Mapping[str, Sequence[str]] = {
 }
 # The modules of the audit, from bottom to top.
 IN_THE_AUDIT = (
-    *("training", "seen", "trials", "report", "arguments", "audit", "__init__"),
+    *("training", "experiments", "trials", "report", "arguments", "audit", "__init__"),
     *("options", "sources", "command"),
 )
 # Optional packages of the audit, which importing the package must not import.

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.seen.observe import observe
-from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.audit.experiments.observe import observe
+from adiv_monitor.audit.experiments.questions import asked
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Probed, Record
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -77,3 +78,8 @@ def setup(**changes: Any) -> Setup:
 def record(of: Setup) -> Record:
     """Return the record of the observed setup."""
     return observe(of, every_n_steps=6, max_rows=None)
+
+
+def answer(name: str, of: Setup, trained: Fork) -> Probed:
+    """Return the answer to one question about copies."""
+    return asked(of, trained, [name])[name]

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit import trials
 from adiv_monitor.audit.arguments import check_numbers, check_training
+from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.batches import (
     DEFAULT_SIZE,
     called,

@@ -19,7 +19,7 @@ from audited import batches, cross_entropy, mlp, seen, sgd
 from torch import Tensor, nn
 
 from adiv_monitor import audit
-from adiv_monitor.audit.seen.observe import in_order
+from adiv_monitor.audit.experiments.observe import in_order
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Watch, train
 from adiv_monitor.diagnosis.readings import maps

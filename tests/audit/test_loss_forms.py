@@ -10,10 +10,9 @@ import torch
 from made_records import STILL, reading, record
 from torch import Tensor, nn
 from torch.nn import functional
-from trial_setups import batches, setup
+from trial_setups import answer, batches, setup
 
-from adiv_monitor.audit.seen.observe import observe
-from adiv_monitor.audit.seen.probes import PROBES
+from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
@@ -33,7 +32,7 @@ def asked(name: str, of: Setup, trained: bool = False) -> tuple[Fact, ...]:
     fork = of.fork()
     if trained:
         train(fork)
-    return PROBES[name](of, fork).facts
+    return answer(name, of, fork).facts
 
 
 def strengths(name: str, facts: tuple[Fact, ...], **values: Any) -> list[str]:
@@ -374,7 +373,7 @@ def test_tensors_of_unlike_length_can_not_be_told() -> None:
     of = setup(
         batches=made, loss=lambda model, batch: (model(batch[0])[:5] - batch[1]).abs().mean()
     )
-    assert "unlike length" in PROBES["targets-misplaced"](of, of.fork()).untold
+    assert "unlike length" in answer("targets-misplaced", of, of.fork()).untold
 
 
 def test_without_targets_apart_nothing_can_be_misplaced() -> None:

@@ -25,15 +25,19 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
-from trial_setups import batches, loss, mlp, setup
+from trial_setups import answer, batches, loss, mlp, setup
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.seen.observe import observe
-from adiv_monitor.audit.seen.probes import PROBES, asked
-from adiv_monitor.audit.seen.probes.no_log import given_to
-from adiv_monitor.audit.seen.probes.reshape_scrambles import is_cut_across, permuted, takes_parts
-from adiv_monitor.audit.seen.wiring import input_matters
+from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.observe import observe
+from adiv_monitor.audit.experiments.probes.no_log import given_to
+from adiv_monitor.audit.experiments.probes.reshape_scrambles import (
+    is_cut_across,
+    permuted,
+    takes_parts,
+)
+from adiv_monitor.audit.experiments.questions import ASKS, LOOKS, asked
+from adiv_monitor.audit.experiments.wiring import input_matters
 from adiv_monitor.audit.training.batches import taken
 from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.audit.training.setup import Setup
@@ -43,8 +47,9 @@ from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Fact, Probed, Record
 
 STEPS = 16
+QUESTIONS = {*ASKS, *LOOKS}
 SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
-TOLD = {*PROBES, "labels-unrelated"}
+TOLD = {*QUESTIONS, "labels-unrelated"}
 # Planted in test_wiring_probes.py, with healthy relatives of each.
 IN_OTHER_TESTS = {
     *("epsilon-dominates", "attention-axis"),
@@ -53,7 +58,7 @@ IN_OTHER_TESTS = {
     "collapsed",
     *("logits-as-probabilities", "loss-reversed", "targets-misplaced"),
 }
-BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
+ASKED_OF = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 
 
 def looked_at(bed: Case | Healthy) -> Record:
@@ -66,7 +71,7 @@ def found(bed: Case | Healthy) -> dict[str, Finding]:
 
 
 @pytest.mark.slow(one_in=8)
-@pytest.mark.parametrize("case", BY_PROBES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ASKED_OF, ids=lambda case: case.name)
 def test_a_planted_bug_is_named(case: Case) -> None:
     assert case.expected[0] in found(case)
 
@@ -77,13 +82,13 @@ def test_no_probe_finds_a_fault_in_a_fixed_twin(twin: Healthy) -> None:
     record = looked_at(twin)
     said = found(twin).keys() & TOLD
     assert said == ({"order-ignored"} if twin.name in SETS else set())
-    assert set(record.probed) == set(PROBES)
+    assert set(record.probed) == QUESTIONS
 
 
 def test_every_probe_has_a_planted_bug_on_each_side() -> None:
     for half in (SET_BY, HELD_OUT):
         found = {case.expected[0] for case in half}
-        assert found >= PROBES.keys() - {"left-in-eval", "behind-reference"} - IN_OTHER_TESTS
+        assert found >= QUESTIONS - {"left-in-eval", "behind-reference"} - IN_OTHER_TESTS
     assert {case.twin.name for case in REPORTED.values()} == TWINS.keys()
 
 
@@ -218,7 +223,7 @@ def test_gradients_that_are_stopped_on_purpose_are_left_alone(model: Any, of: An
 
 
 def asked_one(name: str, of: Setup) -> Probed:
-    return PROBES[name](of, of.fork())
+    return answer(name, of, of.fork())
 
 
 def test_samples_may_lie_along_the_second_axis() -> None:
@@ -740,9 +745,9 @@ def test_positions_that_begin_at_zero_are_not_missing() -> None:
     for model, missing in ((FromZero(), False), (Attends(), True)):
         of = of_lines(model, lines)
         trained = of.fork()
-        assert PROBES["order-ignored"](of, trained).facts, "neither is trained yet"
+        assert answer("order-ignored", of, trained).facts, "neither is trained yet"
         train(trained)
-        assert bool(PROBES["order-ignored"](of, trained).facts) is missing
+        assert bool(answer("order-ignored", of, trained).facts) is missing
 
 
 class Reads(nn.Module):
@@ -1019,7 +1024,7 @@ def test_where_a_hook_bounds_the_weights_the_line_through_them_tells_nothing() -
     of = setup(model=model, optimizer=optimizer, loss=negated)
     trained = of.fork()
     train(trained)
-    assert "within bounds" in PROBES["unbounded-loss"](of, trained).untold
+    assert "within bounds" in answer("unbounded-loss", of, trained).untold
 
 
 # The data
@@ -1028,7 +1033,7 @@ def test_where_a_hook_bounds_the_weights_the_line_through_them_tells_nothing() -
 def trained_on(of: Setup) -> Probed:
     fork = of.fork()
     train(fork)
-    return PROBES["behind-reference"](of, fork)
+    return answer("behind-reference", of, fork)
 
 
 class Faint(nn.Module):

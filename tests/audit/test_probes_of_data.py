@@ -9,15 +9,14 @@ from made_records import STILL, record
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam, Optimizer
-from trial_setups import batches, loss, mlp, setup
+from trial_setups import answer, batches, loss, mlp, setup
 
-from adiv_monitor.audit.seen.calls import Call, see_calls
-from adiv_monitor.audit.seen.changed_inputs import given_inputs
-from adiv_monitor.audit.seen.probes import PROBES
-from adiv_monitor.audit.seen.probes.label_smoothing import smoothing_of
-from adiv_monitor.audit.seen.probes.padding_counts import padding
-from adiv_monitor.audit.seen.probes.target_leak import explained
-from adiv_monitor.audit.seen.probes.unsafe_division import closeness
+from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.changed_inputs import given_inputs
+from adiv_monitor.audit.experiments.probes.label_smoothing import smoothing_of
+from adiv_monitor.audit.experiments.probes.padding_counts import padding
+from adiv_monitor.audit.experiments.probes.target_leak import explained
+from adiv_monitor.audit.experiments.probes.unsafe_division import closeness
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
@@ -30,7 +29,7 @@ def told(name: str, of: Setup, trained: bool = False) -> Probed:
     fork = of.fork()
     if trained:
         train(fork)
-    return PROBES[name](of, fork)
+    return answer(name, of, fork)
 
 
 def found(name: str, *facts: Fact, **values: Any) -> list[Finding]:

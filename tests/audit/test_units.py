@@ -8,7 +8,7 @@ from audited import batches, cross_entropy, dying, seen, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.seen.units import Units
+from adiv_monitor.audit.experiments.units import Units
 
 MODULES: dict[str, nn.Module] = {
     "relu": nn.ReLU(),

@@ -23,8 +23,7 @@ from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.seen.probes import (
+from adiv_monitor.audit.experiments.probes import (
     batch_norm_starved,
     batches_drawn,
     bounded_logits,
@@ -37,6 +36,7 @@ from adiv_monitor.audit.seen.probes import (
     one_sided_weights,
     targets_misplaced,
 )
+from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.finding import Finding

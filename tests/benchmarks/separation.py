@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # location of the fault benchma
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.run import STEPS
 
-from adiv_monitor.audit.seen.observe import observe
+from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record

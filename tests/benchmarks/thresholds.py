@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from write_up import heading, parser, table, write
 
-from adiv_monitor.audit.seen.observe import observe
+from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import course, readings

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.concerned import passed
+from adiv_monitor.audit.experiments.concerned import passed
 from adiv_monitor.audit.training.batches import mapped, size_of
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded

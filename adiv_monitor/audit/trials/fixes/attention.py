@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from adiv_monitor.audit.seen.calls import Call, change_calls
-from adiv_monitor.audit.seen.probes.attention_axis import mismatches
-from adiv_monitor.audit.seen.probes.attention_saturated import spreads
+from adiv_monitor.audit.experiments.calls import Call, change_calls
+from adiv_monitor.audit.experiments.probes.attention_axis import mismatches
+from adiv_monitor.audit.experiments.probes.attention_saturated import spreads
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.diagnosis.record import Record

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.seen.probes import (
+from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.probes import (
     broadcast_loss,
     changed_outputs,
     dropout_too_high,
@@ -18,9 +18,9 @@ from adiv_monitor.audit.seen.probes import (
     softmax_axes,
     targets_out_of_range,
 )
-from adiv_monitor.audit.seen.probes.hidden_parameters import hidden
-from adiv_monitor.audit.seen.probes.left_in_eval import NORMS
-from adiv_monitor.audit.seen.probes.rounded_away import COARSE
+from adiv_monitor.audit.experiments.probes.hidden_parameters import hidden
+from adiv_monitor.audit.experiments.probes.left_in_eval import NORMS
+from adiv_monitor.audit.experiments.probes.rounded_away import COARSE
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
 from adiv_monitor.audit.training.setup import Fork

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.diagnosis.record import Record
 

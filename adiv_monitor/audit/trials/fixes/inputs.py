@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.changed_inputs import arguments
-from adiv_monitor.audit.seen.inputs import changed, is_input
+from adiv_monitor.audit.experiments.changed_inputs import arguments
+from adiv_monitor.audit.experiments.inputs import changed, is_input
 from adiv_monitor.audit.training.samples import joined
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.beginning import bare_weights
+from adiv_monitor.audit.experiments.beginning import bare_weights
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.audit.trials.fixes.places import AFFINE, affine_at, modules_at, parameters_at

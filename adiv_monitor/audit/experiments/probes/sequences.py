@@ -1,0 +1,203 @@
+"""Are the targets of a sequence the tokens that come next, and can the model see them?"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
+from adiv_monitor.audit.experiments.questions import Untold, asks
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact
+
+_ALIKE = 0.99  # share of the targets without padding and ends
+_SAME = 1e-5  # share of the outputs' length: rounding
+_LOSSES = ("cross_entropy", "nll_loss")
+_NO_PLACES = "no output has the places of the inputs"
+_SHIFTS = (1, 0, -1, 2)  # where several fit, the first is meant
+# Share of the labels between the first and the last of a sequence that are ignored, beyond which
+# the loss chooses places on purpose. Separators between sentences are fewer.
+_LEFT_OUT = 0.1
+
+
+class _Places(NamedTuple):
+    """Where the targets of a sequence lie among its tokens.
+
+    Attributes:
+        shift: Places from a token to the token that is its target.
+        reach: Places from an output to the last token that it depends on.
+        earlier: Change of the outputs of the first half with tokens of the second half, relative
+            to their length.
+        shown: Whether the model looks ahead, the loss chooses some places, whose targets are the
+            tokens of these places, and the model sees them.
+    """
+
+    shift: int
+    reach: int
+    earlier: float
+    shown: bool
+
+
+@asks("target-is-input")
+def target_is_input(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Find targets that are not the tokens after the last one that an output depends on.
+
+    A model that looks ahead may be an autoencoder, which reproduces its inputs on purpose. One that
+    does not even see the token of its own place shifts its inputs itself.
+    """
+    places = _places(setup)
+    if isinstance(places, str):
+        raise Untold(places)
+    if places is not None and places.shown:
+        return (Fact("", {"places": 0.0}, {"of": "chosen places"}),)
+    if places is None or places.reach not in (0, -1) or places.shift - places.reach == 1:
+        return ()
+    return (Fact("", {"places": float(places.shift - places.reach)}),)
+
+
+@asks("future-leak")
+def future_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Find targets that are the next tokens, in a model whose outputs depend on later inputs."""
+    places = _places(setup)
+    if isinstance(places, str):
+        raise Untold(places)
+    leaks = places is not None and places.shift == 1 and places.earlier > _SAME
+    return (Fact("", {"change": places.earlier}),) if places and leaks else ()
+
+
+def _places(setup: Setup) -> _Places | str | None:
+    """Return where the targets lie; the reason why it is not known; None: they are no inputs.
+
+    Of several losses, one of the next tokens counts, and the others are additions to it.
+    """
+    targets = _targets(setup.fork())
+    if not targets:
+        return None
+    changed = ChangedInputs(setup.fork(), setup.batches[0])
+    for number, tokens in enumerate(changed.inputs):
+        is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
+        if not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
+            continue
+        found = {shift_of(tokens, x): x for x in reversed(targets)}
+        shift = next((shift for shift in _SHIFTS if shift in found), None)
+        if shift is None:
+            continue
+        change = _change(changed, number, tokens)
+        if isinstance(change, str):
+            return change
+        if change is None:
+            continue
+        reach, earlier = change
+        fills_in = shift == 0 and earlier > _SAME
+        chosen = chosen_places(tokens, found[shift]) if fills_in else None
+        is_shown = (
+            chosen is not None
+            and _sees(changed, number, chosen)
+            and not _draws_places(setup, targets)
+        )
+        return _Places(shift, reach, earlier, is_shown)
+    return None
+
+
+def chosen_places(tokens: Tensor, targets: Tensor) -> Tensor | None:
+    """Return the places that the loss chooses out of each sequence; None: it takes all, or an end.
+
+    Targets of other places are negative, as for a masked language model.
+    """
+    if targets.numel() != tokens.numel():
+        return None
+    counts = targets.reshape(tokens.shape) >= 0
+    within = (counts.cumsum(1) > 0) & (counts.flip(1).cumsum(1).flip(1) > 0)
+    left_out = (within & ~counts).sum() > _LEFT_OUT * within.sum()
+    return counts if bool(left_out) else None
+
+
+def _sees(changed: ChangedInputs, number: int, places: Tensor) -> bool:
+    """Return whether outputs depend on the tokens of these places: a model may mask them itself."""
+    others = changed.outputs(number, lambda x: torch.where(places, x.roll(1, 0), x))
+    alike = zip(changed.own, others, strict=True)
+    return any(float((x - y).norm()) > _SAME * float(x.norm()) for x, y in alike)
+
+
+def _targets(fork: Fork) -> list[Tensor]:
+    """Return the integer targets that losses receive."""
+    targets: list[Tensor] = []
+
+    def look(call: Call) -> None:
+        given = call.argument(1, "target") if call.name in _LOSSES else None
+        if isinstance(given, Tensor) and _is_integer(given):
+            targets.append(given.detach().clone())
+
+    with torch.no_grad():
+        see_calls(fork, look)
+    return targets
+
+
+def _draws_places(setup: Setup, targets: list[Tensor]) -> bool:
+    """Return whether targets depend on random numbers: then the model masks drawn places itself."""
+    others = _targets(replace(setup.fork(), seed=setup.seed + 1))
+    alike = len(others) == len(targets)
+    return not (alike and all(map(torch.equal, targets, others)))
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+def shift_of(tokens: Tensor, targets: Tensor) -> int | None:
+    """Return how many places after each token its target stands; None: the targets are no tokens.
+
+    The targets are one for each place, or for each but the last. Negative ones are ignored.
+    """
+    size, length = tokens.shape
+    count = targets.numel() // max(size, 1)
+    if count not in (length, length - 1) or targets.numel() != size * count:
+        return None
+    labels = targets.reshape(size, count)
+    for shift in _SHIFTS:
+        first, end = max(0, -shift), min(count, length - shift)
+        if _share(labels[:, first:end], tokens[:, first + shift : end + shift]) >= _ALIKE:
+            return shift
+    return None
+
+
+def _share(labels: Tensor, tokens: Tensor) -> float:
+    """Return the share of the labels that equal the tokens; labels to ignore do not count."""
+    real = labels >= 0
+    return float((labels == tokens)[real].float().mean()) if bool(real.any()) else 0.0
+
+
+def _change(changed: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float] | str | None:
+    """Exchange the tokens of the second half.
+
+    Returns:
+        Places from the first output that changes to the first token that does, and the change of
+        the outputs of the first half, relative to their length; None: no output of the second half
+        changes, as with labels, which a model may receive too; the reason why it is not known.
+    """
+    half = tokens.shape[1] // 2
+
+    def other(x: Tensor) -> Tensor:
+        later = x.clone()
+        later[:, half:] = x[:, half:].roll(1, 0) if len(x) > 1 else x[:, half:].flip(1)
+        return later
+
+    seen = [
+        x
+        for outputs in (changed.own, changed.outputs(number, other))
+        for x in [x for x in outputs if x.ndim >= 3 and x.shape[:2] == tokens.shape][:1]
+    ]
+    if len(seen) != 2:
+        return _NO_PLACES
+    apart, own = ((x.flatten(2).norm(dim=2)) for x in (seen[0] - seen[1], seen[0]))
+    earlier, later = (
+        float(apart[:, part].norm() / own[:, part].norm().clamp(min=1e-30))
+        for part in (slice(half), slice(half, None))
+    )
+    if later <= _SAME:
+        return None
+    moved = (apart > _SAME * own).any(0).int()
+    return int((tokens != other(tokens)).any(0).int().argmax() - moved.argmax()), earlier

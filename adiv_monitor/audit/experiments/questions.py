@@ -1,0 +1,133 @@
+"""Questions about copies of the model, by the names of the faults that they are about.
+
+A question changes nothing of the run, and uses none of its random numbers. Those that only look at
+the calls of one pass share that pass.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.dropout import undropped
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+Ask = Callable[[Setup, Fork], Iterable[Fact]]
+FactOf = Callable[[Call, Fork], Fact | None]
+
+
+class Untold(Exception):
+    """Raised by a question that can't be answered; the message says why."""
+
+
+class Look(Protocol):
+    """A question about the recorded pass: one pass and loss of the first batch.
+
+    Gradients are enabled, and dropout drops nothing. `Look(fork)` may put hooks on the copy.
+    """
+
+    def see(self, call: Call) -> None:
+        """Look at a call after it has returned; its tensors may be overwritten later."""
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the facts, after the pass."""
+
+
+ASKS: dict[str, Ask] = {}  # with passes of their own
+LOOKS: dict[str, Callable[[Fork], Look]] = {}
+
+
+def asks(name: str) -> Callable[[Ask], Ask]:
+    """Register a question with passes of its own, from the setup and a trained copy to facts."""
+
+    def register(ask: Ask) -> Ask:
+        ASKS[name] = ask
+        return ask
+
+    return register
+
+
+def looks(name: str) -> Callable[[type[Any]], type[Any]]:
+    """Register a class of `Look`."""
+
+    def register(look: type[Any]) -> type[Any]:
+        LOOKS[name] = look
+        return look
+
+    return register
+
+
+def of_each_call(name: str) -> Callable[[FactOf], FactOf]:
+    """Register a question about single calls of the recorded pass, from call and copy to a fact.
+
+    Of the facts at one place, the first is kept.
+    """
+
+    def register(fact_of: FactOf) -> FactOf:
+        class EachCall:
+            def __init__(self, fork: Fork) -> None:
+                self._fork = fork
+                self._found: dict[str, Fact] = {}
+
+            def see(self, call: Call) -> None:
+                if (fact := fact_of(call, self._fork)) is not None:
+                    self._found.setdefault(fact.place, fact)
+
+            def facts(self, loss: Tensor) -> Iterable[Fact]:
+                return self._found.values()
+
+        LOOKS[name] = EachCall
+        return fact_of
+
+    return register
+
+
+def asked(setup: Setup, trained: Fork, names: Collection[str] = ()) -> dict[str, Probed]:
+    """Return the answers by name, of all questions or of some; a failed one has a reason."""
+    wanted = {name for name in (*LOOKS, *ASKS) if not names or name in names}
+    found = _looked({name: LOOKS[name] for name in LOOKS if name in wanted}, setup)
+    for name in ASKS:
+        if name in wanted:
+            found[name] = _answer(lambda: ASKS[name](setup, trained))  # noqa: B023
+    return found
+
+
+def _looked(looks: Mapping[str, Callable[[Fork], Look]], setup: Setup) -> dict[str, Probed]:
+    """Run the recorded pass for some questions."""
+    if not looks:
+        return {}
+    found: dict[str, Probed] = {}
+    fork = setup.fork()
+    made = {name: look(fork) for name, look in looks.items()}
+
+    def see(call: Call) -> None:
+        for name in [*made]:
+            try:
+                made[name].see(call)
+            except Exception as error:  # a call of an unusual kind
+                found[name] = _failed(error)
+                del made[name]
+
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run has shown them
+            loss = see_calls(fork, see, change=undropped)
+    except Exception as error:
+        return found | {name: _failed(error) for name in made}
+    return found | {name: _answer(lambda: look.facts(loss)) for name, look in made.items()}  # noqa: B023
+
+
+def _answer(facts: Callable[[], Iterable[Fact]]) -> Probed:
+    try:
+        return Probed(tuple(facts()))
+    except Exception as error:  # a copy may not run with the question's inputs
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Probed:
+    said = str(error).partition("\n")[0]
+    return Probed(untold=said if isinstance(error, Untold) else f"{type(error).__name__}: {said}")
