@@ -1,6 +1,5 @@
 """The recipes of CONTRIBUTING.md work; metadata for hosting services agrees with the code."""
 
-import inspect
 import re
 import runpy
 from importlib.util import module_from_spec, spec_from_file_location
@@ -21,8 +20,7 @@ from packaging.utils import canonicalize_name
 
 import adiv_monitor
 from adiv_monitor import sinks
-from adiv_monitor.diagnosis import diagnose as diagnose_function
-from adiv_monitor.diagnosis.rules import optimizer
+from adiv_monitor.diagnosis.faults import FAULTS, RULES, optimizer
 from adiv_monitor.features import uses
 from adiv_monitor.features.functions import products
 from adiv_monitor.maths import measures
@@ -84,14 +82,14 @@ def test_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = loaded("audit/test_diagnosis.py")
     for name in ("HITS", "NEAR_MISSES", "WITHIN_ERRORS"):
         monkeypatch.setattr(tests, name, dict(getattr(tests, name)))
-    names = {**vars(optimizer), **vars(tests)}
-    made = run("A finding", tmp_path, names)
-    module = inspect.getmodule(diagnose_function)
-    monkeypatch.setattr(module, "RULES", (*module.RULES, made["harmed_rows"]))  # type: ignore[union-attr]
-    tests.test_a_fault_is_named_first_and_to_be_acted_on("harmed-rows")
-    tests.test_what_is_near_is_no_hit("harmed-rows")
-    tests.test_what_lies_within_errors_is_no_hit("harmed-rows")
-    assert "harmed-rows" not in tests.found(tests.record())
+    made = run("A finding", tmp_path, {**vars(optimizer), **vars(tests)})
+    try:
+        tests.test_a_fault_is_named_first_and_to_be_acted_on("harmed-rows")
+        tests.test_what_is_near_is_no_hit("harmed-rows")
+        tests.test_what_lies_within_errors_is_no_hit("harmed-rows")
+        assert "harmed-rows" not in tests.found(tests.record())
+    finally:
+        del FAULTS["harmed-rows"], RULES[made["harmed_rows"]]
 
 
 def test_a_sink(tmp_path: Path) -> None:
@@ -102,7 +100,7 @@ def test_a_sink(tmp_path: Path) -> None:
 
 def test_files_that_are_named_are_there() -> None:
     rooms = ("", "adiv_monitor/", "adiv_monitor/features/functions/", "tests/monitor/")
-    rooms += ("adiv_monitor/audit/", "adiv_monitor/diagnosis/", "adiv_monitor/diagnosis/rules/")
+    rooms += ("adiv_monitor/audit/", "adiv_monitor/diagnosis/", "adiv_monitor/diagnosis/faults/")
     named = set(re.findall(r"`((?:[\w.]+/)*[\w.]+(?:\.py|\.md|\.yml|\.cff|/))`", PAGE))
     assert len(named) > 20
     to_be_made = {"adiv_monitor/sinks/NAME.py", "docs/findings/harmed-rows.md", "dist/", "site/"}

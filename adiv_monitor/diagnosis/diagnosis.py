@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, WIRING, Advice, Finding, Strength
+from adiv_monitor.diagnosis.diagnose import fault_of
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.verdict import running_headline
@@ -129,7 +130,7 @@ def _fixed(act: Sequence[Finding]) -> str:
     first, tried = finding.advice[0], any(each.trial for each in finding.advice)
     if first.trial is not None and first.trial.helps:
         return f" To fix it: {first}."
-    if finding.name in WIRING:  # a fault whatever the result of a short run
+    if fault_of(finding).certain:  # a fault whatever the result of a short run
         return f" What to do: {first.text if tried else first}."
     if not tried:
         return f" To try first: {first}."

@@ -1,51 +1,12 @@
 """Findings with their evidence and advice, and the trials of that advice."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
-# Findings that hold whatever the result of a short run. A learning rate fixes no wiring.
-WIRING = frozenset(
-    {
-        *("not-held", "unreached", "frozen", "input-ignored"),
-        *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
-        *("future-leak", "target-is-input", "softmax-over-samples", "same-batch", "unshuffled"),
-        *("constant-data", "zero-gradient", "logits-as-probabilities"),
-        *("loss-reversed", "targets-misplaced"),
-    }
-)
-# Facts that may be harmless: they are "watch" unless the run suffers, or a fix of theirs helps and
-# leaves less than this share of the loss. Without dropout, for example, a loss is always lower.
-IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
-    {
-        "input-scale": 1.0,
-        "rounded-away": 1.0,
-        "epsilon-dominates": 1.0,
-        "gradient-hooks": 1.0,
-        "left-in-eval": 1.0,
-        "batch-norm-starved": 1.0,
-        "dropout-too-high": 0.5,
-        "targets-out-of-range": 1.0,
-        "one-sided-weights": 1.0,
-        "bounded-logits": 1.0,
-        "samples-mixed": 1.0,
-        "reshape-scrambles": 1.0,
-        "gradient-cut": 0.95,
-        "no-activation": 0.8,
-        "attention-axis": 0.95,
-        "attention-saturated": 0.95,
-        "dropout-on-outputs": 0.8,
-        "outputs-normalised": 0.8,
-        "input-partly-ignored": 1.0,
-        "order-ignored": 0.8,
-    }
-)
-# Of these, what is meant as often as not: a note, where a fix of it was tried and does not help.
-ELSE_A_NOTE = frozenset({"order-ignored", "attention-saturated"})
 # Learning rates below and above the run's own, by the names of their trials.
 LOWER_RATES = ("rate*0.001", "rate*0.01", "rate*0.1", "rate*0.3")
 HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))

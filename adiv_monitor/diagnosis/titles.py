@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH
 
 
@@ -146,96 +147,6 @@ SHORT_TITLES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-FINDING_TITLES: Mapping[str, str] = MappingProxyType(
-    {
-        "not-held": "Parameters that the optimizer does not hold",
-        "not-zeroed": "Gradients are not zeroed between steps",
-        "zeroed-early": "Gradients are zeroed before the step uses them",
-        "gradients-summed": "Gradients of micro-batches are summed, not averaged",
-        "weights-set-back": "Weights are set back between steps",
-        "rate-gone": "The learning rate is gone before the end",
-        "rate-rises": "The learning rate rises until the loss does",
-        "unreached": "Parameters that no gradient reaches",
-        "frozen": "Frozen parameters",
-        "input-ignored": "The inputs make no difference",
-        "cannot-overfit": "The model can't overfit one small batch",
-        "non-finite": "Values that are not finite",
-        "input-scale": "Inputs of an unsuitable scale",
-        "input-mean": "Inputs that are not centred",
-        "row-spread": "Rows of very different length",
-        "rate-too-high": "Learning rate too high",
-        "rate-too-low": "Learning rate too low",
-        "uneven-rates": "Layers move by very different amounts",
-        "loss-stuck": "The loss does not fall, or hardly",
-        "stands-still": "Layers that hardly move",
-        "outside-healthy": "Readings outside the healthy range",
-        "rate-decayed": "The learning rate has decayed",
-        "settled": "Layers that move less than at first",
-        "bad-initialisation": "Unsuitable initialisation",
-        "vanishing": "Vanishing gradients",
-        "exploding": "Exploding gradients",
-        "dead-units": "Dead units",
-        "saturated-units": "Saturated units",
-        "interference": "Direction lost to interference between rows",
-        "optimizer-turns": "The optimizer turns the step away from the gradient",
-        "decay-fights": "Weight decay outweighs the gradient",
-        "projection-fights": "Other code changes the weights",
-        "clipping-always": "Most gradients are clipped",
-        "double-softmax": "Softmax is applied twice",
-        "activated-logits": "An activation function on the logits",
-        "target-scale": "Targets, or a loss, of a very large scale",
-        "unbounded-loss": "A loss without a lower bound",
-        "samples-mixed": "Predictions depend on other samples",
-        "reshape-scrambles": "A reshape that scrambles axes",
-        "gradient-cut": "The gradient is cut on one of its paths",
-        "same-batch": "The same batch is repeated",
-        "unshuffled": "The data are not shuffled",
-        "one-sided-weights": "Initial weights of one sign",
-        "input-partly-ignored": "Parts of the inputs are ignored",
-        "outputs-constant": "The same outputs for all samples",
-        "collapsed": "All samples get the same outputs",
-        "order-ignored": "The order of positions is ignored",
-        "bounded-logits": "Logits of too narrow a range",
-        "broadcast-loss": "Each output is compared with all targets",
-        "no-log": "The loss expects log-probabilities",
-        "logits-as-probabilities": "The loss expects probabilities",
-        "targets-misplaced": "Outputs and targets are of different samples",
-        "loss-reversed": "The loss rewards wrong outputs",
-        "softmax-of-one": "Softmax over a single class",
-        "softmax-over-samples": "Softmax over the samples",
-        "targets-out-of-range": "Targets that the outputs can't reach",
-        "target-is-input": "Targets that are the wrong tokens",
-        "future-leak": "The model sees the tokens that it should predict",
-        "hidden-parameters": "Parameters that are not registered",
-        "rate-zero": "A learning rate of zero",
-        "epsilon-dominates": "Steps shortened by the optimizer's epsilon",
-        "rounded-away": "Steps lost to rounding",
-        "gradient-differs": "A gradient that is not that of the loss",
-        "gradient-hooks": "Hooks that change the gradient",
-        "left-in-eval": "Layers left in eval mode",
-        "batch-norm-starved": "Batch normalisation of too few values",
-        "dropout-too-high": "Dropout rate too high",
-        "behind-reference": "The model learns less than a small network",
-        "labels-unrelated": "Labels that no model predicts",
-        "attention-axis": "Attention weights summed over another axis",
-        "attention-saturated": "Attention that begins saturated",
-        "dropout-on-outputs": "Dropout on the outputs",
-        "outputs-normalised": "Normalised outputs of a regression",
-        "zero-gradient": "Gradients of exactly zero",
-        "zero-slope": "A function that stops the gradient",
-        "constant-data": "Data without differences",
-        "label-smoothing": "Label smoothing that is too strong",
-        "class-weights": "Class weights that grow with the counts",
-        "class-untaught": "Classes without a gradient",
-        "padding-counts": "Padding counts in the loss",
-        "penalty-dominates": "A penalty dominates the loss",
-        "target-leak": "A feature that is the target",
-        "targets-moved": "Targets that are transposed or flipped",
-        "unsafe-division": "Division by numbers close to zero",
-        "no-activation": "Activation functions without effect",
-    }
-)
-
 
 def measure_title(measure: str) -> str:
     """Return the title of a measure, or of another recorded number."""
@@ -264,7 +175,7 @@ def chart_text(tag: str) -> str:
 
 def finding_title(name: str) -> str:
     """Return the title of a finding."""
-    return FINDING_TITLES.get(name) or _sentence(name)
+    return FAULTS[name].title if name in FAULTS else _sentence(name)
 
 
 def fix_title(fix: str) -> str:

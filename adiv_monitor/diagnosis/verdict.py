@@ -5,17 +5,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from adiv_monitor.diagnosis.course import FEWEST, course, is_long_enough, may_have_fallen
+from adiv_monitor.diagnosis.diagnose import fault_of
+from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
+from adiv_monitor.diagnosis.faults.initialisation import FEWEST_LAYERS
+from adiv_monitor.diagnosis.faults.remedies import optimizer_of
+from adiv_monitor.diagnosis.faults.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.finding import STRENGTHS, Finding
 from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, entering, maps
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.could_train import FEWEST_SAME
-from adiv_monitor.diagnosis.rules.initialisation import FEWEST_LAYERS
-from adiv_monitor.diagnosis.rules.remedies import optimizer_of
-from adiv_monitor.diagnosis.rules.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.titles import finding_title
 
-# Findings that explain the pictures without being faults.
-EXPLAINING = frozenset({"rate-decayed", "settled"})
 NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
@@ -43,7 +42,7 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
     It states that nothing was found only if no layer is drawn far outside the healthy range, unless
     a finding explains why.
     """
-    found = [finding for finding in findings if finding.name not in EXPLAINING]
+    found = [finding for finding in findings if fault_of(finding).about != "course"]
     if found:
         strongest = min((f.strength for f in found), key=STRENGTHS.index)
         titles = dict.fromkeys(finding_title(f.name) for f in found if f.strength == strongest)

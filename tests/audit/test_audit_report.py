@@ -18,8 +18,8 @@ from torch import nn
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
 from adiv_monitor.audit import report as report_module
+from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
-from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.sinks import JsonlSink
 
 HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf, "scale_cv": None}
@@ -277,7 +277,7 @@ def test_the_page_says_of_findings_what_the_docs_do() -> None:
     """`make schema` writes it."""
     assert finding_texts.ASSET.read_text(encoding="utf-8") == finding_texts.text()
     texts = json.loads(finding_texts.text())
-    assert set(texts) == set(FINDING_TITLES)
+    assert set(texts) == set(FAULTS)
     assert all("means" in text for text in texts.values())
     assert not any("<a" in html for text in texts.values() for html in text.values())
 

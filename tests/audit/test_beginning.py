@@ -10,7 +10,7 @@ from torch.nn import functional
 from adiv_monitor.audit.experiments.beginning import are_trained, chance, double_softmax, weights
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.fixes import FIXES
-from adiv_monitor.diagnosis.rules.wiring import ROUNDED
+from adiv_monitor.diagnosis.faults.parameters import ROUNDED
 
 
 def net(*behind: nn.Module) -> nn.Module:

@@ -22,7 +22,11 @@ from made_records import (
 
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import fell
-from adiv_monitor.diagnosis.diagnose import FIRST_THAT, RULES
+from adiv_monitor.diagnosis.diagnose import FIRST_THAT
+from adiv_monitor.diagnosis.faults import FAULTS
+from adiv_monitor.diagnosis.faults import found as found_in
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.remedies import rates_per_layer
 from adiv_monitor.diagnosis.finding import Finding, Trial
 from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
@@ -33,9 +37,6 @@ from adiv_monitor.diagnosis.record import (
     WeightStatistics,
     Wiring,
 )
-from adiv_monitor.diagnosis.rules.rates import suffers
-from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
-from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.report import LayerReading, StepReport
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def test_a_healthy_run_has_no_findings() -> None:
 
 def test_every_rule_bears_an_empty_record() -> None:
     empty = Record(FACTS, (), (), ())
-    assert [finding for rule in RULES for finding in rule(empty)] == []
+    assert found_in(empty) == []
 
 
 def probed(name: str, losses: tuple[float, ...] = WELL, **numbers: float) -> Record:
@@ -666,13 +667,13 @@ def test_modules_that_never_ran_are_worth_watching() -> None:
 
 def test_every_finding_has_its_page() -> None:
     names = set()
-    for path in (ROOT / "adiv_monitor" / "diagnosis" / "rules").glob("*.py"):
+    for path in (ROOT / "adiv_monitor" / "diagnosis" / "faults").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
                 assert isinstance(node.args[0], ast.Constant)
                 names.add(node.args[0].value)
     pages = {path.stem for path in (ROOT / "docs" / "findings").glob("*.md")} - {"README"}
-    assert names == pages == set(FINDING_TITLES)
+    assert names == pages == set(FAULTS)
     assert names >= set(HITS)
     index = (ROOT / "docs" / "findings" / "README.md").read_text()
     assert all(f"[{name}]({name}.md)" in index for name in names)
@@ -755,3 +756,13 @@ def test_trained_weights_are_no_initialisation() -> None:
     drawn = record(weights=weights, losses=STILL)
     assert "bad-initialisation" in found(drawn)
     assert "bad-initialisation" not in found(replace(drawn, trained=True))
+
+
+def test_what_a_fault_explains_is_a_fault_and_explains_it_not_in_turn() -> None:
+    explains = {name: set(of.explains) for name, of in FAULTS.items()}
+    assert set().union(*explains.values()) <= set(FAULTS)
+    for name in explains:
+        follows: set[str] = set()
+        while added := set().union(*(explains[x] for x in {name, *follows})) - follows:
+            follows |= added
+        assert name not in follows

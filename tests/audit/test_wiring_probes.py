@@ -22,8 +22,8 @@ from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.faults.loss import STUCK
 from adiv_monitor.diagnosis.record import Probed
-from adiv_monitor.diagnosis.rules.loss import STUCK
 
 
 def asked(name: str, of: Setup) -> Probed:

@@ -39,25 +39,22 @@ from adiv_monitor.audit.experiments.probes import (
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
-from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules import (
-    attention,
-    code,
+from adiv_monitor.diagnosis.faults import (
     data,
     initialisation,
     inputs,
-    interference,
     numbers,
     optimizer,
+    parameters,
     rates,
     samples,
+    states,
     targets,
     units,
-    weighting,
-    wiring,
 )
-from adiv_monitor.diagnosis.rules import loss as loss_rules
+from adiv_monitor.diagnosis.faults import loss as loss_rules
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Record
 
 HEALTHY = Case("ReLU MLP", "SGD", 0.1)
 
@@ -674,13 +671,13 @@ PICTURES: dict[str, Picture] = {
         with_model(without_first),
         {"frozen parameters": lambda r: len(r.wiring.frozen),
          "gain of the first layer": lambda r: next(iter(r.weights.values())).gain},
-        (wiring, ("UNTRAINED", "ABOUT", "ROUNDED")),
+        (parameters, ("UNTRAINED", "ABOUT", "ROUNDED")),
     ),
     "input-ignored": Picture(
         "inputs are multiplied by zero in the model",
         with_model(lambda model: nn.Sequential(nn.Hardtanh(0.0, 1e-30), *model)),
         {"input_matters": lambda r: r.wiring.input_matters},
-        (wiring, ("INPUT_MATTERS", "ALIKE")),
+        (initialisation, ("INPUT_MATTERS", "ALIKE")),
     ),
     "non-finite": Picture(
         "one sample of the data set is NaN",
@@ -841,13 +838,13 @@ PICTURES: dict[str, Picture] = {
         with_setup(loss=lambda model, batch: functional.cross_entropy(
             model(batch[0]), batch[1], label_smoothing=0.9)),
         {"label smoothing": of_fact("label-smoothing", "share")},
-        (weighting, ("SMOOTH",)),
+        (loss_rules, ("SMOOTH",)),
     ),
     "class-weights": Picture(
         "one in ten digits is a 3, and weighs 1 instead of 9; the others weigh 9 instead of 1",
         lambda: threes((9.0, 1.0)),
         {"slope of log weight over log count": of_fact("class-weights", "slope")},
-        (weighting, ("GROWS", "CORRELATED")),
+        (loss_rules, ("GROWS", "CORRELATED")),
         lambda: threes((1.0, 9.0)),
     ),
     "class-untaught": Picture(
@@ -861,7 +858,7 @@ PICTURES: dict[str, Picture] = {
         "padding counts; the healthy run ignores it (ignore_index=0)",
         lambda: padded(-100),
         {"share of padding in the places that count": of_fact("padding-counts", "share")},
-        (weighting, ("PADDING",)),
+        (loss_rules, ("PADDING",)),
         lambda: padded(0),
     ),
     "penalty-dominates": Picture(
@@ -870,7 +867,7 @@ PICTURES: dict[str, Picture] = {
         lambda: with_penalty(100.0),
         {"what is learned of the inputs": of_fact("penalty-dominates", "with"),
          "what is learned without the penalty": of_fact("penalty-dominates", "without")},
-        (weighting, ("LEARNT", "LEARNABLE")),
+        (loss_rules, ("LEARNT", "LEARNABLE")),
         lambda: with_penalty(0.001),
     ),
     "unsafe-division": Picture(
@@ -947,7 +944,7 @@ PICTURES: dict[str, Picture] = {
             HEALTHY.setup(), model=HEALTHY.setup().model.bfloat16(), loss=in_16_bits,
             optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
         {"share of entries that a step leaves unchanged": of_fact("rounded-away", "share")},
-        (code, ("ROUNDED_AWAY",)),
+        (parameters, ("ROUNDED_AWAY",)),
         with_setup(optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
     ),
     "gradient-hooks": Picture(
@@ -955,7 +952,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(optimizer=clipped_hook),
         {"gradient's length after the hooks, over that before them":
             of_fact("gradient-hooks", "ratio")},
-        (code, ("CHANGED_LENGTH", "TURNED")),
+        (parameters, ("CHANGED_LENGTH", "TURNED")),
     ),
     "gradient-differs": Picture(
         "an activation function of its own, softplus, whose backward returns the gradient with "
@@ -963,7 +960,7 @@ PICTURES: dict[str, Picture] = {
         with_model(lambda model: nn.Sequential(*model[:1], Softplus(-1.0), *model[2:])),
         {"decrease of the loss along its gradient, over the predicted one":
             of_fact("gradient-differs", "ratio")},
-        (code, ("LEAST_AS_PREDICTED", "MOST_AS_PREDICTED")),
+        (parameters, ("LEAST_AS_PREDICTED", "MOST_AS_PREDICTED")),
         with_model(lambda model: nn.Sequential(*model[:1], Softplus(1.0), *model[2:])),
     ),
     "left-in-eval": Picture(
@@ -985,7 +982,7 @@ PICTURES: dict[str, Picture] = {
         "AdamW with an epsilon of 1; the healthy one has the default",
         with_setup(optimizer=partial(adamw, eps=1.0)),
         {"share of entries whose root is below ε": of_fact("epsilon-dominates", "share")},
-        (optimizer, ("EPSILON",)),
+        (parameters, ("EPSILON",)),
         with_setup(optimizer=adamw),
     ),
     "outputs-constant": Picture(
@@ -1001,7 +998,7 @@ PICTURES: dict[str, Picture] = {
         "tell them from those of other samples",
         lambda: of_two_views(negatives=False),
         {"share of the outputs that varies": of_fact("collapsed", "after")},
-        (wiring, ("COLLAPSED",)),
+        (initialisation, ("COLLAPSED",)),
         lambda: of_two_views(negatives=True),
     ),
     "attention-axis": Picture(
@@ -1016,7 +1013,7 @@ PICTURES: dict[str, Picture] = {
         lambda: attending(scale=40.0),
         {"standard deviation of a query's scores": of_fact("attention-saturated", "spread"),
          "largest weight of a query": of_fact("attention-saturated", "largest")},
-        (attention, ("SPREAD",)),
+        (initialisation, ("SPREAD",)),
         lambda: attending(),
     ),
     "dropout-on-outputs": Picture(
@@ -1049,7 +1046,7 @@ PICTURES: dict[str, Picture] = {
         with_model(dropping(0.9)),
         {"dropout rate": of_fact("dropout-too-high", "rate"),
          "loss of the trained model without it": of_fact("dropout-too-high", "without")},
-        (code, ("DROPOUT_COSTS",)),
+        (initialisation, ("DROPOUT_COSTS",)),
         with_model(dropping(0.1)),
     ),
     "row-spread": Picture(
@@ -1143,14 +1140,14 @@ PICTURES: dict[str, Picture] = {
         faulty(clip_norm=0.01),
         {"largest gradient norm": lambda r: max(r.gradient_norms),
          "smallest gradient norm": lambda r: min(r.gradient_norms)},
-        (optimizer, ("CLIPPED", "CLIPPED_FAR")),
+        (units, ("CLIPPED_SHARE", "CLIPPED_FAR")),
     ),
     "cannot-overfit": Picture(
         "the loss compares with other samples' targets",
         with_setup(loss=shuffled),
         {"loss of 16 samples, after overfitting them": lambda r: (
             math.nan if r.overfit is None else r.overfit.loss)},
-        (loss_rules, ("NOT_BY_HEART", "LEAST_STEPS")),
+        (states, ("NOT_BY_HEART", "LEAST_STEPS")),
     ),
     "behind-reference": Picture(
         "the model multiplies its inputs by 0.0001",
@@ -1158,7 +1155,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (loss_rules, ("EXPLAINS", "BEHIND")),
+        (data, ("EXPLAINS", "BEHIND")),
     ),
     "labels-unrelated": Picture(
         "inputs and labels are shuffled separately",
@@ -1166,7 +1163,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (loss_rules, ("LEARNT", "PER_CLASS")),
+        (data, ("LEARNT", "PER_CLASS")),
     ),
     "loss-stuck": Picture(
         "the loss compares with other samples' targets",
@@ -1178,7 +1175,7 @@ PICTURES: dict[str, Picture] = {
         faulty(inputs=partial(offset, by=10.0)),
         {"gradient_cosine of the first layer": first("gradient_cosine"),
          "attainable_cosine of the first layer": first("attainable_cosine")},
-        (interference, ("LOW_COSINE", "ROOM")),
+        (states, ("LOW_COSINE", "ROOM")),
     ),
 }  # fmt: skip
 

@@ -31,8 +31,8 @@ from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import course, readings
+from adiv_monitor.diagnosis.faults import initialisation, optimizer
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules import initialisation, optimizer
 
 STEPS, BATCH = 60, 64
 Batch = tuple[Tensor, Tensor]

@@ -17,7 +17,7 @@ from adiv_monitor.sinks.borrowed import borrowed
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-from adiv_monitor.diagnosis.titles import FINDING_TITLES
+from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.verdict import looked_for, loss_words
 
 FILES = ["run.html", "run.json", "run.md"]
@@ -230,7 +230,7 @@ def test_what_is_looked_for_are_findings() -> None:
     for step in range(3):
         running.add(report(step, losses=dict.fromkeys(range(20), 1.0)))
     names = looked_for(running.record())
-    assert set(names) <= set(FINDING_TITLES)
+    assert set(names) <= set(FAULTS)
     assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
 
 

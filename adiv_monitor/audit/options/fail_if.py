@@ -10,8 +10,8 @@ from adiv_monitor import alarms
 from adiv_monitor.alarms import Rule
 from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import STRENGTHS
-from adiv_monitor.diagnosis.titles import FINDING_TITLES
 
 _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 # Former names of findings → what is there instead.
@@ -47,7 +47,7 @@ def parse(text: str) -> Rule:
     if (match := _NAME.fullmatch(text.strip())) is not None:
         if match["finding"] in _RETIRED:
             raise UsageError(f"{text!r}: {match['finding']!r} is {_RETIRED[match['finding']]}")
-        names = (*FINDING_TITLES, *STRENGTHS)
+        names = (*FAULTS, *STRENGTHS)
         if match["finding"] not in names:
             close = get_close_matches(match["finding"], names, 2) or sorted(names)
             raise UsageError(

@@ -18,10 +18,10 @@ from adiv_monitor.audit.trials.trial import (
     losses_of,
     plain_losses,
 )
+from adiv_monitor.diagnosis.faults.remedies import usual_factor
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import usual_factor
 
 FACTORS = (0.1, 0.3, 3.0, 10.0)
 _FEWEST = (0.1, 10.0)

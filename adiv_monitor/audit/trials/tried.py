@@ -11,15 +11,12 @@ from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
-from adiv_monitor.diagnosis.diagnose import CAUSES, explained
+from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.finding import (
-    ELSE_A_NOTE,
-    IF_A_FIX_HELPS,
     LOWER_RATES,
     NO_STEPS,
     NO_TIME,
     STRENGTHS,
-    WIRING,
     Advice,
     Finding,
     Trial,
@@ -29,7 +26,6 @@ from adiv_monitor.diagnosis.finding import (
 from adiv_monitor.diagnosis.record import Record
 
 FIRST = 3  # number of fixes of a finding that are tried
-PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 _AS_GOOD = 0.1  # losses that differ by a smaller share count as equal
 
 NOT_AMONG_THE_FIRST = f"only the first {FIRST} fixes of each finding are tried"
@@ -84,7 +80,7 @@ def tried(
         except KeyboardInterrupt:
             left = {place for place in places if outcomes[place] in (NO_STEPS, NO_TIME)}
             outcomes |= dict.fromkeys(left, "interrupted")
-    plain = [i for i, f in enumerate(findings) if f.strength == "act" and f.name in PLAIN]
+    plain = [i for i, f in enumerate(findings) if f.strength == "act" and fault_of(f).certain]
     certain = max(plain, default=-1)
     judged = [
         _judged(finding, i, outcomes, record, certain=i <= certain)
@@ -97,8 +93,8 @@ def tried(
         for before, after in zip(findings, judged, strict=True)
         if (before.strength, after.strength) == ("watch", "act")
     }
-    causes = raised & CAUSES
-    has_cause = any(f.strength == "act" and f.name in CAUSES for f in said)
+    causes = {f.name for f in judged if f.name in raised and fault_of(f).explains}
+    has_cause = any(f.strength == "act" and is_cause(f) for f in said)
     if causes or (raised and not has_cause):  # consequences come after their cause
         said = explained(sorted(said, key=lambda finding: finding.name not in causes))
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
@@ -187,7 +183,7 @@ def _judged(
         else:
             advice.append(each)
     trials = [each.trial for each in advice if each.trial is not None]
-    if finding.name not in WIRING:
+    if not fault_of(finding).certain:
         advice = _in_order(_with_rate(advice, record))
     advice = [each for each in advice if each.fix != "reinitialise" or _ends_lower(each, record)]
     pays = any(trial.pays for trial in trials)
@@ -198,9 +194,9 @@ def _judged(
     strength = finding.strength
     if strength == "act" and trials and not pays and not certain:
         strength = "watch"
-    elif strength == "watch" and any(_promotes(trial, finding.name) for trial in trials):
+    elif strength == "watch" and any(_promotes(trial, finding) for trial in trials):
         strength = "act"
-    elif finding.name in ELSE_A_NOTE and (trials or _does_not_apply(advice)):
+    elif fault_of(finding).often_meant and (trials or _does_not_apply(advice)):
         strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
 
@@ -210,9 +206,9 @@ def _ends_lower(again: Advice, record: Record) -> bool:
     return not record.trained and (again.trial is None or again.trial.pays)
 
 
-def _promotes(trial: Trial, name: str) -> bool:
+def _promotes(trial: Trial, finding: Finding) -> bool:
     """Return whether a trial makes a fact that may be harmless one to act on."""
-    left = IF_A_FIX_HELPS.get(name)
+    left = fault_of(finding).acts_below
     if left is None or not trial.helps:
         return False
     # A share of a loss means something only above zero.

@@ -9,8 +9,8 @@ from adiv_monitor.audit.experiments.probes.attention_axis import mismatches
 from adiv_monitor.audit.experiments.probes.attention_saturated import spreads
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.diagnosis.faults.initialisation import SPREAD
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.attention import SPREAD
 
 
 def _summed_axis(fork: Fork, layers: Sequence[str], record: Record | None) -> None:

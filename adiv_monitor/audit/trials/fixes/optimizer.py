@@ -10,8 +10,8 @@ from adiv_monitor.audit.experiments.probes.epsilon_dominates import USUAL as USU
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.diagnosis.faults.remedies import USUAL, clip_norm, less_momentum
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import USUAL, clip_norm, less_momentum
 
 
 def _decay(factor: float) -> Callable[[Fork, Sequence[str], Record | None], None]:

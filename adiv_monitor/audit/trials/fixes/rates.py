@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LinearLR
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.capture.selection import named_modules
+from adiv_monitor.diagnosis.faults.remedies import group_rates, rates_per_layer
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import group_rates, rates_per_layer
 
 FACTORS = (0.001, 0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
 FAR_FACTORS = tuple(10.0**n for n in range(2, 10))  # for layers that hardly move

@@ -1,13 +1,14 @@
-"""Rules about values that are not finite, or become huge in a division."""
+"""Numbers that are not finite before training begins, or soon may not be."""
 
 import math
 from collections.abc import Iterator
 
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.inputs import row_spread
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.inputs import row_spread
-from adiv_monitor.diagnosis.rules.rates import suffers
-from adiv_monitor.diagnosis.rules.remedies import clip_norm
 
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
 # Smallest size of divisors of both signs, over their median: 0.02 in 64 normal numbers, 1 for
@@ -17,58 +18,11 @@ HUGE = 30.0  # largest result of a division over the median one; 6 for 4,096 nor
 DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 
 
+@fault("non-finite", "Values that are not finite", certain=True)
 def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
     """Find values that are not finite in the data, the initial weights or the first loss."""
     if _seen(record) and _not_by_training(record):
         yield _finding(record)
-
-
-def became_non_finite(record: Record) -> Iterator[Finding]:
-    """Find values that became not finite in training; other findings are likely the cause."""
-    if _seen(record) and not _not_by_training(record):
-        yield _finding(record)
-
-
-def skipped_steps(record: Record) -> Iterator[Finding]:
-    """Find steps whose loss was not finite while later losses were: the weights stayed finite."""
-    if record.skipped is not None and not _seen(record):
-        step, count = record.skipped
-        yield Finding(
-            "non-finite",
-            (),
-            "note",
-            (Evidence("losses that are not finite", float(count), 0.0, step=step),),
-            (Advice("look at the batches of these steps, unless a gradient scaler skips them"),),
-            f"The loss was not finite in {count:,} {'steps' if count > 1 else 'step'}, first at "
-            f"step {step:,}, and was finite again later: these steps were skipped, as a gradient "
-            "scaler does in half precision.",
-            since=step,
-        )
-
-
-def unsafe_division(record: Record) -> Iterator[Finding]:
-    """Find divisors of both signs, some close to zero, which make a few results huge."""
-    for fact in record.found_by("unsafe-division"):
-        close, times = fact.numbers["close"], fact.numbers["times"]
-        uneven = any(finding.strength == "act" for finding in row_spread(record))
-        if close < CLOSE and times > HUGE:
-            yield Finding(
-                "unsafe-division",
-                (),
-                "act" if suffers(record) or uneven else "watch",
-                (
-                    Evidence("smallest size of the divisors over the median one", close, CLOSE,
-                             step=0),
-                    Evidence("largest result over the median one", times, HUGE, step=0),
-                ),
-                (Advice("divide by something positive: a norm, a standard deviation, or "
-                        "softplus(x) + 0.1"),),
-                f"{fact.place} divides by numbers of both signs, some of them close to zero: the "
-                f"largest result is {times:.3g} times the median one, and changes its sign with "
-                "the least change of the divisor.",
-                "A small constant added to the divisors only moves the zero.",
-                since=0,
-            )  # fmt: skip
 
 
 def _seen(record: Record) -> bool:
@@ -81,14 +35,6 @@ def _not_by_training(record: Record) -> bool:
     if record.is_audited:
         return len(record.losses) <= 1
     return record.non_finite_since == 0 and not (record.first_non_finite or "").startswith(STEP)
-
-
-def _since(record: Record) -> int | None:
-    """Return the step at which a value was first observed not to be finite; None if unknown."""
-    if record.non_finite_since is not None:
-        return record.non_finite_since
-    losses = zip(record.steps_of_losses, record.losses, strict=True)
-    return next((step for step, loss in losses if not math.isfinite(loss)), None)
 
 
 def _finding(record: Record) -> Finding:
@@ -127,6 +73,14 @@ def _finding(record: Record) -> Finding:
     )
 
 
+def _since(record: Record) -> int | None:
+    """Return the step at which a value was first observed not to be finite; None if unknown."""
+    if record.non_finite_since is not None:
+        return record.non_finite_since
+    losses = zip(record.steps_of_losses, record.losses, strict=True)
+    return next((step for step, loss in losses if not math.isfinite(loss)), None)
+
+
 def _of_the_data(record: Record, step: int | None) -> Iterator[Advice]:
     """Yield advice on the batches between measured steps, whose data were not observed."""
     if not record.is_audited:
@@ -144,3 +98,33 @@ def _seen_when(record: Record, step: int | None) -> str:
     if len(record.losses) <= 1:
         return "Some values are not finite before the first step"
     return f"Some values are not finite after {step or len(record.losses)} steps"
+
+
+@fault(
+    "unsafe-division",
+    "Division by numbers close to zero",
+    explains=(*LEARNING, "exploding", "non-finite", "row-spread"),
+)
+def unsafe_division(record: Record) -> Iterator[Finding]:
+    """Find divisors of both signs, some close to zero, which make a few results huge."""
+    for fact in record.found_by("unsafe-division"):
+        close, times = fact.numbers["close"], fact.numbers["times"]
+        uneven = any(finding.strength == "act" for finding in row_spread(record))
+        if close < CLOSE and times > HUGE:
+            yield Finding(
+                "unsafe-division",
+                (),
+                "act" if suffers(record) or uneven else "watch",
+                (
+                    Evidence("smallest size of the divisors over the median one", close, CLOSE,
+                             step=0),
+                    Evidence("largest result over the median one", times, HUGE, step=0),
+                ),
+                (Advice("divide by something positive: a norm, a standard deviation, or "
+                        "softplus(x) + 0.1"),),
+                f"{fact.place} divides by numbers of both signs, some of them close to zero: the "
+                f"largest result is {times:.3g} times the median one, and changes its sign with "
+                "the least change of the divisor.",
+                "A small constant added to the divisors only moves the zero.",
+                since=0,
+            )  # fmt: skip

@@ -1,12 +1,13 @@
-"""Rules about dependences: samples that mix, scrambled axes, cut gradients, ignored inputs."""
+"""Faults of the model's wiring: samples, axes, positions and paths of the gradient."""
 
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import is_opposed
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
-from adiv_monitor.diagnosis.rules import units
-from adiv_monitor.diagnosis.rules.rates import suffers
 
 SAID = 3  # most ignored parts that a finding names
 PLACED = 0.5  # share of the outputs that depend on the place in the batch
@@ -14,6 +15,12 @@ OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 bet
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
+@fault(
+    "samples-mixed",
+    "Predictions depend on other samples",
+    explains=(*LEARNING, "input-partly-ignored"),
+    acts_below=1.0,
+)
 def samples_mixed(record: Record) -> Iterator[Finding]:
     """Find predictions for one sample that change with another sample's input."""
     for fact in record.found_by("samples-mixed"):
@@ -61,6 +68,7 @@ def _placed(record: Record, fact: Fact) -> Finding:
     )  # fmt: skip
 
 
+@fault("reshape-scrambles", "A reshape that scrambles axes", explains=LEARNING, acts_below=1.0)
 def reshape_scrambles(record: Record) -> Iterator[Finding]:
     """Find reshapes that were meant to exchange axes."""
     facts = record.found_by("reshape-scrambles")
@@ -89,16 +97,9 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def cuts(record: Record) -> list[Fact]:
-    """Return where the gradient is cut, if it turns when the cut is removed.
-
-    Between two players, the part that is cut off opposes the other.
-    """
-    facts = [f for f in record.found_by("gradient-cut") if f.numbers["cosine"] < TURNED]
-    opposed = is_opposed(record)
-    return [f for f in facts if not opposed or f.numbers.get("removed", -1.0) > OPPOSES]
-
-
+@fault(
+    "gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING, acts_below=0.95
+)
 def gradient_cut(record: Record) -> Iterator[Finding]:
     """Find cuts in front of parameters that gradients still reach on other paths.
 
@@ -122,6 +123,17 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def cuts(record: Record) -> list[Fact]:
+    """Return where the gradient is cut, if it turns when the cut is removed.
+
+    Between two players, the part that is cut off opposes the other.
+    """
+    facts = [f for f in record.found_by("gradient-cut") if f.numbers["cosine"] < TURNED]
+    opposed = is_opposed(record)
+    return [f for f in facts if not opposed or f.numbers.get("removed", -1.0) > OPPOSES]
+
+
+@fault("no-activation", "Activation functions without effect", explains=LEARNING, acts_below=0.8)
 def no_activation(record: Record) -> Iterator[Finding]:
     """Find activation functions whose results are lost, and models that are affine functions."""
     facts = record.found_by("no-activation")
@@ -158,6 +170,38 @@ def no_activation(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+@fault(
+    "attention-axis",
+    "Attention weights summed over another axis",
+    explains=LEARNING,
+    acts_below=0.95,
+)
+def attention_axis(record: Record) -> Iterator[Finding]:
+    """Find attention weights that sum to 1 along another axis than the one that is summed over."""
+    facts = record.found_by("attention-axis")
+    if facts:
+        fact = facts[0]
+        axis, over = fact.words["axis"], fact.words["over"]
+        others = f" Number of further such softmaxes: {len(facts) - 1}." * (len(facts) > 1)
+        yield Finding(
+            "attention-axis",
+            (),
+            "watch",
+            (Evidence("softmaxes over another axis than their product", len(facts), 0.0, step=0),),
+            (
+                Advice("take the softmax over the keys, the axis that the product with the values "
+                       "sums over, usually dim=-1", "summed-axis"),
+            ),
+            f"{fact.place} makes weights of shape {fact.words['shape']} that sum to 1 along axis "
+            f"{axis}, but {fact.words['product']} sums over axis {over}: the weights of a query do "
+            f"not sum to 1, so its result is no mean of the values.{others}",
+            "Another learning rate does not change the axis.",
+            0,
+            RATES,
+        )  # fmt: skip
+
+
+@fault("input-partly-ignored", "Parts of the inputs are ignored", acts_below=1.0)
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training."""
     facts = record.found_by("input-partly-ignored")
@@ -167,7 +211,7 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         masked = any("masked" in fact.words for fact in facts)
         # Where units are flat, no input gets through: that is another finding. An argument of the
         # model that is not used may be meant for others.
-        flat = any(units.dead_units(record)) or any(units.saturated_units(record))
+        flat = any(dead_units(record)) or any(saturated_units(record))
         unused = all("whole" in fact.words for fact in facts)
         yield Finding(
             "input-partly-ignored",
@@ -187,6 +231,7 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@fault("order-ignored", "The order of positions is ignored", acts_below=0.8, often_meant=True)
 def order_ignored(record: Record) -> Iterator[Finding]:
     """Find places whose order makes no difference.
 

@@ -1,7 +1,7 @@
-"""Rules that ask first of all whether the user's own loop can train the model; for monitors.
+"""Faults of the user's own loop, which are asked about first; of monitors' runs alone.
 
 Each condition is exact, because each of these is also done on purpose. An audit trains a copy in a
-loop of its own, and asks the same by its probes.
+loop of its own.
 """
 
 import math
@@ -11,16 +11,17 @@ from itertools import takewhile
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import course, end, is_measure, noise, smoothed
+from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, fault
+from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.phases import at_peak, learning_rate
 from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, these
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.remedies import optimizer_of
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import percent
 
-FEWEST = 3  # measured steps, in all of which a condition must hold
+FEWEST_MEASURED = 3  # measured steps, in all of which a condition must hold
 FEWEST_SAME = 5  # the same, for batches: whole epochs of few batches repeat, too
 LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head that nobody uses
 # Norm of the gradient that was there before a step's first backward pass, over that of the gradient
@@ -35,17 +36,14 @@ SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 
 
-def could_train(record: Record) -> Iterator[Finding]:
-    """Find what keeps the loop from training: the most certain causes, so they come first."""
-    if not record.is_audited:
-        for rule in _RULES:
-            yield from rule(record)
-
-
-def _strength(record: Record) -> Strength:
-    return "watch" if course(record) in ("falls", "unknown") else "act"
-
-
+@fault(
+    "not-held",
+    "Parameters that the optimizer does not hold",
+    of="monitor",
+    about="loop",
+    certain=True,
+    explains=LEARNING,
+)
 def _not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that no optimizer has changed in any measured step."""
     layers = _share_of(record, "not_held", record.reports[1:])
@@ -69,6 +67,30 @@ def _not_held(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _strength(record: Record) -> Strength:
+    return "watch" if course(record) in ("falls", "unknown") else "act"
+
+
+def _share_of(
+    record: Record, field: str, reports: tuple[StepReport, ...]
+) -> tuple[tuple[str, ...], float] | None:
+    """Return the paths that a field has in all reports, and their share; None: too few."""
+    if len(record.reports) < FEWEST_MEASURED or not reports[-1].trainable:
+        return None
+    of_last = getattr(reports[-1], field)
+    paths = tuple(path for path in of_last if all(path in getattr(r, field) for r in reports))
+    share = sum(of_last[path] for path in paths) / reports[-1].trainable
+    return (paths, share) if share >= LEAST_SHARE else None
+
+
+@fault(
+    "unreached",
+    "Parameters that no gradient reaches",
+    of="monitor",
+    about="loop",
+    certain=True,
+    explains=LEARNING,
+)
 def _cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
     layers = _share_of(record, "cut_off", record.reports)
@@ -92,18 +114,13 @@ def _cut_off(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _share_of(
-    record: Record, field: str, reports: tuple[StepReport, ...]
-) -> tuple[tuple[str, ...], float] | None:
-    """Return the paths that a field has in all reports, and their share; None: too few."""
-    if len(record.reports) < FEWEST or not reports[-1].trainable:
-        return None
-    of_last = getattr(reports[-1], field)
-    paths = tuple(path for path in of_last if all(path in getattr(r, field) for r in reports))
-    share = sum(of_last[path] for path in paths) / reports[-1].trainable
-    return (paths, share) if share >= LEAST_SHARE else None
-
-
+@fault(
+    "not-zeroed",
+    "Gradients are not zeroed between steps",
+    of="monitor",
+    about="loop",
+    explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"),
+)
 def _not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
 
@@ -118,7 +135,7 @@ def _not_zeroed(record: Record) -> Iterator[Finding]:
     kept = {
         path: median(shares)
         for path, shares in seen.items()
-        if len(shares) >= FEWEST - 1 and min(shares) > KEPT
+        if len(shares) >= FEWEST_MEASURED - 1 and min(shares) > KEPT
     }
     if not kept:
         return
@@ -146,6 +163,7 @@ def _not_zeroed(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+@fault("zeroed-early", "Gradients are zeroed before the step uses them", of="monitor", about="loop")
 def _zeroed_early(record: Record) -> Iterator[Finding]:
     """Find gradients that are removed between the backward pass and the step, or between passes."""
     passes = {report.zeroed_passes for report in record.reports}
@@ -158,7 +176,9 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
             f"optimizer's step: nothing of it is left for {these(record, paths)}."
         )
         advice = "call optimizer.zero_grad() before the backward pass, or after the step"
-    elif len(record.reports) >= FEWEST and len(passes) == 1 and (count := passes.pop()) > 0:
+    elif (
+        len(record.reports) >= FEWEST_MEASURED and len(passes) == 1 and (count := passes.pop()) > 0
+    ):
         paths, evidence = (), Evidence("backward passes of a step that were zeroed", count, 0)
         said = (
             f"Gradients are zeroed between the micro-batches of a step: of {count + 1} backward "
@@ -179,10 +199,18 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
     )
 
 
+@fault(
+    "left-in-eval",
+    "Layers left in eval mode",
+    of="monitor",
+    about="loop",
+    explains=LEARNING,
+    acts_below=1.0,
+)
 def _left_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
-    if len(last) < FEWEST or not (
+    if len(last) < FEWEST_MEASURED or not (
         last[0].step - last[-1].step > (last[0].step - record.reports[0].step) / 2
     ):
         return
@@ -199,6 +227,13 @@ def _left_in_eval(record: Record) -> Iterator[Finding]:
     )
 
 
+@fault(
+    "same-batch",
+    "The same batch is repeated",
+    of="monitor",
+    certain=True,
+    explains=("cannot-overfit", "behind-reference"),
+)
 def _same_batch(record: Record) -> Iterator[Finding]:
     """Find inputs that are equal in all measured steps, and in the step after each."""
     sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}
@@ -214,6 +249,7 @@ def _same_batch(record: Record) -> Iterator[Finding]:
     )
 
 
+@fault("clipping-always", "Most gradients are clipped", of="monitor", about="loop")
 def _clipped(record: Record) -> Iterator[Finding]:
     """Find clipping that leaves so little of the gradient that the layers hardly move."""
     if optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
@@ -229,7 +265,7 @@ def _clipped(record: Record) -> Iterator[Finding]:
     moves = by_layer(at_peak(record), "update_ratio")
     low = HEALTH["update_ratio"].healthy[0]
     if (
-        len(shares) < FEWEST
+        len(shares) < FEWEST_MEASURED
         or not median(shares) < CLIPPED
         or not moves
         or not median(move.value for move in moves.values()) < low
@@ -256,10 +292,20 @@ def _clipped(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+@fault(
+    "rate-zero",
+    "A learning rate of zero",
+    of="monitor",
+    about="loop",
+    certain=True,
+    explains=LEARNING,
+)
+@fault("rate-gone", "The learning rate is gone before the end", of="monitor", about="loop")
+@fault("rate-rises", "The learning rate rises until the loss does", of="monitor", about="loop")
 def _schedule(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is zero, is gone long before the end, or rises too far."""
     rates = {r.step: rate for r in record.reports if (rate := learning_rate(r)) is not None}
-    if len(rates) < FEWEST:
+    if len(rates) < FEWEST_MEASURED:
         return
     peak, (first, *_, last) = max(rates.values()), rates
     if peak == 0:
@@ -317,12 +363,13 @@ def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@fault("weights-set-back", "Weights are set back between steps", of="monitor", about="loop")
 def _set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
     wholly = sum(share >= RETURNED for share in back)
     often = sum(share > SET_BACK for share in back) > len(back) / 2
-    if len(back) < FEWEST - 1 or not (
+    if len(back) < FEWEST_MEASURED - 1 or not (
         wholly > len(back) / 2 or (often and course(record) in ("rises", "does not fall"))
     ):
         return
@@ -343,10 +390,16 @@ def _set_back(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+@fault(
+    "gradients-summed",
+    "Gradients of micro-batches are summed, not averaged",
+    of="monitor",
+    about="loop",
+)
 def _summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
     counts = {len(report.loss_gradients) for report in record.reports}
-    if len(record.reports) < FEWEST or len(counts) != 1 or (k := counts.pop()) < SUMMED:
+    if len(record.reports) < FEWEST_MEASURED or len(counts) != 1 or (k := counts.pop()) < SUMMED:
         return
     whole = all(min(report.loss_gradients) >= 1 for report in record.reports)
     if not whole or optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
@@ -369,6 +422,12 @@ def _summed(record: Record) -> Iterator[Finding]:
     )
 
 
+@fault(
+    "unbounded-loss",
+    "A loss without a lower bound",
+    of="monitor",
+    explains=(*LEARNING, *LONG_STEPS),
+)
 def _negated(record: Record) -> Iterator[Finding]:
     """Find steps that go up the loss, which then has no bound."""
     seen = [report.loss_gradients for report in record.reports if report.loss_gradients]
@@ -385,18 +444,3 @@ def _negated(record: Record) -> Iterator[Finding]:
         "A lower learning rate only goes up more slowly.",
         against=RATES,
     )
-
-
-_RULES = (
-    _not_held,
-    _cut_off,
-    _not_zeroed,
-    _zeroed_early,
-    _left_in_eval,
-    _same_batch,
-    _clipped,
-    _schedule,
-    _set_back,
-    _summed,
-    _negated,
-)

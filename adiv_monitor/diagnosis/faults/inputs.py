@@ -1,11 +1,21 @@
-"""Rules about the model's inputs: their common scale, their mean, and samples' lengths."""
+"""Inputs, targets and rows of unsuitable scale."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from adiv_monitor.diagnosis.course import is_unbounded, start
-from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.units import DEAD_ACT, _dead_shares
+from adiv_monitor.diagnosis.finding import (
+    LOWER_RATES,
+    RATES,
+    Advice,
+    Evidence,
+    Finding,
+    Strength,
+)
 from adiv_monitor.diagnosis.readings import (
     Typical,
     by_layer,
@@ -17,8 +27,6 @@ from adiv_monitor.diagnosis.readings import (
     typical,
 )
 from adiv_monitor.diagnosis.record import InputStatistics, Record
-from adiv_monitor.diagnosis.rules.rates import suffers
-from adiv_monitor.diagnosis.rules.units import DEAD_ACT, dead_share
 
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2
@@ -43,8 +51,12 @@ LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # a model with the same answer to all inputs.
 FAR_ABOVE_CHANCE = 2.0
 _MADE_FOR = "initialisations and learning rates expect about 1"
+_ADAMW = Advice(
+    "use AdamW with learning rate 0.001: its steps do not depend on the gradient's length", "adamw"
+)
 
 
+@fault("input-scale", "Inputs of an unsuitable scale", about="inputs", acts_below=1.0)
 def input_scale(record: Record) -> Iterator[Finding]:
     """Find inputs, or features of them, far larger or smaller than initialisations assume."""
     for name, seen in record.inputs.items():
@@ -69,12 +81,6 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
         or (seen.std > LARGE_STD and max(sizes) > LARGE_STD)
         or (seen.std < SMALL_STD and min(sizes) < SMALL_STD)
     )
-
-
-def _is_centred(record: Record) -> bool:
-    """Return whether the rows of no layer share much of their length: a model may centre inputs."""
-    shares = by_layer(record, "common_share").values()
-    return bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
 
 
 def _scale_by_measures(record: Record) -> Iterator[Finding]:
@@ -102,18 +108,9 @@ def _scale_by_measures(record: Record) -> Iterator[Finding]:
     )
 
 
-def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
-    if seen.std / long_rows > LARGE_STD:
-        yield Evidence("input std", seen.std, LARGE_STD, name)
-    elif 0 < seen.std < SMALL_STD and seen.std * seen.std * seen.features < SHORT_ROW:
-        yield Evidence("input std", seen.std, SMALL_STD, name)
-    if seen.feature_std_ratio > UNEVEN_FEATURES:
-        yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
-
-
 def _long_rows(record: Record) -> float:
     """Return √(mean / median) of the rows' scale: how far a few long rows raise the rms."""
-    first = _first(record)
+    first = _first_map(record)
     mean, middle = (
         typical(record, first, m) if first else None for m in ("scale_mean", "scale_p50")
     )
@@ -122,28 +119,10 @@ def _long_rows(record: Record) -> float:
     return max(1.0, math.sqrt(mean.value / middle.value))
 
 
-def _input_scale(
-    record: Record, name: str, seen: InputStatistics, evidence: tuple[Evidence, ...]
-) -> Finding:
-    first = _first(record)
-    strength: Strength = "act" if _costs(record, first) else "watch"
-    scale = typical(record, first, "scale_mean") if first else None
-    if scale is not None:
-        evidence += (Evidence("scale_mean", scale.value, layer=first),)
-    measures = {e.measure: e.value for e in evidence}
-    said = []
-    if "input std" in measures:
-        said.append(
-            f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}; "
-            f"{_MADE_FOR}."
-        )
-    if "feature std ratio" in measures:
-        said.append(
-            f"One feature of input {name!r} has a standard deviation "
-            f"{seen.feature_std_ratio:.3g} times as large as that of the median feature."
-        )
-    large = measures.get("input std", 0.0) > LARGE_STD
-    return _scale_finding(first, strength, evidence, " ".join(said), large=large)
+def _first_map(record: Record) -> str | None:
+    """Return the path of the model's first map, which reads the inputs."""
+    paths = maps(record)
+    return paths[0] if paths else None
 
 
 def _scale_finding(
@@ -175,6 +154,73 @@ def _mostly_mean(record: Record, first: str) -> Typical | None:
     return common if common is not None and common.above(MOSTLY_MEAN) else None
 
 
+def _is_normalised(record: Record, layer: str) -> bool:
+    """Return whether the layer right behind holds the gain of a normalisation."""
+    for report in record.reports:
+        paths = list(report.layers)
+        if layer in paths[:-1]:
+            behind = paths[paths.index(layer) + 1]
+            return readings(record, behind)[report.step].kind == "gain"
+    return False
+
+
+def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
+    if seen.std / long_rows > LARGE_STD:
+        yield Evidence("input std", seen.std, LARGE_STD, name)
+    elif 0 < seen.std < SMALL_STD and seen.std * seen.std * seen.features < SHORT_ROW:
+        yield Evidence("input std", seen.std, SMALL_STD, name)
+    if seen.feature_std_ratio > UNEVEN_FEATURES:
+        yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
+
+
+def _input_scale(
+    record: Record, name: str, seen: InputStatistics, evidence: tuple[Evidence, ...]
+) -> Finding:
+    first = _first_map(record)
+    strength: Strength = "act" if _costs(record, first) else "watch"
+    scale = typical(record, first, "scale_mean") if first else None
+    if scale is not None:
+        evidence += (Evidence("scale_mean", scale.value, layer=first),)
+    measures = {e.measure: e.value for e in evidence}
+    said = []
+    if "input std" in measures:
+        said.append(
+            f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}; "
+            f"{_MADE_FOR}."
+        )
+    if "feature std ratio" in measures:
+        said.append(
+            f"One feature of input {name!r} has a standard deviation "
+            f"{seen.feature_std_ratio:.3g} times as large as that of the median feature."
+        )
+    large = measures.get("input std", 0.0) > LARGE_STD
+    return _scale_finding(first, strength, evidence, " ".join(said), large=large)
+
+
+def _costs(record: Record, first: str | None) -> bool:
+    """Return whether the first layer trains badly, which makes an unusual input a fault.
+
+    It does not if a normalisation right behind it removes the scale, or if the optimizer's step
+    does not depend on the scale while the loss begins where it should and falls.
+    """
+    if first is not None and _is_normalised(record, first):
+        return False
+    bad_start = (
+        record.chance is not None
+        and bool(record.losses)
+        and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
+    )
+    if bad_start or suffers(record) or dead_share(record) > DEAD_ACT:
+        return True
+    return not scale_free(record.facts)
+
+
+def dead_share(record: Record) -> float:
+    """Return the largest share of dead units of a layer; 0 if too few batches were observed."""
+    return max(_dead_shares(record).values(), default=0.0)
+
+
+@fault("input-mean", "Inputs that are not centred", about="inputs")
 def input_mean(record: Record) -> Iterator[Finding]:
     """Find inputs that are far from centred, so that all rows share one long common vector."""
     if not record.inputs:
@@ -183,9 +229,9 @@ def input_mean(record: Record) -> Iterator[Finding]:
         share = common_share(seen)
         if not share > COMMON_SHARE_WATCH or not _is_read(record, seen) or _is_centred(record):
             continue
-        act = share > COMMON_SHARE_ACT and _costs(record, _first(record))
+        act = share > COMMON_SHARE_ACT and _costs(record, _first_map(record))
         # Which layer reads which of several inputs is not known.
-        first = _first(record) if len(record.inputs) == 1 else None
+        first = _first_map(record) if len(record.inputs) == 1 else None
         evidence = Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name)
         yield _mean_finding(
             first,
@@ -193,6 +239,12 @@ def input_mean(record: Record) -> Iterator[Finding]:
             (evidence, *_ceiling(record, first)),
             f"{share:.0%} of the mean square of input {name!r}",
         )
+
+
+def _is_centred(record: Record) -> bool:
+    """Return whether the rows of no layer share much of their length: a model may centre inputs."""
+    shares = by_layer(record, "common_share").values()
+    return bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
 
 
 def _mean_by_measures(record: Record) -> Iterator[Finding]:
@@ -228,6 +280,14 @@ def _mean_finding(
     )  # fmt: skip
 
 
+def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
+    if first is not None:
+        for measure in ("common_share", "gradient_cosine", "attainable_cosine"):
+            found = typical(record, first, measure)
+            if found is not None:
+                yield Evidence(measure, found.value, layer=first)
+
+
 def common_share(seen: InputStatistics) -> float:
     """Return the share of the inputs' mean square that is due to their features' means, 0 to 1."""
     # A product overflows to infinity, where a power raises an error.
@@ -236,9 +296,35 @@ def common_share(seen: InputStatistics) -> float:
     return 0.0 if math.isnan(share) else min(1.0, share)
 
 
+@fault("target-scale", "Targets, or a loss, of a very large scale", explains=LEARNING)
+def target_scale(record: Record) -> Iterator[Finding]:
+    """Find a loss that is large by its unit, from large targets or a sum over the batch."""
+    if is_unbounded(record):
+        return
+    if record.chance is not None and record.chance > LARGE_TARGETS:
+        faulty = suffers(record) or not all(map(math.isfinite, record.losses))
+        yield Finding(
+            "target-scale",
+            (),
+            "act" if faulty else "note",
+            (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
+            (
+                Advice("standardise the targets, or use the mean of the loss instead of its sum"),
+                *(() if scale_free(record.facts) else (Advice("learning rate × 0.1", "rate*0.1"),
+                                                       _ADAMW)),
+            ),
+            f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
+            "are in large units, or the loss is a sum.",
+            "Clipping the gradient's norm makes all steps equally long.",
+            0,
+            ("clip",),
+        )  # fmt: skip
+
+
+@fault("row-spread", "Rows of very different length", about="inputs")
 def row_spread(record: Record) -> Iterator[Finding]:
     """Find rows of very different length, of which the long ones determine the step."""
-    first = _first(record)
+    first = _first_map(record)
     spread = typical(record, first, "scale_cv") if first else None
     lengths = [seen.length_cv for seen in record.inputs.values()]
     if spread is None and lengths:
@@ -269,74 +355,3 @@ def row_spread(record: Record) -> Iterator[Finding]:
         spread.since,
         ("scale-inputs", *RATES),
     )  # fmt: skip
-
-
-_ADAMW = Advice(
-    "use AdamW with learning rate 0.001: its steps do not depend on the gradient's length", "adamw"
-)
-
-
-def target_scale(record: Record) -> Iterator[Finding]:
-    """Find a loss that is large by its unit, from large targets or a sum over the batch."""
-    if is_unbounded(record):
-        return
-    if record.chance is not None and record.chance > LARGE_TARGETS:
-        faulty = suffers(record) or not all(map(math.isfinite, record.losses))
-        yield Finding(
-            "target-scale",
-            (),
-            "act" if faulty else "note",
-            (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
-            (
-                Advice("standardise the targets, or use the mean of the loss instead of its sum"),
-                *(() if scale_free(record.facts) else (Advice("learning rate × 0.1", "rate*0.1"),
-                                                       _ADAMW)),
-            ),
-            f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
-            "are in large units, or the loss is a sum.",
-            "Clipping the gradient's norm makes all steps equally long.",
-            0,
-            ("clip",),
-        )  # fmt: skip
-
-
-def _first(record: Record) -> str | None:
-    """Return the path of the model's first map, which reads the inputs."""
-    paths = maps(record)
-    return paths[0] if paths else None
-
-
-def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
-    if first is not None:
-        for measure in ("common_share", "gradient_cosine", "attainable_cosine"):
-            found = typical(record, first, measure)
-            if found is not None:
-                yield Evidence(measure, found.value, layer=first)
-
-
-def _costs(record: Record, first: str | None) -> bool:
-    """Return whether the first layer trains badly, which makes an unusual input a fault.
-
-    It does not if a normalisation right behind it removes the scale, or if the optimizer's step
-    does not depend on the scale while the loss begins where it should and falls.
-    """
-    if first is not None and _is_normalised(record, first):
-        return False
-    bad_start = (
-        record.chance is not None
-        and bool(record.losses)
-        and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
-    )
-    if bad_start or suffers(record) or dead_share(record) > DEAD_ACT:
-        return True
-    return not scale_free(record.facts)
-
-
-def _is_normalised(record: Record, layer: str) -> bool:
-    """Return whether the layer right behind holds the gain of a normalisation."""
-    for report in record.reports:
-        paths = list(report.layers)
-        if layer in paths[:-1]:
-            behind = paths[paths.index(layer) + 1]
-            return readings(record, behind)[report.step].kind == "gain"
-    return False

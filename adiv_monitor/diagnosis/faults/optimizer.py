@@ -1,22 +1,22 @@
-"""Rules about what happens to the gradient on its way to the weights."""
+"""What the optimizer, and code after it, make of the gradient."""
 
 import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
+from adiv_monitor.diagnosis.faults.fault import fault
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.remedies import USUAL, less_momentum
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import (
     Typical,
     at_first,
     by_layer,
     named,
-    scale_free,
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.rates import suffers
-from adiv_monitor.diagnosis.rules.remedies import USUAL, clip_norm, less_momentum
 
 # Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.
 LONG_MOMENTUM = 0.975
@@ -32,19 +32,161 @@ SHRUNK = 0.5  # healthy ratios are 1.1 to 2.9
 PROJECTED = 0.98
 # cos(first step, −gradient): the first step has no past, and healthy runs have 0.47 and above.
 FIRST_STEP = 0.2
-# Share of the entries with a gradient whose √v̂ is below ε: then most of a step is not adapted.
-EPSILON = 0.5
-# Share of clipped steps; above half, a lower learning rate is the better fix (Google's deep
-# learning tuning playbook).
-CLIPPED = 0.5
-CLIPPED_FAR = 10.0
-
-
 _WRONG_SIGN = Advice(
     "look for maximize=True, or for code that changes the gradient's sign before the step"
 )
 
 
+@fault("decay-fights", "Weight decay outweighs the gradient")
+def decay_fights(record: Record) -> Iterator[Finding]:
+    """Find weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
+    norms = [norm for norm in record.parameter_norms if math.isfinite(norm)]
+    if not norms or norms[0] == 0:
+        return
+    setting = record.facts.settings.get("weight_decay")
+    decay = float(setting) if isinstance(setting, int | float) else 0.0
+    pull = first_pull(record, decay)
+    shrunk = norms[-1] / norms[0]
+    if decay == 0 and any(
+        t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
+    ):
+        return  # other code shrinks the weights
+    if not (pull > DECAY_WATCH or shrunk < SHRUNK):
+        return
+    yield Finding(
+        "decay-fights",
+        (),
+        "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
+        (
+            *((Evidence("pull of the weight decay over that of the gradient", pull, DECAY_WATCH,
+                        step=0),)
+              if decay else ()),
+            Evidence("norm of the parameters, last over first", shrunk, SHRUNK),
+        ),
+        (
+            Advice("use no weight decay", "no-decay"),
+            Advice("use a tenth of the weight decay", "less-decay"),
+        )
+        if decay
+        else (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
+        _decay_words(decay, pull, shrunk),
+        "A lower learning rate weakens gradient and decay alike: their ratio stays the same."
+        * (pull > DECAY_WATCH),
+        against=LOWER_RATES * (pull > DECAY_WATCH),
+    )  # fmt: skip
+
+
+def _decay_words(decay: float, pull: float, shrunk: float) -> str:
+    norm = f"the norm of the parameters ends at {shrunk:.3g} times its first value"
+    if pull > DECAY_WATCH:
+        return (
+            f"At the first step, weight decay ({decay:g}) pulls {pull:.3g} times as hard as the "
+            f"gradient, and {norm}."
+        )
+    if decay:
+        return f"With a weight decay of {decay:g}, {norm}."
+    return f"Without weight decay, {norm}: a penalty in the loss may shrink them."
+
+
+def first_pull(record: Record, decay: float) -> float:
+    """Return ‖decay · θ‖ over the norm of the update that it is added to, at the first step.
+
+    The update is the gradient, or Adam's unit steps. Later steps are less informative: where decay
+    wins, weights shrink until it and the gradient balance.
+    """
+    size = record.gradient_norms[0] if record.gradient_norms else math.nan
+    if _decoupled(record):
+        size = math.sqrt(record.facts.trainable)
+    return decay * record.parameter_norms[0] / size if size > 0 else math.nan
+
+
+def _decoupled(record: Record) -> bool:
+    decoupled = record.facts.settings.get("decoupled_weight_decay")
+    return bool(decoupled) or record.facts.optimizer in ("AdamW", "Lion", "Adafactor", "Muon")
+
+
+@fault("projection-fights", "Other code changes the weights")
+def projection_fights(record: Record) -> Iterator[Finding]:
+    """Find code besides the optimizer that changes the weights, after its step or within it."""
+    kept = by_layer(record, "projection_cosine")
+    undone = {p: -t.value for p, t in kept.items() if t.below(PROJECTED)}
+    first = _first_cosines(record)
+    within = {p: -t.value for p, t in first.items() if t.below(FIRST_STEP) and t.above(-FIRST_STEP)}
+    hidden = len(within) > len(kept) / 2 and not _decay_turns(record)
+    if not undone and not hidden:
+        return
+    applied = by_layer(record, "applied_cosine")
+    layers = worst_first(undone or within)
+    uphill = any(p in applied and applied[p].below(0) for p in layers)
+    said = (
+        f"Code that runs after the optimizer's step changes the weights of "
+        f"{named(record, layers[0])} again: the change that remains has a cosine of "
+        f"{kept[layers[0]].value:.3g} with the optimizer's step."
+        if undone
+        else _within_words(record, layers[0], -within[layers[0]])
+    )
+    worst = layers[:3]
+    yield Finding(
+        "projection-fights",
+        layers,
+        "act" if uphill or suffers(record) else "watch",
+        (
+            *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
+            *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
+              for p in worst if p in within and hidden),
+            *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
+        ),
+        (
+            Advice("train without the code that changes the weights besides the optimizer (a trial "
+                   "can remove hooks of the optimizer and max_norm, but not changes by the loss or "
+                   "by forward())", "no-projection"),
+            Advice("project the gradient onto the constraint before the step"),
+        ),
+        said,
+        "With a higher learning rate, the other code undoes more of each step." * bool(undone),
+        against=HIGHER_RATES * bool(undone),
+    )  # fmt: skip
+
+
+def _within_words(record: Record, layer: str, cosine: float) -> str:
+    """Describe a first step with a low cosine to its gradient.
+
+    The first step of plain gradient descent is its gradient; another optimizer's may have a low
+    cosine by itself.
+    """
+    where, read = named(record, layer), f"has a cosine of {cosine:.3g} with its gradient"
+    if record.facts.optimizer in ("SGD", "ASGD"):
+        return (
+            f"Code that runs within the step changes the weights of {where}: the first step, which "
+            f"depends on no earlier gradient, {read}."
+        )
+    optimizer = record.facts.optimizer or "the optimizer"
+    return (
+        f"The first step of {where}, which depends on no earlier gradient, {read}: code within the "
+        f"step changes the weights, or {optimizer} itself turns the step because a few entries of "
+        "the gradient are far larger than the others."
+    )
+
+
+def _decay_turns(record: Record) -> bool:
+    """Return whether weight decay exceeds the gradient at the first step and so turns it."""
+    setting = record.facts.settings.get("weight_decay")
+    decay = float(setting) if isinstance(setting, int | float) else 0.0
+    return bool(record.parameter_norms) and first_pull(record, decay) > DECAY_ACT
+
+
+def _first_cosines(record: Record) -> dict[str, Typical]:
+    """Return `parameter_cosine` of the first step: 1 for gradient descent, ‖g‖₁/(√n·‖g‖₂) for Adam.
+
+    It is empty for an optimizer that was resumed and so has a past.
+    """
+    if record.facts.resumed:
+        return {}
+    first = at_first(record, "parameter_cosine")
+    return first[0] if first and record.reports[0].step == 0 else {}
+
+
+@fault("optimizer-turns", "The optimizer turns the step away from the gradient")
 def optimizer_turns(record: Record) -> Iterator[Finding]:
     """Find steps that go uphill or follow gradients of many steps ago.
 
@@ -150,203 +292,3 @@ def _late_cosine(record: Record) -> float:
     late = readings[len(readings) // 2 :]
     known = [r.parameter_cosine for r in late if r.parameter_cosine is not None]
     return median([c for c in known if not math.isnan(c)] or [1.0])
-
-
-def epsilon_dominates(record: Record) -> Iterator[Finding]:
-    """Find an epsilon that is larger than the roots it is added to, so that it sets the step."""
-    for fact in record.found_by("epsilon-dominates"):
-        share, epsilon, root = (fact.numbers[name] for name in ("share", "epsilon", "root"))
-        if share > EPSILON:
-            yield Finding(
-                "epsilon-dominates",
-                (),
-                "act" if suffers(record) else "watch",
-                (
-                    Evidence("share of entries whose root is below ε", share, EPSILON),
-                    Evidence("ε", epsilon),
-                    Evidence("median root of the mean squared gradient", root),
-                ),
-                (Advice("use the default eps of 1e-8", "usual-epsilon"),),
-                f"The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, "
-                f"its ε ({epsilon:g}) is larger than √v (typically {root:.2g}): ε shortens their "
-                "steps, which are no longer adapted to the size of their gradients.",
-            )
-
-
-def decay_fights(record: Record) -> Iterator[Finding]:
-    """Find weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
-    norms = [norm for norm in record.parameter_norms if math.isfinite(norm)]
-    if not norms or norms[0] == 0:
-        return
-    setting = record.facts.settings.get("weight_decay")
-    decay = float(setting) if isinstance(setting, int | float) else 0.0
-    pull = first_pull(record, decay)
-    shrunk = norms[-1] / norms[0]
-    if decay == 0 and any(
-        t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
-    ):
-        return  # other code shrinks the weights
-    if not (pull > DECAY_WATCH or shrunk < SHRUNK):
-        return
-    yield Finding(
-        "decay-fights",
-        (),
-        "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
-        (
-            *((Evidence("pull of the weight decay over that of the gradient", pull, DECAY_WATCH,
-                        step=0),)
-              if decay else ()),
-            Evidence("norm of the parameters, last over first", shrunk, SHRUNK),
-        ),
-        (
-            Advice("use no weight decay", "no-decay"),
-            Advice("use a tenth of the weight decay", "less-decay"),
-        )
-        if decay
-        else (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
-        _decay_words(decay, pull, shrunk),
-        "A lower learning rate weakens gradient and decay alike: their ratio stays the same."
-        * (pull > DECAY_WATCH),
-        against=LOWER_RATES * (pull > DECAY_WATCH),
-    )  # fmt: skip
-
-
-def _decay_words(decay: float, pull: float, shrunk: float) -> str:
-    norm = f"the norm of the parameters ends at {shrunk:.3g} times its first value"
-    if pull > DECAY_WATCH:
-        return (
-            f"At the first step, weight decay ({decay:g}) pulls {pull:.3g} times as hard as the "
-            f"gradient, and {norm}."
-        )
-    if decay:
-        return f"With a weight decay of {decay:g}, {norm}."
-    return f"Without weight decay, {norm}: a penalty in the loss may shrink them."
-
-
-def first_pull(record: Record, decay: float) -> float:
-    """Return ‖decay · θ‖ over the norm of the update that it is added to, at the first step.
-
-    The update is the gradient, or Adam's unit steps. Later steps are less informative: where decay
-    wins, weights shrink until it and the gradient balance.
-    """
-    size = record.gradient_norms[0] if record.gradient_norms else math.nan
-    if _decoupled(record):
-        size = math.sqrt(record.facts.trainable)
-    return decay * record.parameter_norms[0] / size if size > 0 else math.nan
-
-
-def _decoupled(record: Record) -> bool:
-    decoupled = record.facts.settings.get("decoupled_weight_decay")
-    return bool(decoupled) or record.facts.optimizer in ("AdamW", "Lion", "Adafactor", "Muon")
-
-
-def projection_fights(record: Record) -> Iterator[Finding]:
-    """Find code besides the optimizer that changes the weights, after its step or within it."""
-    kept = by_layer(record, "projection_cosine")
-    undone = {p: -t.value for p, t in kept.items() if t.below(PROJECTED)}
-    first = _first_cosines(record)
-    within = {p: -t.value for p, t in first.items() if t.below(FIRST_STEP) and t.above(-FIRST_STEP)}
-    hidden = len(within) > len(kept) / 2 and not _decay_turns(record)
-    if not undone and not hidden:
-        return
-    applied = by_layer(record, "applied_cosine")
-    layers = worst_first(undone or within)
-    uphill = any(p in applied and applied[p].below(0) for p in layers)
-    said = (
-        f"Code that runs after the optimizer's step changes the weights of "
-        f"{named(record, layers[0])} again: the change that remains has a cosine of "
-        f"{kept[layers[0]].value:.3g} with the optimizer's step."
-        if undone
-        else _within_words(record, layers[0], -within[layers[0]])
-    )
-    worst = layers[:3]
-    yield Finding(
-        "projection-fights",
-        layers,
-        "act" if uphill or suffers(record) else "watch",
-        (
-            *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
-            *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
-              for p in worst if p in within and hidden),
-            *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
-        ),
-        (
-            Advice("train without the code that changes the weights besides the optimizer (a trial "
-                   "can remove hooks of the optimizer and max_norm, but not changes by the loss or "
-                   "by forward())", "no-projection"),
-            Advice("project the gradient onto the constraint before the step"),
-        ),
-        said,
-        "With a higher learning rate, the other code undoes more of each step." * bool(undone),
-        against=HIGHER_RATES * bool(undone),
-    )  # fmt: skip
-
-
-def _within_words(record: Record, layer: str, cosine: float) -> str:
-    """Describe a first step with a low cosine to its gradient.
-
-    The first step of plain gradient descent is its gradient; another optimizer's may have a low
-    cosine by itself.
-    """
-    where, read = named(record, layer), f"has a cosine of {cosine:.3g} with its gradient"
-    if record.facts.optimizer in ("SGD", "ASGD"):
-        return (
-            f"Code that runs within the step changes the weights of {where}: the first step, which "
-            f"depends on no earlier gradient, {read}."
-        )
-    optimizer = record.facts.optimizer or "the optimizer"
-    return (
-        f"The first step of {where}, which depends on no earlier gradient, {read}: code within the "
-        f"step changes the weights, or {optimizer} itself turns the step because a few entries of "
-        "the gradient are far larger than the others."
-    )
-
-
-def _decay_turns(record: Record) -> bool:
-    """Return whether weight decay exceeds the gradient at the first step and so turns it."""
-    setting = record.facts.settings.get("weight_decay")
-    decay = float(setting) if isinstance(setting, int | float) else 0.0
-    return bool(record.parameter_norms) and first_pull(record, decay) > DECAY_ACT
-
-
-def _first_cosines(record: Record) -> dict[str, Typical]:
-    """Return `parameter_cosine` of the first step: 1 for gradient descent, ‖g‖₁/(√n·‖g‖₂) for Adam.
-
-    It is empty for an optimizer that was resumed and so has a past.
-    """
-    if record.facts.resumed:
-        return {}
-    first = at_first(record, "parameter_cosine")
-    return first[0] if first and record.reports[0].step == 0 else {}
-
-
-def clipping_always(record: Record) -> Iterator[Finding]:
-    """Find clipping of most steps, so that the gradient's length no longer counts."""
-    limit = record.facts.clip_norm
-    norms = [norm for norm in record.gradient_norms if not math.isnan(norm)]
-    if limit is None or not norms:
-        return
-    share = fmean(norm > limit for norm in norms)
-    far = median(norms) / limit
-    if not share > CLIPPED:
-        return
-    costs = far > CLIPPED_FAR and not scale_free(record.facts)
-    yield Finding(
-        "clipping-always",
-        (),
-        "act" if costs and suffers(record) else "watch",
-        (
-            Evidence("share of steps clipped", share, CLIPPED),
-            Evidence("gradient norm over the clipping limit", far, CLIPPED_FAR),
-        ),
-        (
-            Advice("use no clipping", "no-clip"),
-            Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the gradient's norms"),
-            Advice("learning rate × 0.3", "rate*0.3"),
-        ),
-        f"{share:.0%} of the gradients are clipped. Their typical norm is {far:.3g} times the "
-        "limit.",
-        "Another limit changes little: the steps of this optimizer do not depend on a constant "
-        "factor of the gradient." * scale_free(record.facts),
-        against=("no-clip", "clip") * scale_free(record.facts),
-    )

@@ -1,18 +1,85 @@
-"""Rules about how outputs meet their targets, from the facts that probes found on copies."""
+"""Faults between outputs and targets."""
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
-from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.printable import quoted
 
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
 # Standard deviation of the targets over that of normalised outputs, or the reverse; and the
 # distance of their means, in the larger standard deviation. Standardised targets have 1 and 0.
 OTHER_SCALE, OTHER_MEAN = 3.0, 1.0
+_LACK = {
+    "relu": "are never negative, and receive no gradient where they are zero",
+    "relu6": "lie between 0 and 6, and receive no gradient at 0 and at 6",
+    "sigmoid": "lie between 0 and 1",
+    "hardsigmoid": "lie between 0 and 1",
+    "tanh": "lie between −1 and 1",
+    "hardtanh": "lie between two bounds, and receive no gradient at the bounds",
+    "softsign": "lie between −1 and 1",
+}
 
 
+@fault(
+    "future-leak",
+    "The model sees the tokens that it should predict",
+    certain=True,
+    explains=LEARNING,
+)
+def future_leak(record: Record) -> Iterator[Finding]:
+    """Find a model of the next token whose inputs include that token."""
+    for fact in record.found_by("future-leak"):
+        yield Finding(
+            "future-leak",
+            (),
+            "act",
+            (Evidence("change of outputs with later inputs", fact.numbers["change"], 1e-5),),
+            (Advice("use a causal mask in attention (is_causal=True), and a single direction in "
+                    "recurrent layers"),),
+            "The targets are the next tokens of the input, and the outputs depend on later input "
+            "tokens: the model sees the tokens that it should predict. A low loss does not show "
+            "that it predicts well.",
+            since=0,
+        )  # fmt: skip
+
+
+@fault(
+    "targets-misplaced",
+    "Outputs and targets are of different samples",
+    certain=True,
+    explains=LEARNING,
+)
+def targets_misplaced(record: Record) -> Iterator[Finding]:
+    """Find outputs of samples that are compared with the targets of other samples."""
+    for fact in record.found_by("targets-misplaced"):
+        share = fact.numbers["share"]
+        if share < TOGETHER:
+            yield Finding(
+                "targets-misplaced",
+                (),
+                "act",
+                (Evidence("share of a sample's outputs that its targets concern", share, TOGETHER,
+                          step=0),),
+                (Advice("look at the axes of outputs and targets where the loss compares them: "
+                        "transpose one of them before both are flattened, and reorder both or "
+                        "none"),),
+                "The outputs of a sample are compared with the targets of other samples: a change "
+                "of the first sample's targets changes the gradient at outputs that do not depend "
+                f"on its inputs (outputs of shape {fact.words['of']}, targets of "
+                f"{fact.words['to']}).",
+                "Another learning rate does not bring outputs and targets together.",
+                0,
+                RATES,
+            )  # fmt: skip
+
+
+@fault(
+    "broadcast-loss", "Each output is compared with all targets", certain=True, explains=LEARNING
+)
 def broadcast_loss(record: Record) -> Iterator[Finding]:
     """Find a loss that combines each output with the targets, or weights, of all samples."""
     for fact in record.found_by("broadcast-loss"):
@@ -38,6 +105,7 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@fault("no-log", "The loss expects log-probabilities", certain=True, explains=LEARNING)
 def no_log(record: Record) -> Iterator[Finding]:
     """Find a loss that expects log-probabilities of the classes but gets something else."""
     for fact in record.found_by("no-log"):
@@ -81,6 +149,7 @@ def no_log(record: Record) -> Iterator[Finding]:
         )
 
 
+@fault("logits-as-probabilities", "The loss expects probabilities", certain=True, explains=LEARNING)
 def logits_as_probabilities(record: Record) -> Iterator[Finding]:
     """Find a loss of probabilities, such as dice, of outputs that may have any value."""
     for fact in record.found_by("logits-as-probabilities"):
@@ -102,53 +171,12 @@ def logits_as_probabilities(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def targets_misplaced(record: Record) -> Iterator[Finding]:
-    """Find outputs of samples that are compared with the targets of other samples."""
-    for fact in record.found_by("targets-misplaced"):
-        share = fact.numbers["share"]
-        if share < TOGETHER:
-            yield Finding(
-                "targets-misplaced",
-                (),
-                "act",
-                (Evidence("share of a sample's outputs that its targets concern", share, TOGETHER,
-                          step=0),),
-                (Advice("look at the axes of outputs and targets where the loss compares them: "
-                        "transpose one of them before both are flattened, and reorder both or "
-                        "none"),),
-                "The outputs of a sample are compared with the targets of other samples: a change "
-                "of the first sample's targets changes the gradient at outputs that do not depend "
-                f"on its inputs (outputs of shape {fact.words['of']}, targets of "
-                f"{fact.words['to']}).",
-                "Another learning rate does not bring outputs and targets together.",
-                0,
-                RATES,
-            )  # fmt: skip
-
-
-def loss_reversed(record: Record) -> Iterator[Finding]:
-    """Find a loss that is lower, the more the outputs contradict the targets."""
-    for fact in record.found_by("loss-reversed"):
-        right, wrong = fact.numbers["right"], fact.numbers["wrong"]
-        is_signed = fact.words["outputs"] == "signed"
-        yield Finding(
-            "loss-reversed",
-            (),
-            "act" if is_signed else "watch",
-            (Evidence("loss of outputs that contradict all targets", wrong, right),),
-            (Advice("look for a wrong sign: an overlap or a likelihood that is minimised, where 1 "
-                    "minus the overlap, or the negative, should be; labels that are read the "
-                    "wrong way round"),),
-            f"The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if "
-            "they agree with all: "
-            + ("training makes the predictions worse." if is_signed
-               else "unless they are distances or energies, training makes them worse."),
-            "Another learning rate does not turn the loss round.",
-            0,
-            RATES,
-        )  # fmt: skip
-
-
+@fault(
+    "softmax-of-one",
+    "Softmax over a single class",
+    certain=True,
+    explains=(*LEARNING, "input-ignored", "target-scale", "vanishing"),
+)
 def softmax_of_one(record: Record) -> Iterator[Finding]:
     """Find a softmax over one class, which is always 1."""
     for fact in record.found_by("softmax-of-one"):
@@ -172,6 +200,7 @@ def softmax_of_one(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@fault("softmax-over-samples", "Softmax over the samples", certain=True, explains=LEARNING)
 def softmax_over_samples(record: Record) -> Iterator[Finding]:
     """Find a softmax over the first axis, that of the samples."""
     for fact in record.found_by("softmax-over-samples"):
@@ -187,6 +216,60 @@ def softmax_over_samples(record: Record) -> Iterator[Finding]:
         )
 
 
+@fault("double-softmax", "Softmax is applied twice", explains=LEARNING)
+def double_softmax(record: Record) -> Iterator[Finding]:
+    """Find probabilities whose softmax the loss takes again, so that it can't come near zero."""
+    output = record.activated_output
+    in_loss = output is not None and output.function == "softmax" and output.module is None
+    if record.double_softmax or (output is not None and output.function == "softmax"):
+        given = (
+            "The loss function takes a softmax of the outputs"
+            if in_loss
+            else ("The model's outputs are already probabilities")
+        )
+        yield Finding(
+            "double-softmax",
+            (),
+            "act",
+            (Evidence("number of softmaxes before that of the loss", 1.0),),
+            (Advice("pass the inputs of the softmax to the loss, not its outputs",
+                    "plain-outputs"),),
+            f"{given}, and the loss applies a second softmax "
+            "to them: they differ by at most 1 between classes, so the loss can't come near zero.",
+            "A higher learning rate only saturates the first softmax.",
+            0,
+            HIGHER_RATES,
+        )  # fmt: skip
+
+
+@fault("activated-logits", "An activation function on the logits", explains=LEARNING)
+def activated_logits(record: Record) -> Iterator[Finding]:
+    """Find an activation function between the last layer and a loss that has its own."""
+    output = record.activated_output
+    if output is None or output.function == "softmax":
+        return
+    where = f"the {output.function} of {quoted(output.module or '')}"
+    yield Finding(
+        "activated-logits",
+        (output.module,) if output.module else (),
+        "act",
+        (Evidence("number of activation functions on the logits", 1.0),),
+        (Advice("remove that function from the outputs: the loss already contains a softmax (or "
+                "sigmoid)", "plain-outputs"),),
+        f"The loss uses the outputs of {where} as logits. Such logits "
+        f"{_LACK.get(output.function, 'are bounded on one side')}.",
+        "Another learning rate does not widen the range of the logits.",
+        0,
+        RATES,
+    )  # fmt: skip
+
+
+@fault(
+    "targets-out-of-range",
+    "Targets that the outputs can't reach",
+    explains=(*LEARNING, "exploding", "non-finite", "unbounded-loss"),
+    acts_below=1.0,
+)
 def targets_out_of_range(record: Record) -> Iterator[Finding]:
     """Find regression targets outside the range of the function on the outputs."""
     for fact in record.found_by("targets-out-of-range"):
@@ -258,6 +341,62 @@ def _of_several(record: Record, fact: Fact, share: float) -> Finding:
     )  # fmt: skip
 
 
+@fault(
+    "outputs-normalised", "Normalised outputs of a regression", explains=LEARNING, acts_below=0.8
+)
+def outputs_normalised(record: Record) -> Iterator[Finding]:
+    """Find a regression whose outputs are normalised, though its targets are not."""
+    for fact in record.found_by("outputs-normalised"):
+        names = ("mean", "std", "target mean", "target std")
+        mean, std, target_mean, target_std = (fact.numbers[name] for name in names)
+        if not (std > 0 and target_std > 0):
+            continue
+        scale = max(std / target_std, target_std / std)
+        distance = abs(target_mean - mean) / max(std, target_std)
+        if scale > OTHER_SCALE or distance > OTHER_MEAN:
+            yield Finding(
+                "outputs-normalised",
+                (),
+                "act" if suffers(record) else "watch",
+                (
+                    Evidence("ratio of the standard deviations of outputs and targets", scale,
+                             OTHER_SCALE, step=0),
+                    Evidence("distance of their means, in the larger standard deviation", distance,
+                             OTHER_MEAN, step=0),
+                ),
+                (Advice("remove the normalisation of the outputs", "outputs-without-norm"),
+                 Advice("standardise the targets")),
+                f"{fact.place} normalises the outputs: whatever the layers before it "
+                f"compute, they begin with a mean of {mean:.2g} and a standard deviation of "
+                f"{std:.2g}. The targets have {target_mean:.3g} and {target_std:.3g}.",
+                since=0,
+            )  # fmt: skip
+
+
+@fault("dropout-on-outputs", "Dropout on the outputs", explains=LEARNING, acts_below=0.8)
+def dropout_on_outputs(record: Record) -> Iterator[Finding]:
+    """Find dropout behind the last layer: it sets outputs to 0 that are compared with targets."""
+    for fact in record.found_by("dropout-on-outputs"):
+        rate, with_it, without = (fact.numbers[name] for name in ("rate", "with", "without"))
+        yield Finding(
+            "dropout-on-outputs",
+            (),
+            "act" if suffers(record) else "watch",
+            (
+                Evidence("dropout rate of the outputs", rate, 0.0, fact.place, 0),
+                Evidence("loss of the trained model with it", with_it),
+                Evidence("loss of the trained model without it", without),
+            ),
+            (Advice("remove the dropout behind the last layer", "outputs-without-dropout"),),
+            f"{fact.place} sets {rate:.0%} of the outputs to 0 in each step, and multiplies the "
+            "others by 1/(1 − p), before the loss compares them with their targets.",
+            "Another learning rate does not remove this noise.",
+            0,
+            RATES,
+        )
+
+
+@fault("target-is-input", "Targets that are the wrong tokens", certain=True, explains=LEARNING)
 def target_is_input(record: Record) -> Iterator[Finding]:
     """Find a language model whose targets are its inputs, but not the next or the masked tokens.
 
@@ -298,71 +437,3 @@ def target_is_input(record: Record) -> Iterator[Finding]:
             text,
             since=0,
         )  # fmt: skip
-
-
-def future_leak(record: Record) -> Iterator[Finding]:
-    """Find a model of the next token whose inputs include that token."""
-    for fact in record.found_by("future-leak"):
-        yield Finding(
-            "future-leak",
-            (),
-            "act",
-            (Evidence("change of outputs with later inputs", fact.numbers["change"], 1e-5),),
-            (Advice("use a causal mask in attention (is_causal=True), and a single direction in "
-                    "recurrent layers"),),
-            "The targets are the next tokens of the input, and the outputs depend on later input "
-            "tokens: the model sees the tokens that it should predict. A low loss does not show "
-            "that it predicts well.",
-            since=0,
-        )  # fmt: skip
-
-
-def outputs_normalised(record: Record) -> Iterator[Finding]:
-    """Find a regression whose outputs are normalised, though its targets are not."""
-    for fact in record.found_by("outputs-normalised"):
-        names = ("mean", "std", "target mean", "target std")
-        mean, std, target_mean, target_std = (fact.numbers[name] for name in names)
-        if not (std > 0 and target_std > 0):
-            continue
-        scale = max(std / target_std, target_std / std)
-        distance = abs(target_mean - mean) / max(std, target_std)
-        if scale > OTHER_SCALE or distance > OTHER_MEAN:
-            yield Finding(
-                "outputs-normalised",
-                (),
-                "act" if suffers(record) else "watch",
-                (
-                    Evidence("ratio of the standard deviations of outputs and targets", scale,
-                             OTHER_SCALE, step=0),
-                    Evidence("distance of their means, in the larger standard deviation", distance,
-                             OTHER_MEAN, step=0),
-                ),
-                (Advice("remove the normalisation of the outputs", "outputs-without-norm"),
-                 Advice("standardise the targets")),
-                f"{fact.place} normalises the outputs: whatever the layers before it "
-                f"compute, they begin with a mean of {mean:.2g} and a standard deviation of "
-                f"{std:.2g}. The targets have {target_mean:.3g} and {target_std:.3g}.",
-                since=0,
-            )  # fmt: skip
-
-
-def dropout_on_outputs(record: Record) -> Iterator[Finding]:
-    """Find dropout behind the last layer: it sets outputs to 0 that are compared with targets."""
-    for fact in record.found_by("dropout-on-outputs"):
-        rate, with_it, without = (fact.numbers[name] for name in ("rate", "with", "without"))
-        yield Finding(
-            "dropout-on-outputs",
-            (),
-            "act" if suffers(record) else "watch",
-            (
-                Evidence("dropout rate of the outputs", rate, 0.0, fact.place, 0),
-                Evidence("loss of the trained model with it", with_it),
-                Evidence("loss of the trained model without it", without),
-            ),
-            (Advice("remove the dropout behind the last layer", "outputs-without-dropout"),),
-            f"{fact.place} sets {rate:.0%} of the outputs to 0 in each step, and multiplies the "
-            "others by 1/(1 − p), before the loss compares them with their targets.",
-            "Another learning rate does not remove this noise.",
-            0,
-            RATES,
-        )

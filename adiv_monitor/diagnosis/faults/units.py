@@ -1,11 +1,26 @@
-"""Rules about the units of activation functions, judged over many batches."""
+"""Units that do not take part, and gradients that are always clipped."""
 
+import math
 from collections.abc import Iterator
+from statistics import fmean, median
 
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, Strength
-from adiv_monitor.diagnosis.readings import maps, named, worst_first
+from adiv_monitor.diagnosis.faults.fault import fault, finds
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.remedies import clip_norm
+from adiv_monitor.diagnosis.finding import (
+    HIGHER_RATES,
+    Advice,
+    Evidence,
+    Finding,
+    Strength,
+)
+from adiv_monitor.diagnosis.readings import (
+    maps,
+    named,
+    scale_free,
+    worst_first,
+)
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report.wording import listed
 
@@ -29,21 +44,34 @@ _MODULES = (
 FLAT_AT_BOTH_ENDS = frozenset(
     ("tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf")
 )
+# Share of clipped steps; above half, a lower learning rate is the better fix (Google's deep
+# learning tuning playbook).
+CLIPPED_SHARE = 0.5
+CLIPPED_FAR = 10.0
 
 
-def dead_share(record: Record) -> float:
-    """Return the largest share of dead units of a layer; 0 if too few batches were observed."""
-    return max(_dead_shares(record).values(), default=0.0)
+@fault("bounded-logits", "Logits of too narrow a range", acts_below=1.0)
+def bounded_logits(record: Record) -> Iterator[Finding]:
+    """Find logits within ±1 by their construction, not by an activation function on them."""
+    if record.activated_output is not None or record.double_softmax:
+        return
+    for fact in record.found_by("bounded-logits"):
+        floor, classes = fact.numbers["floor"], fact.numbers["classes"]
+        yield Finding(
+            "bounded-logits",
+            (),
+            "act" if suffers(record) else "watch",
+            (Evidence("share of the logits within ±1", fact.numbers["share"], 0.9),),
+            (Advice("multiply the logits by a factor of 10 to 30, or by a learnt one",
+                    "logits-times-10"),),
+            f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
+            f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
+            "A higher learning rate does not widen the range of the logits.",
+            against=HIGHER_RATES,
+        )  # fmt: skip
 
 
-def _dead_shares(record: Record) -> dict[str, float]:
-    return {
-        path: units.dead / units.units
-        for path, units in record.units.items()
-        if units.batches >= LEAST_BATCHES and units.units
-    }
-
-
+@fault("dead-units", "Dead units")
 def dead_units(record: Record) -> Iterator[Finding]:
     """Find units that are constant over all rows and so never learn."""
     if not record.units:
@@ -61,6 +89,14 @@ def dead_units(record: Record) -> Iterator[Finding]:
             "lie where the function is flat, for every row of "
             f"{record.units[layers[0]].batches} batches.",
         )
+
+
+def _dead_shares(record: Record) -> dict[str, float]:
+    return {
+        path: units.dead / units.units
+        for path, units in record.units.items()
+        if units.batches >= LEAST_BATCHES and units.units
+    }
 
 
 def _dead_by_measures(record: Record) -> Iterator[Finding]:
@@ -117,6 +153,14 @@ def _dead(
     )
 
 
+def _function(record: Record, path: str) -> str:
+    """Return the name and path of an activation function as words for a sentence."""
+    name = record.units[path].function
+    as_module = {module.lower(): module for module in _MODULES}
+    return layer_words(path, as_module.get(name.replace("_", ""), name))
+
+
+@fault("saturated-units", "Saturated units")
 def saturated_units(record: Record) -> Iterator[Finding]:
     """Find activation functions with many entries where they are flat and pass no gradient."""
     seen = {
@@ -145,8 +189,34 @@ def saturated_units(record: Record) -> Iterator[Finding]:
         )
 
 
-def _function(record: Record, path: str) -> str:
-    """Return the name and path of an activation function as words for a sentence."""
-    name = record.units[path].function
-    as_module = {module.lower(): module for module in _MODULES}
-    return layer_words(path, as_module.get(name.replace("_", ""), name))
+@finds()
+def clipping_always(record: Record) -> Iterator[Finding]:
+    """Find clipping of most steps, so that the gradient's length no longer counts."""
+    limit = record.facts.clip_norm
+    norms = [norm for norm in record.gradient_norms if not math.isnan(norm)]
+    if limit is None or not norms:
+        return
+    share = fmean(norm > limit for norm in norms)
+    far = median(norms) / limit
+    if not share > CLIPPED_SHARE:
+        return
+    costs = far > CLIPPED_FAR and not scale_free(record.facts)
+    yield Finding(
+        "clipping-always",
+        (),
+        "act" if costs and suffers(record) else "watch",
+        (
+            Evidence("share of steps clipped", share, CLIPPED_SHARE),
+            Evidence("gradient norm over the clipping limit", far, CLIPPED_FAR),
+        ),
+        (
+            Advice("use no clipping", "no-clip"),
+            Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the gradient's norms"),
+            Advice("learning rate × 0.3", "rate*0.3"),
+        ),
+        f"{share:.0%} of the gradients are clipped. Their typical norm is {far:.3g} times the "
+        "limit.",
+        "Another limit changes little: the steps of this optimizer do not depend on a constant "
+        "factor of the gradient." * scale_free(record.facts),
+        against=("no-clip", "clip") * scale_free(record.facts),
+    )

@@ -1,12 +1,30 @@
-"""Rules about the code of a run, from the facts that probes of copies found, with their places."""
+"""Faults that keep parameters from being trained."""
 
 import math
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.samples import cuts
+from adiv_monitor.diagnosis.finding import (
+    LOWER_RATES,
+    RATES,
+    Advice,
+    Evidence,
+    Finding,
+)
+from adiv_monitor.diagnosis.readings import (
+    named,
+)
 from adiv_monitor.diagnosis.record import Fact, Record
-from adiv_monitor.diagnosis.rules.rates import suffers
 
+# The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
+UNTRAINED, ABOUT = 3**-0.5, 0.03
+# torch draws entries within ±1/√fan-in. Rounding to 16 bits moves them beyond by less than this
+# share; training usually moves some further.
+ROUNDED = 0.01
+# Share of the entries with a gradient whose √v̂ is below ε: then most of a step is not adapted.
+EPSILON = 0.5
 # Share of the entries with a gradient that a step leaves equal to the last bit: 81 % with faulty
 # bfloat16 weights, at most 2.6 % elsewhere.
 ROUNDED_AWAY = 0.5
@@ -14,11 +32,41 @@ ROUNDED_AWAY = 0.5
 CHANGED_LENGTH, TURNED = 10.0, 0.9
 # Limits of the decrease of the loss along its gradient, over the one that the gradient predicts.
 LEAST_AS_PREDICTED, MOST_AS_PREDICTED = 0.9, 1.1
-# Loss of the trained model with dropout over the loss without: a third of the loss is due to
-# dropout.
-DROPOUT_COSTS = 1.5
 
 
+@finds()
+def not_held(record: Record) -> Iterator[Finding]:
+    """Find trainable parameters with a gradient that the optimizer does not hold."""
+    names = record.wiring.not_held
+    if names:
+        yield Finding(
+            "not-held",
+            names,
+            "act",
+            (Evidence("parameters not held", len(names), 0),),
+            (
+                Advice(
+                    "pass these parameters to the optimizer: create it after the model is "
+                    "complete, or add a parameter group",
+                    "hold-parameters",
+                ),
+                Advice("set requires_grad=False, if these parameters should not be trained"),
+            ),
+            f"The optimizer does not hold {_several(names)}. The loss has a gradient for "
+            f"{'them' if len(names) > 1 else 'it'}, but the optimizer never changes "
+            f"{'them' if len(names) > 1 else 'it'}.",
+            "Another learning rate does not train them.",
+            against=RATES,
+        )
+
+
+def _several(names: tuple[str, ...]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"the {'parameters' if len(names) > 1 else 'parameter'} {shown}{more}"
+
+
+@fault("hidden-parameters", "Parameters that are not registered", certain=True, explains=LEARNING)
 def hidden_parameters(record: Record) -> Iterator[Finding]:
     """Find parameters in plain lists or tensors, and parameters that forward() makes anew."""
     anew = [fact for fact in record.found_by("hidden-parameters") if "made" in fact.words]
@@ -58,6 +106,78 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _places(facts: tuple[Fact, ...] | list[Fact]) -> str:
+    """Return the places of facts as text."""
+    shown = ", ".join(f"'{fact.place}'" for fact in facts[:3])
+    more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
+    return f"{shown}{more}"
+
+
+@finds()
+def unreached(record: Record) -> Iterator[Finding]:
+    """Find trainable parameters that no gradient reaches."""
+    if record.losses and not math.isfinite(record.losses[0]):
+        return  # no gradient was computed at all
+    unused = set(record.wiring.unused)
+    names = tuple(n for n in record.wiring.unreached if n not in unused)
+    if names:
+        where = ", ".join(fact.place for fact in cuts(record)[:3])
+        yield Finding(
+            "unreached",
+            names,
+            "act",
+            (Evidence("parameters without a gradient", len(names), 0),),
+            (
+                Advice(f"remove the detach(), .data or torch.no_grad() at {where}", "uncut")
+                if where else
+                Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax between "
+                       "these layers and the loss"),
+            ),
+            f"The loss depends on {_several(names)}, but no gradient comes back: the graph is cut"
+            + (f" at {where}." if where else "."),
+            "No optimizer and no learning rate can train parameters without a gradient.",
+            against=RATES,
+        )  # fmt: skip
+    unused_names = record.wiring.unused
+    if unused_names:
+        yield Finding(
+            "unreached",
+            unused_names,
+            "watch",
+            (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
+            (Advice("use the outputs of these modules in forward(), or remove the modules"),),
+            f"The loss does not depend on {_several(unused_names)}: no step trains "
+            f"{'them' if len(unused_names) > 1 else 'it'}.",
+        )
+
+
+@fault("frozen", "Frozen parameters", certain=True, explains=("cannot-overfit", "behind-reference"))
+def frozen(record: Record) -> Iterator[Finding]:
+    """Find parameters with requires_grad=False; they are unlikely to be meant if untrained."""
+    names = record.wiring.frozen
+    if not names:
+        return
+    paths = {name.rpartition(".")[0] for name in names}
+    untrained = {
+        path: w.gain for path, w in record.weights.items()
+        if path in paths and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED
+    }  # fmt: skip
+    yield Finding(
+        "frozen",
+        names,
+        "act" if untrained and suffers(record) else "watch",
+        (
+            Evidence("frozen parameters", len(names)),
+            *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items()),
+        ),
+        (Advice("set requires_grad=True, unless these parameters should stay frozen", "unfreeze"),),
+        f"No step trains {_several(names)}: requires_grad is False."
+        + (f" The weights of {named(record, next(iter(untrained)))} look like torch's "
+           "initialisation, so they were probably never trained." if untrained else ""),
+    )  # fmt: skip
+
+
+@finds()
 def rate_zero(record: Record) -> Iterator[Finding]:
     """Find parameter groups whose learning rate is zero and stays zero."""
     facts = [fact for fact in record.found_by("rate-zero") if not _rises(record, fact)]
@@ -91,6 +211,7 @@ def _rises(record: Record, fact: Fact) -> bool:
     return any(any(report.learning_rates[group : group + 1]) for report in record.reports)
 
 
+@fault("rounded-away", "Steps lost to rounding", explains=LEARNING, acts_below=1.0)
 def rounded_away(record: Record) -> Iterator[Finding]:
     """Find 16-bit weights whose steps are smaller than their last digit."""
     for fact in record.found_by("rounded-away"):
@@ -115,6 +236,34 @@ def rounded_away(record: Record) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+@fault(
+    "epsilon-dominates",
+    "Steps shortened by the optimizer's epsilon",
+    explains=LEARNING,
+    acts_below=1.0,
+)
+def epsilon_dominates(record: Record) -> Iterator[Finding]:
+    """Find an epsilon that is larger than the roots it is added to, so that it sets the step."""
+    for fact in record.found_by("epsilon-dominates"):
+        share, epsilon, root = (fact.numbers[name] for name in ("share", "epsilon", "root"))
+        if share > EPSILON:
+            yield Finding(
+                "epsilon-dominates",
+                (),
+                "act" if suffers(record) else "watch",
+                (
+                    Evidence("share of entries whose root is below ε", share, EPSILON),
+                    Evidence("ε", epsilon),
+                    Evidence("median root of the mean squared gradient", root),
+                ),
+                (Advice("use the default eps of 1e-8", "usual-epsilon"),),
+                f"The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, "
+                f"its ε ({epsilon:g}) is larger than √v (typically {root:.2g}): ε shortens their "
+                "steps, which are no longer adapted to the size of their gradients.",
+            )
+
+
+@fault("gradient-hooks", "Hooks that change the gradient", explains=LEARNING, acts_below=1.0)
 def gradient_hooks(record: Record) -> Iterator[Finding]:
     """Find hooks that change the gradient between the backward pass and the step."""
     for fact in record.found_by("gradient-hooks"):
@@ -143,6 +292,7 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@fault("gradient-differs", "A gradient that is not that of the loss", explains=LEARNING)
 def gradient_differs(record: Record) -> Iterator[Finding]:
     """Find gradients that are not those of the loss, which may be meant."""
     for fact in record.found_by("gradient-differs"):
@@ -170,6 +320,7 @@ def gradient_differs(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@finds()
 def left_in_eval(record: Record) -> Iterator[Finding]:
     """Find normalisations that run with their initial statistics and so normalise nothing."""
     facts = record.found_by("left-in-eval")
@@ -198,58 +349,3 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
             "training loop that does not call train(), these layers normalise nothing.",
             since=0,
         )
-
-
-def batch_norm_starved(record: Record) -> Iterator[Finding]:
-    """Find batch normalisations whose statistics are computed from a handful of values."""
-    facts = record.found_by("batch-norm-starved")
-    if facts:
-        values = min(fact.numbers["values"] for fact in facts)
-        yield Finding(
-            "batch-norm-starved",
-            tuple(fact.place for fact in facts),
-            "act" if suffers(record) else "watch",
-            (Evidence("values of a channel", values, 4, facts[0].place, 0),),
-            (
-                Advice("use LayerNorm or GroupNorm instead", "group-norm"),
-                Advice("use larger batches", "larger-batch"),
-            ),
-            f"These batch normalisations compute mean and variance from {values:.0f} values in "
-            f"each channel: {_places(facts)}. From so few values, both change strongly from batch "
-            "to batch.",
-            since=0,
-        )
-
-
-def dropout_too_high(record: Record) -> Iterator[Finding]:
-    """Find dropout that drops more than it keeps, and compare the losses with and without it."""
-    facts = record.found_by("dropout-too-high")
-    if facts:
-        worst = max(facts, key=lambda fact: fact.numbers["rate"])
-        rate, with_it, without = (worst.numbers[name] for name in ("rate", "with", "without"))
-        costs = with_it > DROPOUT_COSTS * without > 0
-        losses = (
-            f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
-            "without."
-        ) * (math.isfinite(with_it) and math.isfinite(without))
-        yield Finding(
-            "dropout-too-high",
-            (),
-            "act" if suffers(record) or costs else "watch",
-            (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
-            (
-                Advice(
-                    "use a dropout rate of 0.1: the argument is the share to drop, not to keep",
-                    "dropout-0.1",
-                ),
-            ),
-            f"{worst.place} drops {rate:.0%} of its input.{losses}",
-            since=0,
-        )
-
-
-def _places(facts: tuple[Fact, ...] | list[Fact]) -> str:
-    """Return the places of facts as text."""
-    shown = ", ".join(f"'{fact.place}'" for fact in facts[:3])
-    more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
-    return f"{shown}{more}"

@@ -1,15 +1,15 @@
-"""Rules about batches, initial weights, and logits of limited range."""
+"""Faults of the data."""
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
-from adiv_monitor.diagnosis.rules.rates import suffers
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
 # it must be less.
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
-ALL_EQUAL = 1 - 1e-9  # abs(mean) / rms from which on values differ by rounding at most
 # Share of the target's variance that one feature explains; what is left may be rounding.
 DETERMINED = 0.9999
 MOVED = {
@@ -22,8 +22,18 @@ MOVED = {
 }
 # Correlation of pixels with moved targets; and that with the targets as they are, over it.
 FITS, BETTER = 0.2, 0.5
+# A small network explains more than this share of unseen labels, and the model less than this share
+# of what that explains; labels that a model of theirs explains so little of, with so many samples
+# of each class, may not belong to their inputs.
+EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
 
 
+@fault(
+    "constant-data",
+    "Data without differences",
+    certain=True,
+    explains=(*LEARNING, "exploding", "labels-unrelated", "non-finite", "same-batch"),
+)
 def constant_data(record: Record) -> Iterator[Finding]:
     """Find data without any difference to learn from: in inputs, labels, or the targets left."""
     for fact in record.found_by("constant-data"):
@@ -114,42 +124,7 @@ def _constant_part(fact: Fact) -> Finding:
     )
 
 
-def target_leak(record: Record) -> Iterator[Finding]:
-    """Find a feature of the inputs that is the target."""
-    for fact in record.found_by("target-leak"):
-        share, feature = fact.numbers["share"], fact.numbers["feature"]
-        if share > DETERMINED:
-            yield Finding(
-                "target-leak",
-                (),
-                "watch",
-                (Evidence("share of the target's variance that a feature explains", share,
-                          DETERMINED),),
-                (Advice("leave the target's column out of the inputs, and what was made of it"),),
-                f"Feature {feature:.0f} of {fact.place} determines the target of all "
-                f"{fact.numbers['samples']:.0f} samples: the model can copy it. A low loss does "
-                "not show that it predicts well.",
-            )  # fmt: skip
-
-
-def targets_moved(record: Record) -> Iterator[Finding]:
-    """Find targets for pixels that fit the images far better transposed, flipped or turned."""
-    for fact in record.found_by("targets-moved"):
-        own, best = fact.numbers["own"], fact.numbers["best"]
-        if best > FITS and own < BETTER * best:
-            yield Finding(
-                "targets-moved",
-                (),
-                "act" if suffers(record) else "watch",
-                (Evidence("correlation of the pixels with their targets", own, BETTER * best),),
-                (Advice("look at an image with its target over it, and compare the order of their "
-                        "axes, and the transforms that each gets"),),
-                f"The targets of pixels fit the images better {MOVED[fact.words['move']]}: "
-                f"their correlation is then {best:.2g} instead of {own:.2g}.",
-                "More steps only teach the model to move its outputs.",
-            )  # fmt: skip
-
-
+@finds()
 def same_batch(record: Record) -> Iterator[Finding]:
     """Find batches that repeat the same one or two, or samples that repeat within a batch."""
     for fact in record.found_by("same-batch"):
@@ -194,6 +169,7 @@ def same_batch(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@fault("unshuffled", "The data are not shuffled", certain=True)
 def unshuffled(record: Record) -> Iterator[Finding]:
     """Find batches whose labels are more alike than those of shuffled batches."""
     for fact in record.found_by("unshuffled"):
@@ -219,50 +195,61 @@ def unshuffled(record: Record) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def one_sided_weights(record: Record) -> Iterator[Finding]:
-    """Find initial weights that are nearly all of one sign."""
-    facts = record.found_by("one-sided-weights")
-    if facts and not record.trained:
-        worst = max(facts, key=lambda fact: fact.numbers["share"])
-        names = ", ".join(f"'{fact.place}'" for fact in facts[:3])
-        more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
-        said = (
-            f"Nearly all initial values of {names}{more} have the same sign (abs(mean) / rms is "
-            f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
-            "value."
-        )
-        if all(fact.numbers["share"] > ALL_EQUAL for fact in facts):
-            said = (
-                f"The initial values of {names}{more} are all equal: all units of such a layer "
-                "return the same value, and learn the same."
-            )
-        yield Finding(
-            "one-sided-weights",
-            tuple(fact.place for fact in facts),
-            "act" if suffers(record) else "watch",
-            (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
-            (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
-                    "instead of torch.rand", "centred-weights"),),
-            said,
-            since=0,
-        )  # fmt: skip
+@fault("target-leak", "A feature that is the target")
+def target_leak(record: Record) -> Iterator[Finding]:
+    """Find a feature of the inputs that is the target."""
+    for fact in record.found_by("target-leak"):
+        share, feature = fact.numbers["share"], fact.numbers["feature"]
+        if share > DETERMINED:
+            yield Finding(
+                "target-leak",
+                (),
+                "watch",
+                (Evidence("share of the target's variance that a feature explains", share,
+                          DETERMINED),),
+                (Advice("leave the target's column out of the inputs, and what was made of it"),),
+                f"Feature {feature:.0f} of {fact.place} determines the target of all "
+                f"{fact.numbers['samples']:.0f} samples: the model can copy it. A low loss does "
+                "not show that it predicts well.",
+            )  # fmt: skip
 
 
-def bounded_logits(record: Record) -> Iterator[Finding]:
-    """Find logits within ±1 by their construction, not by an activation function on them."""
-    if record.activated_output is not None or record.double_softmax:
-        return
-    for fact in record.found_by("bounded-logits"):
-        floor, classes = fact.numbers["floor"], fact.numbers["classes"]
-        yield Finding(
-            "bounded-logits",
-            (),
-            "act" if suffers(record) else "watch",
-            (Evidence("share of the logits within ±1", fact.numbers["share"], 0.9),),
-            (Advice("multiply the logits by a factor of 10 to 30, or by a learnt one",
-                    "logits-times-10"),),
-            f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
-            f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
-            "A higher learning rate does not widen the range of the logits.",
-            against=HIGHER_RATES,
-        )  # fmt: skip
+@fault("targets-moved", "Targets that are transposed or flipped", explains=LEARNING)
+def targets_moved(record: Record) -> Iterator[Finding]:
+    """Find targets for pixels that fit the images far better transposed, flipped or turned."""
+    for fact in record.found_by("targets-moved"):
+        own, best = fact.numbers["own"], fact.numbers["best"]
+        if best > FITS and own < BETTER * best:
+            yield Finding(
+                "targets-moved",
+                (),
+                "act" if suffers(record) else "watch",
+                (Evidence("correlation of the pixels with their targets", own, BETTER * best),),
+                (Advice("look at an image with its target over it, and compare the order of their "
+                        "axes, and the transforms that each gets"),),
+                f"The targets of pixels fit the images better {MOVED[fact.words['move']]}: "
+                f"their correlation is then {best:.2g} instead of {own:.2g}.",
+                "More steps only teach the model to move its outputs.",
+            )  # fmt: skip
+
+
+@fault("labels-unrelated", "Labels that no model predicts")
+def labels_unrelated(record: Record) -> Iterator[Finding]:
+    """Find labels that neither a small network nor the model predicts better than by chance."""
+    for fact in record.found_by("behind-reference"):
+        reference, own, error = (fact.numbers[name] for name in ("reference", "model", "error"))
+        enough = fact.numbers["per class"] >= PER_CLASS
+        if enough and reference <= error and own <= max(error, LEARNT):
+            yield Finding(
+                "labels-unrelated",
+                (),
+                "watch",
+                (Evidence("share of unseen labels that a small network explains", reference,
+                          error),),
+                (Advice("look at ten samples and their labels"),),
+                "Neither a small network nor this model predicts the labels of "
+                f"{fact.numbers['held out']:.0f} samples better than a constant prediction does. "
+                "Check whether the labels belong to their inputs. If they do, the task is too hard "
+                "to learn from so few samples.",
+                against=(),
+            )  # fmt: skip

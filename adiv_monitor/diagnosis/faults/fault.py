@@ -1,0 +1,88 @@
+"""The registry of faults: how each is called, what follows from it, and the rules that find it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Literal, TypeVar
+
+from adiv_monitor.diagnosis.finding import Finding
+
+_R = TypeVar("_R", bound=Callable[..., Iterable[Finding]])
+
+# What may follow from a fault in wiring or loss that exists before the first step.
+LEARNING = ("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit",
+            "behind-reference", "loss-stuck", "zero-gradient")  # fmt: skip
+# What may follow from steps that are far too long.
+LONG_STEPS = (
+    *("rate-too-low", "loss-stuck", "stands-still", "outside-healthy", "non-finite", "dead-units"),
+    *("saturated-units", "exploding", "vanishing", "uneven-rates", "optimizer-turns"),
+    "bad-initialisation",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of finding.
+
+    Attributes:
+        title: what pages call it.
+        about: "loop": it keeps the user's own loop from training; "inputs"; "symptom": if only
+            reports are known, it gives no advice beside other findings; "course": it explains the
+            pictures, and is no fault; "last": it defers to every other finding to act on; "":
+            anything else.
+        certain: whether it holds whatever the result of a short run.
+        explains: findings that may follow from it.
+        acts_below: a fact that may be harmless: it is to be acted on if the run suffers, or if a
+            fix helps and leaves less than this share of the loss; None: it is no such fact.
+        often_meant: whether such a fact is a note if a fix of it was tried and does not help.
+    """
+
+    title: str
+    about: Literal["", "loop", "inputs", "symptom", "course", "last"] = ""
+    certain: bool = False
+    explains: tuple[str, ...] = ()
+    acts_below: float | None = None
+    often_meant: bool = False
+
+
+FAULTS: dict[str, Fault] = {}
+# Rules, and the runs of which they are asked; "": of all.
+RULES: dict[FunctionType, Literal["", "audit", "monitor"]] = {}
+
+
+def describe(name: str, title: str, **attributes: Any) -> None:
+    """Register a fault whose rule finds others, too.
+
+    Args:
+        name: the stable name of its findings.
+        title: the title of the `Fault`.
+        attributes: others of the `Fault`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in FAULTS:
+        raise ValueError(f"describe: got {name!r} twice, expected a name for each: use `finds`")
+    FAULTS[name] = Fault(title, **attributes)
+
+
+def fault(
+    name: str, title: str, of: Literal["", "audit", "monitor"] = "", **attributes: Any
+) -> Callable[[_R], _R]:
+    """Register a fault as `describe` does, and the rule that finds it as `finds` does."""
+    describe(name, title, **attributes)
+    return finds(of)
+
+
+def finds(of: Literal["", "audit", "monitor"] = "") -> Callable[[_R], _R]:
+    """Register a rule, of audits, of monitors' runs, or of both.
+
+    Its faults are registered elsewhere, if not by `fault`.
+    """
+
+    def register(rule: _R) -> _R:
+        assert isinstance(rule, FunctionType)
+        RULES[rule] = of
+        return rule
+
+    return register

@@ -1,0 +1,533 @@
+"""The model before its first step: normalisations, weights, outputs and gradients."""
+
+import math
+from collections.abc import Iterator
+from itertools import takewhile
+
+from adiv_monitor.diagnosis.course import fell, is_long_enough
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.inputs import LARGE_STD, dead_share
+from adiv_monitor.diagnosis.faults.parameters import _places
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.remedies import clip_norm
+from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT
+from adiv_monitor.diagnosis.finding import (
+    HIGHER_RATES,
+    LOWER_RATES,
+    RATES,
+    Advice,
+    Evidence,
+    Finding,
+)
+from adiv_monitor.diagnosis.readings import heard, looked_up, maps, named, of_same_rows, typical
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.report import StepReport
+
+# Smallest relative change of the outputs, when inputs are exchanged between samples, of a model
+# that uses its inputs: rounding alone gives 1e-7.
+INPUT_MATTERS = 1e-4
+ALIKE_ROWS = 1e-3  # scale_cv below which all rows count as equal
+# Share of the outputs' first variation that is left of it: the outputs are nearly the same.
+COLLAPSED = 0.2
+# What to do about outputs that are the same for all samples, by what makes them so.
+FROM_CONSTANT = {
+    "weight": "initialise its weight with other values than 0; that of a normalisation with 1",
+    "norm": "normalise over more than one number, or remove the normalisation: one number minus "
+            "its own mean is 0",
+    "zeros": "initialise the layer in front of it again, or make it wider: no input of any sample "
+             "passes",
+}  # fmt: skip
+ALL_EQUAL = 1 - 1e-9  # abs(mean) / rms from which on values differ by rounding at most
+# Standard deviation of a query's scores before training. Divided by √d, the products of independent
+# queries and keys of unit variance have 1 (Vaswani et al. 2017, section 3.2.1); at 2.5, a key at
+# two deviations gets e⁵ = 150 times the weight of the mean key.
+SPREAD = 2.5
+# First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
+FIRST_LOSS = 3.0
+FAR = 3.0  # times a limit is far beyond it
+# rms of a weight's entries · √fan-in, the factor on the length of signals: 0.58 as torch
+# initialises, 1.4 by He.
+SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
+# Transformers draw all weights with a standard deviation of 0.02: those of few inputs have a small
+# gain, as in the position biases of Swin Transformer V2, which have two.
+USUAL_RMS = 0.018
+# Gains between which weights are as drawn by Xavier's initialisation, 1, or He's, √2.
+LEAST_DRAWN, MOST_DRAWN = 0.8, 1.7
+LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
+ALIKE = 0.5  # share of units that equal another
+# ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
+# 2021), there of weights' gradients. Healthy nets read 0.03 to 3; an untrained EfficientNet 76.
+VANISHED, EXPLODED = 1e-3, 70.0
+FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
+_AGAIN = Advice(
+    "initialise all weights again, scaled by their fan-in", "reinitialise", everywhere=True
+)
+# Loss of the trained model with dropout over the loss without: a third of the loss is due to
+# dropout.
+DROPOUT_COSTS = 1.5
+
+
+@fault("batch-norm-starved", "Batch normalisation of too few values", acts_below=1.0)
+def batch_norm_starved(record: Record) -> Iterator[Finding]:
+    """Find batch normalisations whose statistics are computed from a handful of values."""
+    facts = record.found_by("batch-norm-starved")
+    if facts:
+        values = min(fact.numbers["values"] for fact in facts)
+        yield Finding(
+            "batch-norm-starved",
+            tuple(fact.place for fact in facts),
+            "act" if suffers(record) else "watch",
+            (Evidence("values of a channel", values, 4, facts[0].place, 0),),
+            (
+                Advice("use LayerNorm or GroupNorm instead", "group-norm"),
+                Advice("use larger batches", "larger-batch"),
+            ),
+            f"These batch normalisations compute mean and variance from {values:.0f} values in "
+            f"each channel: {_places(facts)}. From so few values, both change strongly from batch "
+            "to batch.",
+            since=0,
+        )
+
+
+@fault(
+    "dropout-too-high",
+    "Dropout rate too high",
+    explains=("cannot-overfit", "behind-reference"),
+    acts_below=0.5,
+)
+def dropout_too_high(record: Record) -> Iterator[Finding]:
+    """Find dropout that drops more than it keeps, and compare the losses with and without it."""
+    facts = record.found_by("dropout-too-high")
+    if facts:
+        worst = max(facts, key=lambda fact: fact.numbers["rate"])
+        rate, with_it, without = (worst.numbers[name] for name in ("rate", "with", "without"))
+        costs = with_it > DROPOUT_COSTS * without > 0
+        losses = (
+            f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
+            "without."
+        ) * (math.isfinite(with_it) and math.isfinite(without))
+        yield Finding(
+            "dropout-too-high",
+            (),
+            "act" if suffers(record) or costs else "watch",
+            (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
+            (
+                Advice(
+                    "use a dropout rate of 0.1: the argument is the share to drop, not to keep",
+                    "dropout-0.1",
+                ),
+            ),
+            f"{worst.place} drops {rate:.0%} of its input.{losses}",
+            since=0,
+        )
+
+
+@fault("one-sided-weights", "Initial weights of one sign", acts_below=1.0)
+def one_sided_weights(record: Record) -> Iterator[Finding]:
+    """Find initial weights that are nearly all of one sign."""
+    facts = record.found_by("one-sided-weights")
+    if facts and not record.trained:
+        worst = max(facts, key=lambda fact: fact.numbers["share"])
+        names = ", ".join(f"'{fact.place}'" for fact in facts[:3])
+        more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
+        said = (
+            f"Nearly all initial values of {names}{more} have the same sign (abs(mean) / rms is "
+            f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
+            "value."
+        )
+        if all(fact.numbers["share"] > ALL_EQUAL for fact in facts):
+            said = (
+                f"The initial values of {names}{more} are all equal: all units of such a layer "
+                "return the same value, and learn the same."
+            )
+        yield Finding(
+            "one-sided-weights",
+            tuple(fact.place for fact in facts),
+            "act" if suffers(record) else "watch",
+            (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
+            (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
+                    "instead of torch.rand", "centred-weights"),),
+            said,
+            since=0,
+        )  # fmt: skip
+
+
+@fault("attention-saturated", "Attention that begins saturated", acts_below=0.95, often_meant=True)
+def attention_saturated(record: Record) -> Iterator[Finding]:
+    """Find attention whose scores differ so much at the beginning that one key gets all weight."""
+    facts = [
+        fact for fact in record.found_by("attention-saturated") if fact.numbers["spread"] > SPREAD
+    ]
+    if facts:
+        worst = max(facts, key=lambda fact: fact.numbers["spread"])
+        size, largest = worst.numbers["spread"], worst.numbers["largest"]
+        yield Finding(
+            "attention-saturated",
+            (),
+            "watch",
+            (
+                Evidence("standard deviation of a query's scores", size, SPREAD, worst.place, 0),
+                Evidence("largest weight of a query, mean", largest, None, worst.place, 0),
+            ),
+            (
+                Advice("divide the scores by the square root of the width of the queries, and "
+                       "normalise the inputs of the attention", "unit-scores"),
+            ),
+            f"Before training, the scores of a query at {worst.place} have a standard deviation of "
+            f"{size:.3g}, and the softmax gives {largest:.0%} of the weight to one key: so hard a "
+            "choice passes little gradient to queries and keys.",
+            since=0,
+        )  # fmt: skip
+
+
+@fault("bad-initialisation", "Unsuitable initialisation")
+def bad_initialisation(record: Record) -> Iterator[Finding]:
+    """Find weights that make signals grow or fade, units that begin alike, a high first loss.
+
+    Weights that were trained, or loaded, are no initialisation.
+    """
+    evidence = (*_first_loss(record), *_gains(record), *_alike(record))
+    if not evidence or record.trained:
+        return
+    layers = tuple(dict.fromkeys(e.layer for e in evidence if e.layer is not None))
+    far = any(e.measure == "loss" and e.limit and e.value > FAR * e.limit for e in evidence)
+    # Healthy architectures begin with some losses of a few times the limit (MNASNet), and choose
+    # large biases in front of a softplus (Mamba).
+    unusual = any(e.measure in ("gain", "alike") for e in evidence)
+    dies = dead_share(record) > DEAD_ACT and any(e.layer is not None for e in evidence)
+    harmful = far or (unusual and suffers(record)) or dies
+    again = Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
+                   "tanh)", "reinitialise")  # fmt: skip
+    yield Finding(
+        "bad-initialisation",
+        layers,
+        "act" if harmful else "watch",
+        evidence,
+        (
+            *(() if _is_drawn(record) and not layers else (again,)),
+            Advice("add layer normalisation in front of the layers", "layer-norm"),
+        ),
+        "The initial weights are unsuitable: " + "; ".join(_said(record, evidence)) + ".",
+        "With a lower learning rate, training needs longer to undo a bad start.",
+        0,
+        LOWER_RATES,
+    )  # fmt: skip
+
+
+def _is_drawn(record: Record) -> bool:
+    """Return whether all layers have the gain that they would have if they were drawn again."""
+    gains = [weight.gain for weight in record.weights.values() if not weight.bare]
+    return bool(gains) and all(LEAST_DRAWN < gain < MOST_DRAWN for gain in gains)
+
+
+def _first_loss(record: Record) -> Iterator[Evidence]:
+    """Yield evidence of a high first loss, unless large inputs explain it.
+
+    Multiples of a loss mean nothing if it may be below zero.
+    """
+    if any(seen.std > LARGE_STD for seen in record.inputs.values()):
+        return
+    if min((*record.losses, *(t.loss for t in record.rates.values())), default=0.0) < 0:
+        return
+    if record.chance is not None and record.chance > 0 and record.losses:
+        limit = FIRST_LOSS * record.chance
+        if record.losses[0] > limit:
+            yield Evidence("loss", record.losses[0], limit, step=0)
+
+
+def _gains(record: Record) -> Iterator[Evidence]:
+    """Yield evidence of gains and biases out of range.
+
+    The last layers are exempt, since they may begin small. A gain of zero is accepted, since ends
+    of branches may begin at zero, and so is a small one of entries of a usual size. Weights may be
+    scaled by their fan-out, so that a gain is too large only if that of gradients is, too. In front
+    of a normalisation any gain is accepted. A parameter that no layer holds may be scaled by other
+    code, so that only large gains count, and only if the run suffers.
+    """
+    for path, weight in record.weights.items():
+        if weight.bare and weight.gain > LARGE_GAIN and suffers(record):
+            yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
+    for path, weight in [pair for pair in record.weights.items() if not pair[1].bare][:-1]:
+        if weight.normalised or weight.last:
+            continue
+        if min(weight.gain, weight.gradient_gain) > LARGE_GAIN:
+            yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
+        elif 0 < weight.gain < SMALL_GAIN and weight.rms < USUAL_RMS:
+            yield Evidence("gain", weight.gain, SMALL_GAIN, path, 0)
+        if weight.bias > LARGE_BIAS:
+            yield Evidence("bias", weight.bias, LARGE_BIAS, path, 0)
+
+
+def _alike(record: Record) -> Iterator[Evidence]:
+    """Yield evidence of units that begin alike.
+
+    Such units get the same gradient and stay alike if those of the next layer are alike, too.
+    """
+    layers = [path for path, weight in record.weights.items() if not weight.bare]
+    alike = [path for path in layers if record.weights[path].alike > ALIKE]
+    if len(alike) > 1 and layers[0] in alike:
+        yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
+
+
+def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
+    measures = {e.measure: e for e in reversed(evidence)}
+    if "loss" in measures:
+        yield (
+            f"the first loss is {record.losses[0]:.3g}, but a constant prediction has a loss of "
+            f"{record.chance:.3g}"
+        )
+    if "gain" in measures:
+        found = measures["gain"]
+        yield f"{_layer(record, found)} multiplies the length of signals by {found.value:.3g}"
+    if "bias" in measures:
+        found = measures["bias"]
+        yield f"the biases of {_layer(record, found)} have an rms of {found.value:.3g}"
+    if "alike" in measures:
+        found = measures["alike"]
+        yield f"{found.value:.0%} of the units of {_layer(record, found)} equal another unit"
+
+
+def _layer(record: Record, evidence: Evidence) -> str:
+    return named(record, evidence.layer or "")
+
+
+@fault(
+    "outputs-constant", "The same outputs for all samples", explains=(*LEARNING, "input-ignored")
+)
+def outputs_constant(record: Record) -> Iterator[Finding]:
+    """Find the module from which on nothing varies over samples, unless all its units are dead."""
+    facts = record.found_by("outputs-constant")
+    if not facts or record.found_by("softmax-of-one"):
+        return
+    fact = facts[0]
+    by = fact.words["by"]
+    if by == "zeros" and dead_share(record) > ALL_DEAD:
+        return
+    stands = is_long_enough(record) and bool(record.losses) and not fell(record)
+    yield Finding(
+        "outputs-constant",
+        (fact.place,),
+        "act" if stands or suffers(record) else "watch",
+        (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place, 0),),
+        (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it is "
+                                      "too small to make a difference")),),
+        f"At the start, the outputs of {fact.words['class']} '{fact.place}' are the same for all "
+        "samples, although its inputs are not. The model's outputs are the same, too: what follows "
+        "this module can only learn a constant.",
+        since=0,
+    )  # fmt: skip
+
+
+@fault("collapsed", "All samples get the same outputs", explains=LEARNING)
+def collapsed(record: Record) -> Iterator[Finding]:
+    """Find outputs that become the same for all samples, because the loss is lowest there.
+
+    A stop-gradient may keep them apart in the end: outputs that still vary are only to be watched.
+    """
+    for fact in record.found_by("collapsed"):
+        before, after = fact.numbers["before"], fact.numbers["after"]
+        yield Finding(
+            "collapsed",
+            (),
+            "act" if after < COLLAPSED * before else "watch",
+            (Evidence("share of the outputs that varies", after, COLLAPSED * before),),
+            (Advice("add what keeps the outputs of different samples apart: negative pairs, a "
+                    "term for their variance, or a stop-gradient on one of two views behind a "
+                    "predictor"),),
+            f"The outputs of different samples become alike: {before:.2g} of their mean square "
+            f"varies between samples at the start, {after:.2g} after training. If all samples had "
+            f"the same outputs, whichever these are, the loss would be {fact.numbers['loss']:.3g}, "
+            "as low as after training: it does not keep samples apart.",
+            "Another learning rate leads to the same outputs, sooner or later.",
+            against=RATES,
+        )  # fmt: skip
+
+
+@fault("input-ignored", "The inputs make no difference", certain=True)
+def input_lost(record: Record) -> Iterator[Finding]:
+    """Find inputs that are lost before the first layer, which causes other findings."""
+    paths = maps(record)
+    spread = typical(record, paths[0], "scale_cv") if paths else None
+    silent = spread is None and record.wiring.input_matters == 0  # no row has a gradient
+    if (silent and dead_share(record) < ALL_DEAD) or (
+        spread is not None and spread.value < ALIKE_ROWS
+    ):
+        yield from _ignored(record)
+
+
+def _ignored(record: Record) -> Iterator[Finding]:
+    matters = record.wiring.input_matters
+    if matters < INPUT_MATTERS:
+        yield Finding(
+            "input-ignored",
+            (),
+            "act",
+            (Evidence("input_matters", matters, INPUT_MATTERS),),
+            (
+                Advice("follow one batch through forward(): look for inputs that are multiplied by "
+                       "zero, overwritten or not used"),
+            ),
+            "The outputs hardly change when inputs are exchanged between samples: the model does "
+            "not use its inputs.",
+            "With more steps or another learning rate, the model can only learn how frequent each "
+            "answer is.",
+            against=RATES,
+        )  # fmt: skip
+
+
+@fault("vanishing", "Vanishing gradients")
+def vanishing(record: Record) -> Iterator[Finding]:
+    """Find gradients that hardly reach the first layers from the start.
+
+    If only reports are known, a gradient of exactly zero does not count: it has not vanished on a
+    long path, but met dead units or a cut, which another rule finds. In an audit, one that is zero
+    from one layer to the next in all steps has met a function whose derivative is zero.
+    """
+    ratios = gradient_ratios(record)
+    largest = max(ratios.values(), default=math.inf)
+    if largest < VANISHED and (record.is_audited or largest > 0):
+        report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
+        norms = heard(record, report)
+        first, last = _first(report, norms), list(norms)[-1]
+        if largest == 0 and _is_cut_off(record, first, norms):
+            yield _zero_gradient(record, report, first, norms)
+            return
+        yield Finding(
+            "vanishing",
+            tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
+            "act" if suffers(record) else "watch",
+            _evidence(norms, first, ratio, VANISHED),
+            (
+                _everywhere("add layer normalisation in front of all layers", "layer-norm"),
+                _everywhere("add batch normalisation in front of all layers", "batch-norm"),
+                _AGAIN,
+                Advice(
+                    "use ReLU-like activation functions instead of sigmoids, or add residual "
+                    "connections"
+                ),
+            ),
+            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that "
+            f"at {named(record, last)}: the first layers receive almost no gradient.",
+            "With a higher learning rate for all layers, the last layers move too far before the "
+            "first ones move at all.",
+            report.step,
+            HIGHER_RATES,
+        )
+
+
+def _is_cut_off(record: Record, first: str, norms: dict[str, float]) -> bool:
+    """Return whether a layer's gradient is zero in all steps, and none that is not is small."""
+    is_zero = any(name.startswith(f"{first}.") for name in record.wiring.zero_gradient)
+    return is_zero and all(
+        n == 0 or n > VANISHED * list(norms.values())[-1] for n in norms.values()
+    )
+
+
+def _zero_gradient(
+    record: Record, report: StepReport, first: str, norms: dict[str, float]
+) -> Finding:
+    """Return the finding of a gradient that is zero before one place; dead units may be why."""
+    after = next(path for path in norms if norms[path] > 0)
+    is_dead = dead_share(record) > DEAD_ACT
+    return Finding(
+        "zero-gradient",
+        tuple(path for path in norms if norms[path] == 0),
+        "act" if suffers(record) and not is_dead else "watch",
+        _evidence(norms, first, 0.0, VANISHED),
+        (
+            Advice("look between these layers for rounding, sign, argmax, comparisons and clamps, "
+                   "whose derivative is 0, and for units that are flat for all rows"),
+        ),
+        f"The gradient at {named(record, first)} is exactly 0 in all steps, and that at "
+        f"{named(record, after)} is not: a function between them has a derivative of 0, so what "
+        "comes before it learns nothing.",
+        "No learning rate moves weights without a gradient.",
+        report.step,
+        RATES,
+    )  # fmt: skip
+
+
+def _evidence(
+    norms: dict[str, float], first: str, ratio: float, limit: float
+) -> tuple[Evidence, ...]:
+    last = list(norms)[-1]
+    return (
+        Evidence("gradient of the first over the last layer", ratio, limit),
+        Evidence("gradient of the activations", norms[first], layer=first),
+        Evidence("gradient of the activations", norms[last], layer=last),
+    )
+
+
+def _everywhere(text: str, fix: str) -> Advice:
+    """Return advice that concerns all layers, not only those that the finding names.
+
+    Gradients shrink or grow on their way through the other layers.
+    """
+    return Advice(text, fix, everywhere=True)
+
+
+def gradient_ratios(record: Record) -> dict[int, float]:
+    """Return ‖gradient‖ of the first layer over that of the last by step, at two steps at most.
+
+    A step at which the last layer receives no gradient is left out.
+
+    If a look-up table gets a larger gradient than the first map, it takes the map's place: queries
+    and keys, the first maps of many transformers, get little gradient while all tokens attend
+    alike. Two steps are used because a last layer that begins at zero passes no gradient at first;
+    later steps show effects of training. If a weight begins at zero, as gates of residual branches
+    do, they are the last two: gradients behind it begin at zero, too, and grow.
+    """
+    found = {}
+    begins_at_zero = any(weight.gain == 0 for weight in record.weights.values())
+    for report in record.reports[-2:] if begins_at_zero else record.reports[:2]:
+        norms = heard(record, report)
+        if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
+            at_first = (norms[_first(report, norms)], *looked_up(report).values())
+            found[report.step] = max(at_first) / last
+    return found
+
+
+def _first(report: StepReport, norms: dict[str, float]) -> str:
+    """Return the layer with the largest gradient among those with the same input as the first one.
+
+    Queries and keys come first in a transformer and get little gradient while attention is even;
+    the values beside them get more. Rows with the same scales count as the same rows, for at most
+    three layers: behind a normalisation all rows have the same scale.
+    """
+    begin, *others = list(norms)[:3]
+    same = takewhile(lambda path: of_same_rows(report.layers, begin, path), others)
+    return max([begin, *same], key=norms.__getitem__)
+
+
+@fault("exploding", "Exploding gradients")
+def exploding(record: Record) -> Iterator[Finding]:
+    """Find gradients that grow on their way to the first layers from the start."""
+    ratios = gradient_ratios(record)
+    if min(ratios.values(), default=0.0) > EXPLODED:
+        report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
+        norms = heard(record, report)
+        first, last = _first(report, norms), list(norms)[-1]
+        yield Finding(
+            "exploding",
+            tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
+            "act" if ratio > FAR * EXPLODED and suffers(record) else "watch",
+            _evidence(norms, first, ratio, EXPLODED),
+            (
+                _AGAIN,
+                _everywhere("add layer normalisation in front of all layers", "layer-norm"),
+                Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip"),
+            ),
+            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that "
+            f"at {named(record, last)}.",
+            "Clipping alone does not change the ratio of the layers' gradients.",
+            report.step,
+            ("clip",),
+        )
+
+
+@finds()
+def input_ignored(record: Record) -> Iterator[Finding]:
+    """Find inputs that make no difference, unless dead units or vanishing gradients explain it."""
+    explained = dead_share(record) > ALL_DEAD or any(vanishing(record))
+    if not explained and not any(input_lost(record)):
+        yield from _ignored(record)

@@ -1,0 +1,310 @@
+"""Faults of the loss: its slope, its weights, its bound."""
+
+import math
+from collections.abc import Iterator
+
+from adiv_monitor.diagnosis.course import (
+    FAR_BELOW,
+    FEWEST,
+    falls_ever_faster,
+    is_unbounded,
+)
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.states import cannot_overfit
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.record import Record
+
+# ε of label smoothing; 0.1 is usual. From 0.5 on, at most about half of a target's weight is left
+# for the right class.
+SMOOTH = 0.5
+# Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
+# of counts in place of their inverses. Weights for other reasons correlate less with the counts.
+GROWS, CORRELATED = 0.5, 0.9
+# Share of padding in the places that count in the loss.
+PADDING = 0.05
+# By how much the loss, without the penalty, rises with exchanged inputs: in the run, over a copy
+# trained without the penalty, and in that copy, over its loss. Healthy VAEs have 0.9 for the first.
+LEARNT, LEARNABLE = 0.1, 0.02
+# Share of the entries with a gradient that a clip keeps from coming back into its range.
+STUCK = 0.2
+
+
+@fault(
+    "zero-slope",
+    "A function that stops the gradient",
+    explains=(*LEARNING, "stands-still", "target-scale", "vanishing"),
+)
+def zero_slope(record: Record) -> Iterator[Finding]:
+    """Find functions of zero slope that keep the gradient from what comes before them."""
+    facts = record.found_by("zero-slope")
+    steps = [fact for fact in facts if fact.words["kind"] == "step"]
+    if steps:
+        yield Finding(
+            "zero-slope",
+            record.wiring.zero_gradient,
+            "act" if record.wiring.zero_gradient else "watch",
+            (Evidence("functions whose slope is zero", len(steps), 0.0, step=0),),
+            (Advice("use a smooth function in training, such as a sigmoid in place of rounding, or "
+                    "pass the gradient through: x + (f(x) - x).detach()"),),
+            f"The slope of {steps[0].place} is zero everywhere: no gradient passes it.",
+            "No learning rate trains layers that receive no gradient.",
+            0,
+            RATES,
+        )  # fmt: skip
+    for fact in facts:
+        share = fact.numbers.get("share", 0.0)
+        if share > STUCK:
+            yield Finding(
+                "zero-slope",
+                (),
+                "act" if suffers(record) else "watch",
+                (Evidence("share of the entries that get no gradient back", share, STUCK),),
+                (Advice("give the loss the outputs as they are, or those of a smooth function, "
+                        "such as a sigmoid for values from 0 to 1; clip them only where they are "
+                        "used"),),
+                f"{fact.place} clips the outputs, and its slope is zero where it does: after "
+                f"training, {share:.0%} of the outputs with a gradient are clipped although the "
+                "loss would pull them back into the range.",
+                "No learning rate moves an output that receives no gradient.",
+                0,
+                RATES,
+            )  # fmt: skip
+
+
+@fault("zero-gradient", "Gradients of exactly zero", certain=True, explains=())
+def zero_gradient(record: Record) -> Iterator[Finding]:
+    """Find a loss whose gradient is zero for all parameters in every step."""
+    norms = record.gradient_norms
+    if len(norms) < FEWEST or any(norms) or not record.wiring.zero_gradient:
+        return  # or no parameter is reached, which is another finding
+    facts = record.found_by("zero-gradient")
+    where = (
+        f" {facts[0].place} compares a tensor with itself: its loss is 0 whatever the model "
+        "computes."
+        if facts
+        else ""
+    )
+    yield Finding(
+        "zero-gradient",
+        (),
+        "act",
+        (Evidence("largest norm of a gradient", 0.0, 0.0),),
+        (
+            Advice("compare the outputs with the targets of the batch")
+            if facts else
+            Advice("look in the loss for a comparison of the outputs with themselves, for rounding "
+                   "and clamps, and for a margin that every sample already satisfies"),
+        ),
+        f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps, so "
+        f"no step has a direction.{where}",
+        "No learning rate moves weights without a gradient.",
+        0,
+        RATES,
+    )  # fmt: skip
+
+
+@fault("label-smoothing", "Label smoothing that is too strong", explains=LEARNING)
+def label_smoothing(record: Record) -> Iterator[Finding]:
+    """Find label smoothing that leaves the right class less weight than all others together."""
+    for fact in record.found_by("label-smoothing"):
+        share, classes = fact.numbers["share"], fact.numbers["classes"]
+        if share > SMOOTH:
+            yield Finding(
+                "label-smoothing",
+                (),
+                _of_weights(record),
+                (Evidence("label smoothing", share, SMOOTH, step=0),),
+                (Advice("use label_smoothing=0.1 or less"),),
+                f"{fact.place} uses a label smoothing of {share:.3g}: of {classes:.0f} classes, "
+                f"the right one gets {1 - share + share / classes:.0%} of the target's weight.",
+                "Another learning rate does not make the targets clearer.",
+                0,
+                RATES,
+            )  # fmt: skip
+
+
+def _of_weights(record: Record) -> Strength:
+    """Return "act" if the run suffers, or can't even overfit one small batch."""
+    stays = any(finding.strength == "act" for finding in cannot_overfit(record))
+    return "act" if suffers(record) or stays else "watch"
+
+
+@fault("class-weights", "Class weights that grow with the counts", explains=LEARNING)
+def class_weights(record: Record) -> Iterator[Finding]:
+    """Find weights of classes that grow with their counts, so that rare classes count even less."""
+    for fact in record.found_by("class-weights"):
+        numbers, words = fact.numbers, fact.words
+        if numbers["slope"] > GROWS and numbers["correlation"] > CORRELATED:
+            yield Finding(
+                "class-weights",
+                (),
+                _of_weights(record),
+                (Evidence("slope of log weight over log count, of classes", numbers["slope"],
+                          GROWS, step=0),),
+                (Advice("weight each class by the inverse of its count: counts.sum() / counts; "
+                        "for pos_weight, the number of negative targets over that of positive "
+                        "ones"),),
+                f"{fact.place} weights class {words['common']} {numbers['times']:.3g} times as "
+                f"much as class {words['rare']}, of which there are fewer samples already, "
+                f"by {numbers['more']:.3g} times: the weights grow with the counts.",
+                since=0,
+            )  # fmt: skip
+
+
+@fault("class-untaught", "Classes without a gradient", explains=LEARNING)
+def class_untaught(record: Record) -> Iterator[Finding]:
+    """Find classes of which no sample has a gradient."""
+    facts = record.found_by("class-untaught")
+    if facts:
+        named = ", ".join(f"{fact.numbers['class']:g}" for fact in facts)
+        samples = sum(fact.numbers["samples"] for fact in facts)
+        yield Finding(
+            "class-untaught",
+            (),
+            _of_weights(record),
+            (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
+            (Advice("check what the loss expects as labels, such as −1 and 1 instead of 0 and 1, "
+                    "and whether a weight, a mask or an ignore_index leaves these samples out"),),
+            f"No sample with label {named} has a gradient at the outputs, neither before nor after "
+            f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
+            "More samples of these labels would teach nothing either.",
+            0,
+        )  # fmt: skip
+
+
+@fault("padding-counts", "Padding counts in the loss")
+def padding_counts(record: Record) -> Iterator[Finding]:
+    """Find padding that counts in the loss as the other places do."""
+    for fact in record.found_by("padding-counts"):
+        share = fact.numbers["share"]
+        if share > PADDING:
+            yield Finding(
+                "padding-counts",
+                (),
+                "watch",
+                (Evidence("share of padding in the places that count", share, PADDING, step=0),),
+                (Advice("leave padding out of the loss: ignore_index, or the sum over real places "
+                        "divided by their number"),),
+                f"{share:.0%} of the places that count in the loss are padding, whose targets are "
+                "all the same: the loss is lower than that of the real places.",
+                "A lower loss does not show that the real places are predicted better.",
+                since=0,
+            )  # fmt: skip
+
+
+@fault("penalty-dominates", "A penalty dominates the loss", explains=LEARNING)
+def penalty_dominates(record: Record) -> Iterator[Finding]:
+    """Find a penalty that keeps the terms beside it from learning anything of the inputs."""
+    for fact in record.found_by("penalty-dominates"):
+        numbers = fact.numbers
+        run, copy = numbers["with"], numbers["without"]
+        if copy > LEARNABLE * abs(numbers["others"]) and run < LEARNT * copy:
+            yield Finding(
+                "penalty-dominates",
+                (),
+                _of_weights(record),
+                (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
+                (Advice("give these terms far smaller weights, or raise them from zero over "
+                        "the first steps; check whether they are sums where the others are "
+                        "means"),),
+                "The terms of the loss that do not depend on which input belongs to which target, "
+                f"{numbers['penalty']:.3g} at first and {numbers['penalty after']:.3g} at the end, "
+                "keep the others from learning it: if inputs are exchanged between samples, the "
+                f"others rise by {run:.2g}, but by {copy:.2g} in a copy that was trained without "
+                "these terms.",
+                "Another learning rate does not change the weights of the terms.",
+                against=RATES,
+            )  # fmt: skip
+
+
+@finds()
+def unbounded(record: Record) -> Iterator[Finding]:
+    """Find a loss without a lower bound: it falls ever faster, or keeps falling on a straight line.
+
+    The line is that from the first weights through the last ones.
+    """
+    if not any(map(math.isfinite, record.losses)) or not is_unbounded(record):
+        return
+    summary, evidence = _fall(record)
+    facts = record.found_by("unbounded-loss")
+    negative = int(facts[0].numbers.get("negative", 0)) if facts else 0
+    samples = (
+        "1 sample of the first batch has a"
+        if negative == 1
+        else (f"{negative} samples of the first batch have a")
+    )
+    yield Finding(
+        "unbounded-loss",
+        (),
+        "watch" if negative else "act",
+        (evidence,),
+        (
+            Advice("if the weights are rewards or advantages, judge the training by the mean "
+                   "reward, and draw new samples from the policy after each step or bound its "
+                   "change (PPO); else look where the signs come from" if negative
+                   else "look for a term with the wrong sign (an error or a penalty that is "
+                   "subtracted instead of added), and for a learnt variance or temperature without "
+                   "a lower limit"),
+        ),
+        f"{summary} {samples} negative weight: the lower what it multiplies, the lower the loss, "
+        "without end." if negative
+        else f"{summary} A lower loss does not show that the model learns.",
+        "Another learning rate only changes how fast the loss falls.",
+        against=RATES,
+    )  # fmt: skip
+
+
+def _fall(record: Record) -> tuple[str, Evidence]:
+    """Return how an unbounded loss falls: ever faster, at another learning rate, or on a line."""
+    lowest = min(filter(math.isfinite, record.losses))
+    course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
+    limit = -FAR_BELOW * max(1.0, abs(record.losses[0]))
+    if falls_ever_faster(record):
+        return (
+            f"The loss falls without bound, ever faster: {course}.",
+            Evidence("loss", lowest, limit),
+        )
+    if facts := record.found_by("unbounded-loss"):
+        loss, times = facts[0].numbers["loss"], facts[0].numbers["times"]
+        return (
+            f"The loss has no lower bound: {course}, and {loss:.3g} if the weights of a copy move "
+            f"{times:.0f} times as far in the same direction.",
+            Evidence("loss of weights moved further", loss, 0.0),
+        )
+    rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
+    far = record.rates[rate].loss
+    return (
+        f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
+        "rate.",
+        Evidence("loss at another learning rate", far, limit),
+    )
+
+
+@fault(
+    "loss-reversed",
+    "The loss rewards wrong outputs",
+    certain=True,
+    explains=(*LEARNING, "vanishing"),
+)
+def loss_reversed(record: Record) -> Iterator[Finding]:
+    """Find a loss that is lower, the more the outputs contradict the targets."""
+    for fact in record.found_by("loss-reversed"):
+        right, wrong = fact.numbers["right"], fact.numbers["wrong"]
+        is_signed = fact.words["outputs"] == "signed"
+        yield Finding(
+            "loss-reversed",
+            (),
+            "act" if is_signed else "watch",
+            (Evidence("loss of outputs that contradict all targets", wrong, right),),
+            (Advice("look for a wrong sign: an overlap or a likelihood that is minimised, where 1 "
+                    "minus the overlap, or the negative, should be; labels that are read the "
+                    "wrong way round"),),
+            f"The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if "
+            "they agree with all: "
+            + ("training makes the predictions worse." if is_signed
+               else "unless they are distances or energies, training makes them worse."),
+            "Another learning rate does not turn the loss round.",
+            0,
+            RATES,
+        )  # fmt: skip
