@@ -64,19 +64,6 @@ class LeNet(nn.Module):
         return self.head(F.max_pool2d(F.relu(self.second(x)), 2).flatten(1))
 
 
-class FixedSize(nn.Module):
-    """A model that states its own, unusual image size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image_size = 12
-        self.patches = nn.Conv2d(3, 4, 4, 4)
-        self.head = nn.Linear(36, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.patches(x).flatten(1))
-
-
 class SequenceClassifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ from adiv_monitor.diagnosis.record import Record
 
 HERE = "audit.command_models"
 NET = f"{HERE}:net"
+SHAPE = ("--input-shape", "5")  # of its samples
 FILES = {"report.html", "report.json", "report.md", "config.yaml", "tensorboard"}
 
 pytestmark = pytest.mark.filterwarnings("default")  # of what draws the page
@@ -41,7 +42,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*argv: str) -> int:
     """A short audit; options given again win."""
-    return main([argv[0], "--steps", "4", "--no-try", "--out", "out", *argv[1:]])
+    return main([argv[0], *SHAPE, "--steps", "4", "--no-try", "--out", "out", *argv[1:]])
 
 
 def report() -> AuditReport:
@@ -104,7 +105,8 @@ def test_a_report_that_is_not_read_to_its_end_is_written(monkeypatch: pytest.Mon
 
 
 def test_the_written_config_makes_the_same_run_again() -> None:
-    assert run(f"{HERE}:mlp", "--loss", "mse", "--optimizer-args", '{"lr": 1e-2}') == 0
+    options = ("--input-shape", "64", "--loss", "mse", "--optimizer-args", '{"lr": 1e-2}')
+    assert run(f"{HERE}:mlp", *options) == 0
     first = report().record
     config = Config(**load("out/config.yaml"))
     assert (config.input_shape, config.loss, config.device) == ((64,), "mse", "cpu")
@@ -114,7 +116,7 @@ def test_the_written_config_makes_the_same_run_again() -> None:
 
 
 def test_the_command_line_wins_over_the_config() -> None:
-    Path("c.yaml").write_text("model: other:net\nsteps: 2\ntry: false\nout: out\n")
+    Path("c.yaml").write_text("model: other:net\ninput_shape: 5\nsteps: 2\ntry: false\nout: out\n")
     assert main([NET, "--config", "c.yaml", "--steps", "3"]) == 0
     assert report().record.facts.steps == 3
 
@@ -250,7 +252,7 @@ def test_a_report_that_was_written_from_python_is_an_audits() -> None:
 
 
 def test_names_with_html_unicode_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{HERE}:hostile_names") == 0
+    assert run(f"{HERE}:hostile_names", "--input-shape", "4") == 0
     assert set(report().record.reports[0].layers) == {
         "<script>alert(1)</script>",
         "日本語 é [red]",
@@ -261,7 +263,7 @@ def test_names_with_html_unicode_and_markup(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_the_terminal_shows_some_of_many_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--model-args", '{"layers": 80}', "--steps", "1")
+    options = ("--model-args", '{"layers": 80}', "--steps", "1", "--input-shape", "4")
     assert run(f"{HERE}:many", *options) == 0
     assert len(report().record.reports[0].layers) == 80
     printed = capsys.readouterr().out
@@ -311,7 +313,7 @@ def test_the_losses_of_ones_own_run_reach_the_report(capsys: pytest.CaptureFixtu
 
 
 def test_fixes_are_tried_unless_switched_off() -> None:
-    assert main([NET, "--steps", "4", "--out", "out"]) == 0
+    assert main([NET, *SHAPE, "--steps", "4", "--out", "out"]) == 0
     assert report().record.rates
     assert run(NET) == 0
     assert not report().record.rates
@@ -424,7 +426,11 @@ BAD = {
     "missing attribute": ([f"{HERE}:nott"], "has no 'nott'"),
     "no module": ([f"{HERE}:no_module"], "expected a torch.nn.Module"),
     "no layers": (["torch.nn:Identity"], "no parameters"),
-    "too deep": ([f"{HERE}:deep", "--model-args", '{"levels": 10000}'], "nested too deeply"),
+    "too deep": (
+        [f"{HERE}:deep", *SHAPE, "--model-args", '{"levels": 10000}'],
+        "nested too deeply",
+    ),
+    "no shape": ([NET], "give batches with --data package.module:name, or the shape of one"),
     "no JSON": ([f"{HERE}:mlp", "--model-args", '{"width": '], "as JSON"),
     "wrong shape": ([NET, "--input-shape", "3,4"], "can't take it"),
     "other targets": (
@@ -438,7 +444,7 @@ BAD = {
     ),
     "NaN": ([f"{HERE}:TwoInputs", "--data", f"{HERE}:nan_pairs"], "are NaN"),
     "optimizer": ([NET, "--optimizer", "sgdd"], "there is none of that name"),
-    "its arguments": ([NET, "--optimizer-args", '{"rate": 1}'], "'rate'"),
+    "its arguments": ([NET, *SHAPE, "--optimizer-args", '{"rate": 1}'], "'rate'"),
     "no steps": ([NET, "--steps", "0"], "at least 1"),
     "no such device": ([NET, "--device", "xpu:7"], "can't be used here"),
     "no device": ([NET, "--device", "toaster"], "can't be used here"),
@@ -451,7 +457,7 @@ BAD = {
     "no config": (["--config", "none.yaml"], "can't be read"),
     "file in the way": ([NET, "--out", "file/out"], "can't be written to"),
     "file as folder": ([NET, "--out", "file"], "can't be written to"),
-    "losses": ([NET, "--losses", "losses.json"], "got 'x', expected a number"),
+    "losses": ([NET, *SHAPE, "--losses", "losses.json"], "got 'x', expected a number"),
     "compare nothing": (["compare", "a", "b"], "can't read"),
     "compare no report": (["compare", "file", "file"], "is no report"),
     "compare one": (["compare", "file"], "required"),
@@ -537,7 +543,9 @@ def test_a_users_own_file_from_the_shell() -> None:
         "from torch import nn\n\ndef build(width=4):\n"
         "    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))\n"
     )
-    command = program("mine:build", "--steps", "3", "--no-try", "--out", "out")
+    command = program(
+        "mine:build", "--input-shape", "3", "--steps", "3", "--no-try", "--out", "out"
+    )
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     facts = json.loads(Path("out/report.json").read_text())["record"]["facts"]
@@ -553,7 +561,8 @@ def test_sigint_from_the_shell() -> None:
         "    return nn.functional.cross_entropy(model(batch[0]), batch[1])\n\n"
         "def build():\n    return nn.Linear(3, 2)\n"
     )
-    command = program("slow:build", "--loss", "slow:loss", "--steps", "1000", "--out", "out")
+    options = ("--input-shape", "3", "--steps", "1000", "--out", "out")
+    command = program("slow:build", "--loss", "slow:loss", *options)
     # What a shell starts in the background is not to hear of the keyboard, nor what that starts.
     with subprocess.Popen(
         command,
@@ -574,7 +583,7 @@ def test_sigint_from_the_shell() -> None:
 
 def written(**options: object) -> list[str]:
     """Write a configuration, and return the arguments that run it."""
-    known = {"model": NET, "steps": 1, "try": False, "out": "out"}
+    known = {"model": NET, "input_shape": 5, "steps": 1, "try": False, "out": "out"}
     Path("c.yaml").write_text(json.dumps(known | options))
     return ["--config", "c.yaml"]
 
@@ -618,7 +627,7 @@ def test_a_configuration_runs_no_code_of_others(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     Path("own.py").write_text(
         "import os\nfrom functools import partial\nfrom os import mkdir\n"
-        "from torch import nn\n\n\ndef build():\n    return nn.Linear(4, 2)\n\n\n"
+        "from torch import nn\n\n\ndef build():\n    return nn.Linear(5, 2)\n\n\n"
         "makes = partial(mkdir, 'ran')\n"
     )
     torch.save({"state_dict": Runs()}, "evil.pt")

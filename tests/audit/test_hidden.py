@@ -15,6 +15,7 @@ from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys, without_secrets
 
 HERE = "audit.command_models"
+SHORT = ("--input-shape", "64", "--steps", "2", "--no-try")
 SECRETS: dict[str, Any] = {
     "api_key": "s3cret",
     "apiKey": "s3cret",
@@ -152,7 +153,7 @@ def audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     command_models.calls.clear()
     given = json.dumps({"width": 5, "api_key": "s3cret", "max_tokens": 8})
-    return [f"{HERE}:with_key", "--model-args", given, "--steps", "2", "--no-try"]
+    return [f"{HERE}:with_key", "--model-args", given, *SHORT]
 
 
 @pytest.mark.filterwarnings("default")

@@ -71,7 +71,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def run(*argv: str) -> int:
-    return main([*argv, "--steps", "3", "--no-try", "--out", "out"])
+    return main([*argv, "--input-shape", "4", "--steps", "3", "--no-try", "--out", "out"])
 
 
 def facts() -> Facts:

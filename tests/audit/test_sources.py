@@ -126,42 +126,43 @@ def test_timm_models_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "inputs", "output"),
+    ("name", "shape", "data", "inputs", "output"),
     [
-        ("LeNet", Inputs((1, 28, 28)), (2, 10)),
-        ("FixedSize", Inputs((3, 12, 12)), (2, 5)),
-        ("SequenceClassifier", Inputs((32, 6)), (2, 10)),
-        ("LanguageModel", Inputs((16,), 100), (2, 16, 100)),
-        ("AutoEncoder", Inputs((3, 64, 64)), (2, 3, 64, 64)),
-        ("Segmentation", Inputs((3, 64, 64)), (2, 5, 64, 64)),
-        ("mlp", Inputs((64,)), (2, 10)),
+        ("LeNet", (1, 28, 28), "random", Inputs((1, 28, 28)), (2, 10)),
+        ("SequenceClassifier", (32, 6), "random", Inputs((32, 6)), (2, 10)),
+        ("LanguageModel", (16,), "random", Inputs((16,), 100), (2, 16, 100)),
+        ("LanguageModel", (8,), "text", Inputs((8,), 100), (2, 8, 100)),
+        ("AutoEncoder", None, "imagefolder", Inputs((3, 64, 64)), (2, 3, 64, 64)),
+        ("Segmentation", None, "cifar10", Inputs((3, 32, 32)), (2, 5, 32, 32)),
+        ("mlp", None, "digits", Inputs((1, 8, 8)), (2, 10)),
     ],
 )
-def test_shapes_are_found(name: str, inputs: Inputs, output: tuple[int, ...]) -> None:
-    found = fit(getattr(command_models, name)(), None)
-    assert (found.inputs, found.output, found.several) == (inputs, output, name == "Segmentation")
-
-
-def test_an_encoder_layer_takes_sequences() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    assert fit(layer, None).inputs == Inputs((32, 8))
-
-
-def test_trying_shapes_leaves_no_trace() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
-    model[3] = nn.Linear(4 * 30 * 30, 2)  # 32 × 32 only
+def test_inputs_are_those_given_or_those_of_the_data(
+    name: str, shape: tuple[int, ...] | None, data: str, inputs: Inputs, output: tuple[int, ...]
+) -> None:
+    model = getattr(command_models, name)()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    assert fit(model, None).inputs.shape == (3, 32, 32)
+    found = fit(model, shape, data)
+    assert (found.inputs, found.output, found.several) == (inputs, output, name == "Segmentation")
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_shape_that_does_not_fit_is_told() -> None:
+def test_the_shape_of_torchvisions_models_is_known() -> None:
+    models = pytest.importorskip("torchvision.models")
+    assert fit(models.squeezenet1_1(), None).inputs.shape == (3, 64, 64)
+    vit = models.VisionTransformer(16, 8, 1, 2, 16, 16, num_classes=4)
+    assert fit(vit, None).inputs.shape == (3, 16, 16)
+
+
+def test_a_shape_that_is_not_known_or_does_not_fit_is_told() -> None:
+    with pytest.raises(UsageError, match=r"not known; give .*--data .*--input-shape"):
+        fit(command_models.net, None)
     with pytest.raises(UsageError, match=r"--input-shape 3,4 \(floats\): Sequential can't take"):
         fit(command_models.net, (3, 4))
     with pytest.raises(UsageError, match=r"missing 1 required positional argument.*--data"):
-        fit(command_models.TwoInputs(), None)
+        fit(command_models.TwoInputs(), (7,))
 
 
 # Data
@@ -195,7 +196,7 @@ def test_random_images_keep_their_class_under_pooling() -> None:
 
 
 def test_each_batch_is_another_and_the_note_says_that_it_is_random() -> None:
-    found = batches_of(command_models.mlp())
+    found = batches_of(command_models.mlp(), input_shape=(64,))
     assert len(found.batches) == 3 and found.inputs == Inputs((64,))
     assert not torch.equal(found.batches[0][0], found.batches[1][0])
     assert any("random" in note for note in found.notes)
@@ -205,27 +206,57 @@ def test_each_batch_is_another_and_the_note_says_that_it_is_random() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "loss", "shape", "dtype"),
     [
-        (command_models.mlp(), {}, "cross_entropy", (4,), torch.int64),
-        (command_models.mlp(classes=1), {}, "mse", (4, 1), torch.float32),
-        (command_models.mlp(), {"loss": "mse"}, "mse", (4, 10), torch.float32),
+        (command_models.mlp(), {"input_shape": (64,)}, "cross_entropy", (4,), torch.int64),
+        (command_models.mlp(classes=1), {"input_shape": (64,)}, "mse", (4, 1), torch.float32),
         (
             command_models.mlp(),
-            {"loss": "binary_cross_entropy_with_logits"},
+            {"input_shape": (64,), "loss": "mse"},
+            "mse",
+            (4, 10),
+            torch.float32,
+        ),
+        (
+            command_models.mlp(),
+            {"input_shape": (64,), "loss": "binary_cross_entropy_with_logits"},
             "binary_cross_entropy_with_logits",
             (4, 10),
             torch.float32,
         ),
-        (command_models.LanguageModel(), {}, "cross_entropy", (4, 16), torch.int64),
-        (command_models.AutoEncoder(), {}, "mse", (4, 3, 64, 64), torch.float32),
-        (command_models.Segmentation(), {}, "mse", (4, 5, 64, 64), torch.float32),
         (
-            command_models.Segmentation(),
-            {"num_classes": 5},
+            command_models.LanguageModel(),
+            {"input_shape": (16,)},
             "cross_entropy",
-            (4, 64, 64),
+            (4, 16),
             torch.int64,
         ),
-        (command_models.SequenceClassifier(), {}, "cross_entropy", (4,), torch.int64),
+        (
+            command_models.AutoEncoder(),
+            {"input_shape": (3, 8, 8)},
+            "mse",
+            (4, 3, 8, 8),
+            torch.float32,
+        ),
+        (
+            command_models.Segmentation(),
+            {"input_shape": (3, 8, 8)},
+            "mse",
+            (4, 5, 8, 8),
+            torch.float32,
+        ),
+        (
+            command_models.Segmentation(),
+            {"input_shape": (3, 8, 8), "num_classes": 5},
+            "cross_entropy",
+            (4, 8, 8),
+            torch.int64,
+        ),
+        (
+            command_models.SequenceClassifier(),
+            {"input_shape": (32, 6)},
+            "cross_entropy",
+            (4,),
+            torch.int64,
+        ),
     ],
 )
 def test_targets_fit_outputs_and_loss(
@@ -243,7 +274,8 @@ def test_targets_fit_outputs_and_loss(
 
 
 def test_next_tokens_are_the_next_tokens() -> None:
-    tokens, target = batches_of(command_models.LanguageModel()).batches[0]
+    found = batches_of(command_models.LanguageModel(), input_shape=(16,))
+    tokens, target = found.batches[0]
     assert torch.equal(tokens[:, 1:], target[:, :-1])
 
 
@@ -260,7 +292,7 @@ def test_next_tokens_are_the_next_tokens() -> None:
 )
 def test_digits_in_the_models_shape(model: nn.Module, shape: tuple[int, ...]) -> None:
     pytest.importorskip("sklearn")
-    found = batches_of(model, data="digits")
+    found = batches_of(model, data="digits", input_shape=shape)
     x, label = found.batches[0]
     assert x.shape == (4, *shape) and float(x.min()) >= 0 and float(x.max()) <= 1
     assert found.classes == 10 and label.dtype == torch.int64 and found.notes == ()
@@ -268,19 +300,21 @@ def test_digits_in_the_models_shape(model: nn.Module, shape: tuple[int, ...]) ->
 
 def test_digits_that_can_not_be_brought_to_the_models_shape() -> None:
     pytest.importorskip("sklearn")
-    for model, told in (
-        (command_models.mlp(5), "can't be brought"),
-        (command_models.mlp(classes=4), '10 classes, the model has 4 outputs.*"num_classes": 10'),
-        (command_models.LanguageModel(), "are images, the model takes 16 .whole numbers"),
-        (command_models.mlp(classes=1), "has classes; the model's outputs"),
+    for model, shape, told in (
+        (command_models.mlp(5), (5,), "can't be brought"),
+        (command_models.mlp(classes=4), (64,), '10 classes, .* 4 outputs.*"num_classes": 10'),
+        (command_models.LanguageModel(), (16,), "are images, the model takes 16 .whole numbers"),
+        (command_models.mlp(classes=1), (64,), "has classes; the model's outputs"),
     ):
         with pytest.raises(UsageError, match=told):
-            batches_of(model, data="digits")
+            batches_of(model, data="digits", input_shape=shape)
 
 
 def test_an_auto_encoder_learns_digits_themselves() -> None:
     pytest.importorskip("sklearn")
-    x, target = batches_of(command_models.AutoEncoder(), data="digits").batches[0]
+    x, target = batches_of(
+        command_models.AutoEncoder(), data="digits", input_shape=(3, 8, 8)
+    ).batches[0]
     assert torch.equal(x, target)
 
 
@@ -313,17 +347,18 @@ def test_cifar10_is_not_fetched_unless_asked(tmp_path: Path) -> None:
 def test_text_is_bytes_in_order(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"abcdefghijklmnopqrstuvwxyz" * 40)
-    for tokens, target in batches_of(command_models.LanguageModel(), data=f"text:{file}").batches:
+    options = {"data": f"text:{file}", "input_shape": (16,)}
+    for tokens, target in batches_of(command_models.LanguageModel(), **options).batches:
         assert torch.equal((tokens + 1) % 26, target)
     for model, told in (
         (command_models.LanguageModel(20), "26 different tokens, the model's vocabulary is 20"),
-        (command_models.mlp(), "expected one that takes a sequence of tokens"),
+        (command_models.mlp(16), "expected one that takes a sequence of tokens"),
     ):
         with pytest.raises(UsageError, match=told):
-            batches_of(model, data=f"text:{file}")
+            batches_of(model, **options)
     file.write_bytes(b"too short")
     with pytest.raises(UsageError, match="has 9 tokens, expected at least 17"):
-        batches_of(command_models.LanguageModel(), data=f"text:{file}")
+        batches_of(command_models.LanguageModel(), **options)
 
 
 def test_the_users_own_batches() -> None:

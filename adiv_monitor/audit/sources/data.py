@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit
 from adiv_monitor.audit.sources.targets import MOST_CLASSES, Form, form
 from adiv_monitor.audit.training.batches import is_data_set, loader_of
 
+_OF_FILES = ("cifar10", "imagefolder", "text")
+_SOURCES = ("random", "digits", *_OF_FILES)
 _MOST_BATCHES = 32  # different batches of random data: more would only use memory
 
 
@@ -33,7 +35,7 @@ class Data:
         notes: Remarks that a reader of the report must know.
     """
 
-    batches: tuple[Any, ...]
+    batches: Iterable[Any]
     inputs: Inputs | None
     classes: int | None
     loss: str | None
@@ -48,32 +50,34 @@ def data(config: Config, model: nn.Module, device: torch.device, dtype: torch.dt
             finite.
     """
     kind, _, argument = config.data.partition(":")
-    if kind not in ("random", "digits", "cifar10", "imagefolder", "text"):
-        return _users(config, device, dtype)
-    if bool(argument) != (kind in ("cifar10", "imagefolder", "text")):
-        raise UsageError(
-            f"--data {config.data}: expected random, digits, cifar10:ROOT, imagefolder:DIR, "
-            "text:FILE or package.module:function"
-        )
-    made = _for_pretrained if huggingface.is_pretrained(model) else _for_module
-    found = made(config, model)
+    if kind not in _SOURCES:
+        found = _users(config)
+    elif bool(argument) != (kind in _OF_FILES):
+        raise _unknown(config)
+    elif huggingface.is_pretrained(model):
+        found = _for_pretrained(config, model)
+    else:
+        found = _for_module(config, model)
     batches = _taken(found.batches, config, device, dtype)
-    return Data(batches, found.inputs, found.classes, found.loss, found.notes)
+    if kind not in _SOURCES and not isinstance(first := batches[0], dict):
+        if not isinstance(first, (tuple, list)) or len(first) < 2:
+            raise UsageError(
+                f"--data {config.data}: got a batch that is a {type(first).__name__}, expected "
+                "(inputs…, target), or a dict of the model's arguments"
+            )
+        found = replace(found, loss=losses.default(first[-1]))
+    return replace(found, batches=batches)
 
 
-@dataclass(frozen=True)
-class _Made:
-    """The fields of `Data` before any batch is made."""
-
-    batches: Iterable[Any]
-    inputs: Inputs
-    classes: int | None
-    loss: str | None
-    notes: tuple[str, ...]
+def _unknown(config: Config) -> UsageError:
+    return UsageError(
+        f"--data {config.data}: expected random, digits, cifar10:ROOT, imagefolder:DIR, text:FILE "
+        "or package.module:function"
+    )
 
 
-def _for_module(config: Config, model: nn.Module) -> _Made:
-    found = fit(model, config.input_shape)
+def _for_module(config: Config, model: nn.Module) -> Data:
+    found = fit(model, config.input_shape, config.data.partition(":")[0])
     wanted = form(found, config)
     examples, classes, notes = _examples(config, found.inputs, wanted.classes)
     _check_classes(config, wanted, classes, found)
@@ -81,10 +85,10 @@ def _for_module(config: Config, model: nn.Module) -> _Made:
     told = classes if wanted.takes_classes else config.num_classes
     if found.several:
         notes += (f"{type(model).__name__} gives several outputs: the loss is that of the first.",)
-    return _Made(batches, found.inputs, told, wanted.loss, notes)
+    return Data(batches, found.inputs, told, wanted.loss, notes)
 
 
-def _for_pretrained(config: Config, model: Any) -> _Made:
+def _for_pretrained(config: Config, model: Any) -> Data:
     inputs = huggingface.inputs(model, config.input_shape)
     outputs = huggingface.classes(model)
     examples, classes, notes = _examples(config, inputs, outputs)
@@ -104,7 +108,7 @@ def _for_pretrained(config: Config, model: Any) -> _Made:
         return huggingface.batch(model, x if length is None else x[..., :length], label)
 
     told = config.num_classes if outputs is None else classes
-    return _Made(_batches(examples, config, batch), inputs, told, None, notes)
+    return Data(_batches(examples, config, batch), inputs, told, None, notes)
 
 
 def _examples(
@@ -134,8 +138,7 @@ def _examples(
 
 
 def _check_classes(config: Config, wanted: Form, classes: int, found: Fit) -> None:
-    real = config.data != "random"
-    if real and wanted.stand_ins is not None:
+    if config.data != "random" and wanted.stand_ins is not None:
         raise UsageError(
             f"--data {config.data} has classes; the model's outputs {found.output[1:]} with "
             f"the loss {wanted.loss} need other targets: give --num-classes or --loss, or "
@@ -144,10 +147,7 @@ def _check_classes(config: Config, wanted: Form, classes: int, found: Fit) -> No
     if wanted.takes_classes and classes > wanted.classes:
         raise UsageError(
             f"--data {config.data} has {classes} classes, the model has {wanted.classes} outputs: "
-            "give it more by --model-args, or lower --num-classes"
-            if not real
-            else f"--data {config.data} has {classes} classes, the model has {wanted.classes} "
-            f"""outputs: give it more by --model-args, such as '{{"num_classes": {classes}}}'"""
+            f"""give it more by --model-args, such as '{{"num_classes": {classes}}}'"""
         )
 
 
@@ -159,39 +159,25 @@ def _batches(
         yield tree_map_only(Tensor, torch.Tensor.contiguous, batch(x, label))
 
 
-def _users(config: Config, device: torch.device, dtype: torch.dtype) -> Data:
-    where = f"--data {config.data}"
+def _users(config: Config) -> Data:
     if ":" not in config.data and "." not in config.data:
-        raise UsageError(
-            f"{where}: expected random, digits, cifar10:ROOT, imagefolder:DIR, text:FILE or "
-            "package.module:function"
-        )
+        raise _unknown(config)
     found = imported(config.data, "--data")
+    notes: tuple[str, ...] = ()
     try:
         batches = found() if callable(found) else found
-        notes: tuple[str, ...] = ()
         if is_data_set(batches):
             batches = loader_of(batches, config.batch_size, config.seed)
             notes = (
                 f"--data is a data set: it was shuffled, in batches of {config.batch_size} "
                 "(--batch-size).",
             )
-        iterator = iter(batches)
+        return Data(iter(batches), None, None, None, notes)
     except Exception as error:
         raise UsageError(
-            f"{where}: expected an iterable of batches or a data set, or a function that takes no "
-            f"arguments and gives one: {said(error)}"
+            f"--data {config.data}: expected an iterable of batches or a data set, or a function "
+            f"that takes no arguments and gives one: {said(error)}"
         ) from error
-    taken = _taken(iterator, config, device, dtype)
-    first = taken[0]
-    if isinstance(first, dict):
-        return Data(taken, None, None, None, notes)
-    if not isinstance(first, (tuple, list)) or len(first) < 2:
-        raise UsageError(
-            f"{where}: got a batch that is a {type(first).__name__}, expected (inputs…, target), "
-            "or a dict of the model's arguments"
-        )
-    return Data(taken, None, None, losses.default(first[-1]), notes)
 
 
 def _taken(
@@ -199,34 +185,28 @@ def _taken(
 ) -> tuple[Any, ...]:
     """Return the batches, at most one per step, on the device, in the dtype and finite."""
     where = f"--data {config.data}"
-    iterator = enumerate(itertools.islice(batches, config.steps))
     taken: list[Any] = []
-    while True:
-        try:
-            number, batch = next(iterator)
-        except StopIteration:
-            break
-        except UsageError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{where}: batch {len(taken)} raised {said(error)}") from error
-        _check_finite(batch, f"{where}: batch {number}")
-        taken.append(tree_map_only(Tensor, lambda t: _moved(t, device, dtype), batch))
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    try:
+        for batch in itertools.islice(batches, config.steps):
+            _check_finite(batch, f"{where}: batch {len(taken)}")
+            taken.append(tree_map_only(Tensor, moved, batch))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where}: batch {len(taken)} raised {said(error)}") from error
     if not taken:
         raise UsageError(f"{where}: gave no batch")
     return tuple(taken)
 
 
-def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device, dtype if tensor.is_floating_point() else None)
-
-
 def _check_finite(batch: Any, where: str) -> None:
     for path, value in tree_flatten_with_path(batch)[0]:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        wrong = int((~value.isfinite()).sum())
-        if wrong:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        if is_float and (wrong := int((~value.isfinite()).sum())):
             part = "".join(map(str, path)) or "itself"
             raise UsageError(
                 f"{where}: {wrong} of the {value.numel()} values of part {part} are NaN or "

@@ -1,10 +1,7 @@
-"""The inputs that a model takes and the shape of its output, from its layers and by trying."""
+"""The inputs that a model takes and the shape of its output."""
 
 import copy
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +10,16 @@ from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.training.setup import seeded
 from adiv_monitor.audit.training.target_loss import first_tensor
 
-_SIDES = (64, 32, 28, 224, 96, 128, 256, 299, 384, 16, 8)  # sides of images in pixels
-_LENGTHS = (32, 16, 64, 128, 8, 4)  # lengths of sequences
-_MOST_TRIED = 60
-_SAMPLES = 2  # batch norm needs more than one
+SAMPLES = 2  # of the pass that tells the output's shape; batch norm needs more than one
+_SIDE = 64  # of images, in pixels, for models that take any
+_SIDES = {"Inception3": 299, "MaxVit": 224}  # of torchvision's models that take no small ones
+# Shape of one sample of each named source, for models whose own shape isn't known.
+_OF_DATA = {
+    "digits": (1, 8, 8),
+    "cifar10": (3, 32, 32),
+    "imagefolder": (3, _SIDE, _SIDE),
+    "text": (32,),
+}
 
 
 @dataclass(frozen=True)
@@ -44,142 +47,69 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Fit:
-    """Inputs that a model takes, and the shape of its output for them.
+    """The inputs of a model, and the shape of its output for two samples of them.
 
     Attributes:
-        inputs: The inputs that the model accepted.
+        inputs: The inputs.
         output: Shape of the model's output, or of the first of several.
         several: Whether there are several outputs.
-        samples: Number of samples in the trial.
     """
 
     inputs: Inputs
     output: tuple[int, ...]
     several: bool
-    samples: int = _SAMPLES
 
 
-def fit(model: nn.Module, shape: tuple[int, ...] | None) -> Fit:
-    """Find the inputs that a model takes: its layers suggest them, and its forward accepts them.
+def fit(model: nn.Module, shape: tuple[int, ...] | None, data: str = "random") -> Fit:
+    """Return the inputs of a model and the shape of its output.
 
-    Layers are considered in the order in which they were registered.
+    The inputs are whole numbers if the first layer with weights is an embedding, else floats.
 
     Args:
-        model: The model, which is copied, so that a trial does not change it.
-        shape: Shape of one sample, if it is known.
+        model: The model, of which a copy runs.
+        shape: Shape of one sample; None: that of a model of torchvision or timm, else that of the
+            data's samples.
+        data: Name of a data source.
 
     Raises:
-        UsageError: The model accepts no shape that was tried; the message lists what was tried.
+        UsageError: The shape is not known, or the model can't take it.
     """
+    name = type(model).__name__
+    shape = shape or _of_images(model) or _OF_DATA.get(data)
+    if shape is None:
+        raise UsageError(
+            f"{name}: the shape of its inputs is not known; give batches with --data "
+            "package.module:name, or the shape of one sample with --input-shape, such as 3,64,64"
+        )
+    layers = (m for m in model.modules() if not [*m.children()] and [*m.parameters()])
+    first = next(layers, None)
+    embeds = isinstance(first, (nn.Embedding, nn.EmbeddingBag))
+    inputs = Inputs(shape, first.num_embeddings if embeds else None)  # type: ignore[union-attr]
+    parameter = next(model.parameters())
     try:
-        twin = copy.deepcopy(model)
+        with torch.no_grad(), seeded(0):
+            given = copy.deepcopy(model)(
+                inputs.sample(SAMPLES, parameter.dtype).to(parameter.device)
+            )
     except Exception as error:
         raise UsageError(
-            f"{type(model).__name__} can't be copied, which is what the audit trains: {said(error)}"
+            f"--input-shape {inputs}: {name} can't take it: {said(error)}; give another shape, or "
+            "batches of your own with --data package.module:name"
         ) from error
-    failures: dict[Inputs, Exception] = {}
-    for inputs in _candidates(model, shape):
-        try:
-            return _tried(twin, inputs)
-        except Exception as error:
-            failures[inputs] = error
-        if len(failures) == _MOST_TRIED:
-            break
-    raise UsageError(_told(model, failures, shape))
-
-
-def _tried(twin: nn.Module, inputs: Inputs) -> Fit:
-    parameter = next(twin.parameters())
-    with torch.no_grad(), seeded(0):
-        given = twin(inputs.sample(_SAMPLES, parameter.dtype).to(parameter.device))
     output = first_tensor(given)
     if output is None:
-        raise TypeError("its output holds no tensor")
+        raise UsageError(f"{name}: its output holds no tensor; give --data and --loss")
     return Fit(inputs, tuple(output.shape), output is not given)
 
 
-def _told(
-    model: nn.Module, failures: dict[Inputs, Exception], shape: tuple[int, ...] | None
-) -> str:
-    name = type(model).__name__
-    if not failures:
-        return (
-            f"{name}: no layer tells what it takes; give --input-shape (such as 3,64,64), or "
-            "batches of your own with --data package.module:function"
-        )
-    first, error = next(iter(failures.items()))
-    if shape is not None:
-        return f"--input-shape {first}: {name} can't take it: {said(error)}"
-    return (
-        f"{name}: found no input that it takes; tried {len(failures)} shapes, the first {first}: "
-        f"{said(error)}. Give --input-shape, or where it takes several arguments, batches of your "
-        "own with --data package.module:function"
-    )
-
-
-def _candidates(model: nn.Module, shape: tuple[int, ...] | None) -> Iterator[Inputs]:
-    """Yield the inputs to try, each once; only those of the given shape if there is one."""
-    seen = set()
-    sides = tuple(dict.fromkeys(_own_sides(model) + _SIDES))
-    of_sequences = any(isinstance(m, (nn.MultiheadAttention, nn.RNNBase)) for m in model.modules())
-    guesses = [
-        guess for layer in model.modules() for guess in _taken_by(layer, sides, of_sequences)
-    ]
-    if shape is not None:
-        kinds = dict.fromkeys(guess.vocabulary for guess in guesses[:1])
-        guesses = [Inputs(shape, kind) for kind in (*kinds, None)]
-    for guess in guesses:
-        if guess not in seen:
-            seen.add(guess)
-            yield guess
-
-
-def _taken_by(layer: nn.Module, sides: tuple[int, ...], of_sequences: bool) -> Iterator[Inputs]:
-    """Yield possible inputs of a model that begins with this layer.
-
-    For a linear layer, `of_sequences` decides whether sequences or single vectors are first.
-    """
-    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
-        yield from (Inputs((length,), layer.num_embeddings) for length in _LENGTHS)
-    elif isinstance(layer, nn.RNNBase):
-        yield from (Inputs((length, layer.input_size)) for length in _LENGTHS)
-    elif isinstance(layer, nn.MultiheadAttention):
-        yield from (Inputs((length, layer.embed_dim)) for length in _LENGTHS)
-    elif isinstance(layer, nn.modules.conv._ConvNd):
-        places = layer.weight.ndim - 2
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-            sides = tuple(sorted(sides))
-        for side in sides:
-            size = (8, side, side) if places == 3 else (side,) * places
-            yield Inputs((layer.in_channels, *size))
-    elif isinstance(layer, nn.Linear):
-        alone = Inputs((layer.in_features,))
-        several = [Inputs((length, layer.in_features)) for length in _LENGTHS[:2]]
-        yield from [*several, alone] if of_sequences else [alone, *several]
-        if (image := _as_image(layer.in_features)) is not None:
-            yield Inputs(image)
-    elif isinstance(layer, nn.LayerNorm):
-        yield Inputs((_LENGTHS[0], *layer.normalized_shape))
-        yield Inputs(tuple(layer.normalized_shape))
-    elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        yield Inputs((layer.num_features,))
-        yield from (Inputs((layer.num_features, side, side)) for side in sides[:2])
-
-
-def _own_sides(model: nn.Module) -> tuple[int, ...]:
-    """Return the image side that a timm configuration fixes or an attribute declares, if any."""
-    config: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    if isinstance(config, dict) and config.get("fixed_input_size") and "input_size" in config:
-        return (int(config["input_size"][-1]),)
-    size = getattr(model, "image_size", None) or getattr(model, "img_size", None)
-    size = size[-1] if isinstance(size, (tuple, list)) and size else size
-    return (size,) if isinstance(size, int) else ()
-
-
-def _as_image(features: int) -> tuple[int, ...] | None:
-    """Return the square image shape, grey or in colour, with that many entries, or None."""
-    for channels in (1, 3):
-        side = math.isqrt(features // channels)
-        if side > 4 and channels * side * side == features:
-            return (channels, side, side)
-    return None
+def _of_images(model: nn.Module) -> tuple[int, ...] | None:
+    """Return the shape of the images that a model of torchvision or timm takes; None for others."""
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, dict) and "input_size" in config:
+        side = config["input_size"][-1] if config.get("fixed_input_size") else _SIDE
+    elif type(model).__module__.startswith("torchvision.models."):
+        side = getattr(model, "image_size", _SIDES.get(type(model).__name__, _SIDE))
+    else:
+        return None
+    channels = (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+    return next(channels, 3), side, side

@@ -9,7 +9,7 @@ from torch import Tensor
 from adiv_monitor.audit.options.config import Config
 from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.sources import losses
-from adiv_monitor.audit.sources.shapes import Fit, Inputs
+from adiv_monitor.audit.sources.shapes import SAMPLES, Fit, Inputs
 
 MOST_CLASSES = 10  # of random data, so that each class has several samples
 
@@ -76,9 +76,9 @@ def form(fit: Fit, config: Config) -> Form:
     Raises:
         UsageError: The output does not have as many samples as the input.
     """
-    if fit.output[:1] != (fit.samples,):
+    if fit.output[:1] != (SAMPLES,):
         raise UsageError(
-            f"the model's output for {fit.samples} samples has shape {fit.output}, expected one "
+            f"the model's output for {SAMPLES} samples has shape {fit.output}, expected one "
             "output a sample; give batches and a loss of your own: --data, --loss"
         )
     output = fit.output[1:]
