@@ -5,6 +5,4 @@ import sys
 from adiv_monitor.audit.command.cli import main
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["audit"]:
-        del sys.argv[1]
     sys.exit(main())

@@ -156,7 +156,7 @@ class Alarms:
                 exception propagates.
         """
         found: list[Alarm] = []
-        self._idle = [rule for rule in self._idle if not any(_compared(rule, report))]
+        self._idle = [rule for rule in self._idle if not any(compared(rule, report))]
         for rule in self._rules:
             try:
                 found += _raised(rule, report)
@@ -208,12 +208,12 @@ def _raised(rule: Rule | Condition, report: StepReport) -> Iterator[Alarm]:
     if rule.measure == NON_FINITE:
         yield from _not_finite(rule, report)
         return
-    for path, value, error in _compared(rule, report):
+    for path, value, error in compared(rule, report):
         if rule.holds(value, error):
             yield Alarm(rule.text, path, value, error)
 
 
-def _compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, float]]:
+def compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, float]]:
     """Yield layer, value and standard error of everything that the rule compares."""
     for path, reading in report.readings(rule.measure).items():
         if not fnmatchcase(path, rule.layers):

@@ -45,7 +45,7 @@ def test_the_wheel_installs_two_packages_and_nothing_else(built: Path) -> None:
     assert {"adiv_monitor/py.typed", "adiv_layers/py.typed"} <= set(names)
     scripts = archive.read(f"adiv_monitor-{adiv_monitor.__version__}.dist-info/entry_points.txt")
     assert b"adiv-audit = adiv_monitor.audit.command.cli:main" in scripts
-    assert b"adiv-monitor = adiv_monitor.audit.command.monitor:main" in scripts
+    assert b"adiv-monitor = adiv_monitor.audit.command.cli:main" in scripts
     page = Path("adiv_monitor/pages")
     parts = [*ROOT.glob(f"{page}/templates/*"), *ROOT.glob(f"{page}/assets/*")]
     assert len(parts) > 3

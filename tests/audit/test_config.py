@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adiv_monitor.audit.options.config import NAMES, Config, dumped, load, read
+from adiv_monitor.audit.options.config import HELP, Config, dumped, load, read
 from adiv_monitor.audit.options.usage import UsageError
 
 pytest.importorskip("yaml")
@@ -124,4 +124,4 @@ def test_a_wrong_file_is_told(
 
 
 def test_every_option_has_its_help() -> None:
-    assert all(option.metadata["help"] for option in NAMES.values())
+    assert list(HELP) == [f.name for f in fields(Config)] and all(HELP.values())

@@ -6,15 +6,25 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import terminal
-from adiv_monitor.audit.command.output import check, staged, write, write_page
+from adiv_monitor.audit.command.output import check, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.options import fail_if
-from adiv_monitor.audit.options.config import ARGUMENTS, NAMES, NAMING, Config, default, load, read
+from adiv_monitor.audit.options.config import (
+    ARGUMENTS,
+    DEFAULTS,
+    HELP,
+    NAMES,
+    NAMING,
+    Config,
+    load,
+    read,
+)
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line, place, said
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.sources.imported import of_file
@@ -47,6 +57,16 @@ exit codes:
   130  interrupted with Ctrl-C; the results so far are written
   141  the output was closed before its end, as by `| head`"""
 
+# Option → the measures that it adds.
+_MEASURED_BY = {
+    "realised": REALISED_MEASURES,
+    "attention": ATTENTION_MEASURES,
+    "alignment": ALIGNMENT_MEASURES,
+}
+
+# Options that are arguments of `audit`, except those that name objects.
+_PASSED = {*DEFAULTS}.intersection(signature(audit).parameters).difference(NAMING)
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports errors in one line."""
@@ -59,6 +79,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    argv = argv[argv[:1] == ["audit"] :]  # `adiv-monitor audit` is `adiv-audit`
     try:
         if argv[:1] == ["compare"]:
             return _compare(argv[1:])
@@ -66,12 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with importing:
             return _audit(config, force)
     except (UsageError, LossError) as error:
-        print(f"adiv-audit: {printable(str(error))}", file=sys.stderr)
+        told = str(error)
     except RecursionError:
-        print(
-            "adiv-audit: the model's modules are nested too deeply for Python's recursion limit: "
-            "put them side by side, or raise sys.setrecursionlimit where the model is built",
-            file=sys.stderr,
+        told = (
+            "the model's modules are nested too deeply for Python's recursion limit: put them side "
+            "by side, or raise sys.setrecursionlimit where the model is built"
         )
     except KeyboardInterrupt:
         print("adiv-audit: interrupted before there was anything to write", file=sys.stderr)
@@ -80,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except Exception as error:
         traceback.print_exc()
-        failure = printable(said(error))
-        print(f"adiv-audit: the audit itself failed: {failure}", file=sys.stderr)
+        told = f"the audit itself failed: {said(error)}"
+    print(f"adiv-audit: {printable(told)}", file=sys.stderr)
     return 2
 
 
@@ -107,23 +127,20 @@ def _config(argv: list[str]) -> tuple[Config, bool, AbstractContextManager[None]
     for name in ARGUMENTS:
         if hidden := hidden_keys(getattr(config, name)):
             raise UsageError(
-                f"{_flag(name)}: {', '.join(hidden)}: {HIDDEN} stands for a secret that was not "
-                f"written down; give {_flag(name)} with its value, and with all other arguments"
+                f"{_shown(name)}: {', '.join(hidden)}: {HIDDEN} stands for a secret that was not "
+                f"written down; give {_shown(name)} with its value, and with all other arguments"
             )
     for rule in map(fail_if.parse, config.fail_if):
-        if rule.measure in REALISED_MEASURES and not config.realised:
-            raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --realised")
-        if rule.measure in ATTENTION_MEASURES and not config.attention:
-            raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --attention")
-        if rule.measure in ALIGNMENT_MEASURES and not config.alignment:
-            raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --alignment")
+        for option, measures in _MEASURED_BY.items():
+            if rule.measure in measures and not getattr(config, option):
+                raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --{option}")
     packages = {x.partition(":")[0].partition(".")[0] for x in map(from_line.get, NAMING) if x}
     of_others = map(_shown, from_file.keys() - from_line.keys())
     return config, force, of_file([*of_others], packages)
 
 
 def _shown(name: str) -> str:
-    return "MODEL" if name == "model" else _flag(name)
+    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,23 +160,17 @@ def _parser() -> argparse.ArgumentParser:
         "not an option of --config",
     )
     for name, option in NAMES.items():
-        about, usual = option.metadata, default(name)
+        usual = DEFAULTS[option]
         shown = f" (default: {usual})" if usual and usual is not True else ""
-        text: dict[str, Any] = {"help": (about["help"] + shown).replace("%", "%%")}
+        about: dict[str, Any] = {"help": (HELP.get(option, "") + shown).replace("%", "%%")}
         if name == "model":
-            parser.add_argument(name, nargs="?", metavar="MODEL", **text)
-        elif usual is True:
-            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, **text)
-        elif usual is False:
-            parser.add_argument(_flag(name), action="store_true", **text)
-        else:
-            action = "append" if usual == () else "store"
-            parser.add_argument(_flag(name), action=action, metavar=about["metavar"], **text)
+            about |= {"nargs": "?", "metavar": "MODEL"}
+        elif isinstance(usual, bool):
+            about["action"] = argparse.BooleanOptionalAction if usual else "store_true"
+        elif usual == ():
+            about["action"] = "append"
+        parser.add_argument(name if name == "model" else _shown(name), **about)
     return parser
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _audit(config: Config, force: bool) -> int:
@@ -171,8 +182,7 @@ def _audit(config: Config, force: bool) -> int:
     with _users_code():
         prepared = prepare(config)
         report = _report(prepared)
-    with staged(config.out) as stage:
-        write(report, prepared.config, stage)
+    write(report, prepared.config)
     terminal.show(report, terminal.console(), config.model)
     print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
     failed = _failed(config, report)
@@ -215,14 +225,7 @@ def _report(prepared: Prepared) -> AuditReport:
             prepared.batches,
             loss=prepared.loss,
             optimizer=prepared.optimizer,
-            steps=config.steps,
-            clip_norm=config.clip_norm,
-            realised=config.realised,
-            attention=config.attention,
-            alignment=config.alignment,
-            try_fixes=config.try_fixes,
-            try_seconds=config.try_seconds,
-            seed=config.seed,
+            **{name: getattr(config, name) for name in _PASSED},
             own_losses=None if config.losses is None else own_losses(config.losses),
             progress=terminal.ProgressBars(bars),
             _facts=prepared.facts,
@@ -236,7 +239,7 @@ def _failed(config: Config, report: AuditReport) -> bool:
     failed = False
     for rule in map(fail_if.parse, config.fail_if):
         for hit in fail_if.hits(rule, report):
-            print(printable(f"fails {rule.text!r}: {hit.text}"))
+            print(printable(f"fails {rule.text!r}: {hit}"))
             failed = True
     return failed
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -18,14 +17,6 @@ _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-
 _RETIRED = dict.fromkeys(
     ("module-repeated", "joined-with-itself", "self-pairs"), "no longer looked for"
 )
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A rule that holds at a layer or for a finding; `text` says where, with the value."""
-
-    rule: Rule
-    text: str
 
 
 def parse(text: str) -> Rule:
@@ -61,8 +52,8 @@ def parse(text: str) -> Rule:
     )
 
 
-def hits(rule: Rule, report: AuditReport) -> list[Hit]:
-    """Return where the rule holds: one hit for each layer, or for each finding.
+def hits(rule: Rule, report: AuditReport) -> list[str]:
+    """Return where the rule holds, with the values: one text for each layer, or for each finding.
 
     A value is a hit if it exceeds the limit by more than two of its standard errors, at any
     measured step. A value without direction (NaN), or with an unknown error, is no hit.
@@ -72,34 +63,28 @@ def hits(rule: Rule, report: AuditReport) -> list[Hit]:
     """
     if not rule.comparison:
         return list(_findings(rule, report))
-    found: dict[str, list[str]] = {}
-    compared = False
-    for step in report.record.reports:
-        for layer, reading in step.readings(rule.measure).items():
-            value = getattr(reading, rule.measure)
-            if value is None or not fnmatchcase(layer, rule.layers):
-                continue
-            compared = True
-            error = reading.standard_error.get(rule.measure, 0.0)
-            if rule.holds(value, error):
-                shown = f"{value:.4g}" + (f" ± {error:.1g}" if error else "")
-                found.setdefault(layer, []).append(f"{shown} (step {step.step})")
+    compared = [
+        (step.step, *of_layer)
+        for step in report.record.reports
+        for of_layer in alarms.compared(rule, step)
+    ]
     if not compared:
         raise UsageError(_nothing(rule, report))
-    return [Hit(rule, f"{layer}: {', '.join(values)}") for layer, values in found.items()]
+    found: dict[str, list[str]] = {}
+    for step, layer, value, error in compared:
+        if rule.holds(value, error):
+            shown = f"{value:.4g}" + (f" ± {error:.1g}" if error else "")
+            found.setdefault(layer, []).append(f"{shown} (step {step})")
+    return [f"{layer}: {', '.join(values)}" for layer, values in found.items()]
 
 
-def _findings(rule: Rule, report: AuditReport) -> Iterator[Hit]:
+def _findings(rule: Rule, report: AuditReport) -> Iterator[str]:
     """Yield the findings of the rule's name or strength at the layers that the rule names."""
     for finding in report.findings:
-        if rule.measure in STRENGTHS:
-            meant = STRENGTHS.index(finding.strength) <= STRENGTHS.index(rule.measure)
-        else:
-            meant = finding.name == rule.measure
+        as_strong = STRENGTHS[STRENGTHS.index(finding.strength) :]
         at = [layer for layer in finding.layers if fnmatchcase(layer, rule.layers)]
-        if meant and (at or rule.layers == "*"):
-            where = ", ".join(at) or "the model"
-            yield Hit(rule, f"{finding.name} ({finding.strength}) at {where}")
+        if rule.measure in (finding.name, *as_strong) and (at or rule.layers == "*"):
+            yield f"{finding.name} ({finding.strength}) at {', '.join(at) or 'the model'}"
 
 
 def _nothing(rule: Rule, report: AuditReport) -> str:
