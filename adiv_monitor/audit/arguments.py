@@ -1,6 +1,7 @@
 """Checks of the arguments of `audit`; their errors say what is expected."""
 
 import math
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -32,27 +33,27 @@ def check_training(model: object, loss: object, optimizer: object) -> None:
 
 def check_numbers(
     *,
-    steps: object,
-    every_n_steps: object,
-    max_rows: object,
-    clip_norm: object,
-    seed: object,
-    try_seconds: object,
+    steps: Any,
+    every_n_steps: Any,
+    max_rows: Any,
+    clip_norm: Any,
+    seed: Any,
+    try_seconds: Any,
 ) -> None:
     """Raise ValueError if a numeric argument is out of its range."""
-    counts = {"steps": steps, "every_n_steps": every_n_steps, "max_rows": max_rows}
+    counts = {"steps": steps, "every_n_steps": every_n_steps, "max_rows": max_rows, "seed": seed}
     for name, value in counts.items():
-        may_be_none = name != "steps" and value is None
-        if not may_be_none and (not _is_whole(value) or value < 1):  # type: ignore[operator]
-            raise ValueError(f"audit({name}=…): got {value!r}, expected an integer of at least 1")
-    if not _is_whole(seed) or seed < 0:  # type: ignore[operator]
-        raise ValueError(f"audit(seed=…): got {seed!r}, expected an integer of at least 0")
-    if clip_norm is not None and not _is_positive(clip_norm):
+        least = 0 if name == "seed" else 1
+        may_be_none = value is None and name in ("every_n_steps", "max_rows")
+        if not may_be_none and not (_is_number(value, int) and value >= least):
+            raise ValueError(
+                f"audit({name}=…): got {value!r}, expected an integer of at least {least}"
+            )
+    if clip_norm is not None and not (_is_number(clip_norm) and 0 < clip_norm < math.inf):
         raise ValueError(
             f"audit(clip_norm=…): got {clip_norm!r}, expected a number above 0, or None not to clip"
         )
-    is_number = isinstance(try_seconds, (int, float)) and not isinstance(try_seconds, bool)
-    if not is_number or not try_seconds >= 0:  # type: ignore[operator]
+    if not (_is_number(try_seconds) and try_seconds >= 0):
         raise ValueError(
             f"audit(try_seconds=…): got {try_seconds!r}, expected a number of at least 0"
         )
@@ -75,10 +76,5 @@ def _check_model(model: object) -> None:
         )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_positive(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf  # type: ignore[operator]
+def _is_number(value: object, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -1,4 +1,24 @@
-"""The command `adiv-audit`."""
+"""Train a copy of a model for some steps, find faults in its training, and try fixes.
+
+Writes report.html, report.json, report.md, config.yaml and tensorboard/ into a folder. The model,
+its weights and its files are never changed.
+
+for example:
+  adiv-audit torchvision.models.resnet18
+  adiv-audit timm:vit_tiny_patch16_224 --data imagefolder:photos --optimizer-args '{"lr": 0.003}'
+  adiv-audit my_project.train:build --data my_project.train:batches --loss my_project.train:loss
+  adiv-audit hf:configs/gpt2 --data text:book.txt --fail-if 'scale_cv > 1' --fail-if act
+  adiv-audit --config adiv-audit/config.yaml --steps 200
+  adiv-audit compare before after --out compare.html
+  adiv-audit compare runs/mine.html runs/other.html
+
+exit codes:
+  0  audited
+  1  a --fail-if rule holds
+  2  the audit was not possible: the message says what to do
+  130  interrupted with Ctrl-C; the results so far are written
+  141  the output was closed before its end, as by `| head`
+"""
 
 import argparse
 import sys
@@ -34,28 +54,6 @@ from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys
 from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
-
-_DESCRIPTION = """\
-Trains a copy of a model for some steps, finds faults in its training, and tries fixes. Writes
-report.html, report.json, report.md, config.yaml and tensorboard/ into a folder. The model, its
-weights and its files are never changed."""
-
-_EPILOG = """\
-examples:
-  adiv-audit torchvision.models.resnet18
-  adiv-audit timm:vit_tiny_patch16_224 --data imagefolder:photos --optimizer-args '{"lr": 0.003}'
-  adiv-audit my_project.train:build --data my_project.train:batches --loss my_project.train:loss
-  adiv-audit hf:configs/gpt2 --data text:book.txt --fail-if 'scale_cv > 1' --fail-if act
-  adiv-audit --config adiv-audit/config.yaml --steps 200
-  adiv-audit compare before after --out compare.html
-  adiv-audit compare runs/mine.html runs/other.html
-
-exit codes:
-  0  audited
-  1  a --fail-if rule holds
-  2  the audit was not possible: the message says what to do
-  130  interrupted with Ctrl-C; the results so far are written
-  141  the output was closed before its end, as by `| head`"""
 
 # Option → the measures that it adds.
 _MEASURED_BY = {
@@ -146,8 +144,7 @@ def _shown(name: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "adiv-audit",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

@@ -43,7 +43,7 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     if not is_model:
         raise UsageError(
             f"{where}: its architectures are {names}, expected one class of transformers "
-            f"{transformers.__version__}, such as {_heads(str(content.get('model_type', '')))}"
+            f"""{transformers.__version__}, such as "architectures": ["GPT2LMHeadModel"]"""
         )
     try:
         config = kind.config_class.from_dict(content)
@@ -51,18 +51,6 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     except Exception as error:
         raise UsageError(f"{where}: {names[0]} can't be made of it: {said(error)}") from error
     return model
-
-
-def _heads(model_type: str) -> str:
-    """Return the models of that type that have a loss, in the form of an "architectures" entry."""
-    from transformers.models.auto import modeling_auto as auto
-
-    tasks = ("CAUSAL_LM", "MASKED_LM", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
-    names = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(model_type) for task in tasks]
-    known = dict.fromkeys(name for name in names if isinstance(name, str))
-    return " or ".join(f'"architectures": ["{name}"]' for name in known) or (
-        "BertForSequenceClassification"
-    )
 
 
 def _content(file: Path, where: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,20 +148,6 @@ def _span(x: Tensor, label: Tensor, classes: int) -> Batch:
     return {"start_positions": label.clamp(max=last), "end_positions": (label + 1).clamp(max=last)}
 
 
-def _which_choice(x: Tensor, label: Tensor, classes: int) -> Batch:
-    """Pair each sample's sequence with another's; the first choice is right for even classes."""
-    choices = torch.stack([x, x.roll(1, 0)], 1)
-    swapped = label % 2 == 1
-    return {
-        "input_ids": torch.where(swapped[:, None, None], choices.flip(1), choices),
-        "labels": swapped.long(),
-    }
-
-
-def _class_of_each_pixel(x: Tensor, label: Tensor, classes: int) -> Batch:
-    return {"labels": label[:, None, None].expand(-1, *x.shape[-2:])}
-
-
 # Ending of the class name → function that makes the labels.
 _HEADS: Mapping[str, Labels] = {
     "ForCausalLM": _tokens,
@@ -182,11 +156,8 @@ _HEADS: Mapping[str, Labels] = {
     "ForMaskedLM": _hidden_tokens,
     "ForSequenceClassification": _class,
     "ForImageClassification": _class,
-    "ForNextSentencePrediction": _class,
     "ForTokenClassification": _class_of_each_token,
     "ForQuestionAnswering": _span,
-    "ForMultipleChoice": _which_choice,
-    "ForSemanticSegmentation": _class_of_each_pixel,
 }
 _WITHOUT_CLASSES = (_tokens, _hidden_tokens)
 
@@ -209,11 +180,7 @@ def labels(model: Any) -> Labels:
 
 def classes(model: Any) -> int | None:
     """Return the number of classes of the model's head; None if its only classes are tokens."""
-    if labels(model) in _WITHOUT_CLASSES:
-        return None
-    return (
-        2 if type(model).__name__.endswith("ForNextSentencePrediction") else model.config.num_labels
-    )
+    return None if labels(model) in _WITHOUT_CLASSES else model.config.num_labels
 
 
 def batch(model: Any, x: Tensor, label: Tensor) -> Batch:

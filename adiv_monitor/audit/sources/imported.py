@@ -4,9 +4,10 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,42 +63,33 @@ def imported(path: str, option: str) -> Any:
         UsageError: There is no such module or name, importing it raised, or a configuration names
             what it may not.
     """
+    where = f"{option} {path}: "
     module_path, colon, names = path.partition(":")
     if module_path.endswith(".py"):
-        if not colon or not names:
+        if not names:
             raise UsageError(
-                f"{option} {path}: got a whole file, expected {module_path}:NAME of what is in it"
+                f"{where}got a whole file, expected {module_path}:NAME of what is in it"
             )
-        module_path = _module_of(module_path, path, option)
-    elif "/" in module_path:
+        module_path = _module_of(module_path, where)
+    parts = module_path.split(".")
+    attributes = names.split(".") if colon else []
+    if not (colon or parts[1:]) or not all(part.isidentifier() for part in [*parts, *attributes]):
         raise UsageError(
-            f"{option} {path}: got a folder or a file of another kind, expected "
+            f"{where}expected an import path, such as torchvision.models.resnet18, "
             "package.module:name or FILE.py:NAME"
         )
-    parts = module_path.split(".")
-    if not colon and len(parts) == 1:
-        raise UsageError(
-            f"{option} {path}: expected an import path, such as {path}:NAME or package.module:name"
-            f"{_elsewhere(path, option)}"
-        )
-    if not all(part.isidentifier() for part in [*parts, *(names.split(".") if colon else [])]):
-        raise UsageError(f"{option} {path}: expected an import path, such as package.module:name")
     if is_of_file(option) and not _may_be_imported(parts[0]):
         raise _not_of_file(path, option, parts[0])
-    module, rest = _module(parts, path, option, all_of_it=bool(colon))
-    found: Any = module
-    for name in names.split(".") if colon else rest:
+    found: Any
+    found, rest = _module(parts, where, all_of_it=bool(colon))
+    for name in attributes or rest:
         if not hasattr(found, name):
-            known = [n for n in vars(found) if not n.startswith("_")] if colon or rest else []
-            raise UsageError(
-                f"{option} {path}: {_named(found)} has no {name!r}"
-                f"{_close(name, known) or _below_main(found)}"
-            )
+            what = getattr(found, "__qualname__", getattr(found, "__name__", type(found).__name__))
+            hint = close(name, dir(found)) or _below_main(found)
+            raise UsageError(f"{where}{what} has no {name!r}{hint}")
         found = getattr(found, name)
     if isinstance(found, ModuleType):
-        raise UsageError(
-            f"{option} {path}: that is a module, expected {path}:NAME of what is in it"
-        )
+        raise UsageError(f"{where}that is a module, expected {path}:NAME of what is in it")
     if is_of_file(option) and not _may_be_of_file(found):
         raise _not_of_file(path, option, _home(found))
     return found
@@ -153,47 +145,38 @@ def _not_of_file(path: str, option: str, home: str) -> UsageError:
     )
 
 
-def _module(
-    parts: list[str], path: str, option: str, all_of_it: bool
-) -> tuple[ModuleType, list[str]]:
+def _module(parts: list[str], where: str, all_of_it: bool) -> tuple[ModuleType, list[str]]:
     """Import the longest module that the parts name; return it and the rest, at least one part.
 
     So `torchvision.models.googlenet` is the function, not the module of the same name.
     """
-    lengths = [len(parts)] if all_of_it else range(len(parts) - 1, 0, -1)
-    for length in lengths:
+    missing: str | None = None
+    for length in [len(parts)] if all_of_it else range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:length])
         try:
             return importlib.import_module(name), parts[length:]
-        except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):  # an import inside the module
-                raise UsageError(
-                    f"{option} {path}: importing {name} raised {said(error)}"
-                ) from error
-            missing = error.name
         except Exception as error:
-            raise UsageError(f"{option} {path}: importing {name} raised {said(error)}") from error
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{name}.".startswith(f"{missing}."):  # raised inside
+                raise UsageError(f"{where}importing {name} raised {said(error)}") from error
     raise UsageError(
-        f"{option} {path}: there is no module {missing!r}; expected one that is installed or lies "
-        "in the current folder"
+        f"{where}there is no module {missing!r}; expected one that is installed or lies in the "
+        "current folder"
     )
 
 
-def _module_of(file: str, path: str, option: str) -> str:
+def _module_of(file: str, where: str) -> str:
     """Return the name by which a file is imported, from a folder that is put on Python's path."""
     whole = Path(file).resolve()
     if not whole.is_file():
-        raise UsageError(f"{option} {path}: there is no file {file}")
+        raise UsageError(f"{where}there is no file {file}")
     folder, parts = whole.parent, [whole.stem]
     while (folder / "__init__.py").is_file():
         folder, parts = folder.parent, [folder.name, *parts]
     name = ".".join(parts)
     known = getattr(sys.modules.get(name), "__file__", None)
-    if not whole.stem.isidentifier() or (known and Path(known).resolve() != whole):
-        raise UsageError(
-            f"{option} {path}: Python can't import a file of this name"
-            f"{f' beside {known}' if known else ''}; give the file another name"
-        )
+    if known and Path(known).resolve() != whole:
+        raise UsageError(f"{where}Python has imported {known} under this name; rename the file")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return name
@@ -215,37 +198,15 @@ def _below_main(thing: object) -> str:
     )
 
 
-def _named(thing: object) -> str:
-    if isinstance(thing, ModuleType):
-        return f"the module {thing.__name__}"
-    return getattr(thing, "__qualname__", type(thing).__name__)
-
-
-def _elsewhere(name: str, option: str) -> str:
-    """Return a hint for an error if torchvision has a model of that name, else ""."""
-    if option != "MODEL":
-        return ""
-    try:
-        from torchvision.models import list_models  # type: ignore[import-untyped]
-    except ImportError:
-        return ""
-    known = {model for model in list_models() if "/" not in model}
-    return f"; did you mean torchvision.models.{name}?" if name in known else ""
-
-
-def _close(name: str, known: list[str]) -> str:
-    from difflib import get_close_matches
-
-    matches = get_close_matches(name, known)
+def close(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the names that are like the given one, for the end of an error."""
+    matches = get_close_matches(name, [each for each in known if not each.startswith("_")])
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def signature(function: Any) -> str:
-    """Return the signature of a class or function, for errors."""
+    """Return the arguments that a class or function takes, for the end of an error."""
     try:
-        found = inspect.signature(function)
+        return f"; it takes {inspect.signature(function)}"
     except (TypeError, ValueError):
-        return "arguments that it does not tell"
-    bare = inspect.Parameter.empty
-    named = [p.replace(annotation=bare) for p in found.parameters.values()]
-    return str(found.replace(parameters=named, return_annotation=bare))
+        return ""

@@ -2,14 +2,13 @@
 
 import copy
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
 from adiv_monitor.audit.options.usage import UsageError, needed, said
 from adiv_monitor.audit.sources import huggingface
-from adiv_monitor.audit.sources.imported import imported, is_of_file, signature
+from adiv_monitor.audit.sources.imported import close, imported, is_of_file, signature
 
 # Arguments of timm.create_model by which it loads pickles that it trusts.
 _LOADS = frozenset({"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"})
@@ -42,10 +41,8 @@ def build(name: str, arguments: Mapping[str, Any], *, copies: bool = True) -> nn
         model = _made(name, imported(name, "MODEL"), arguments, copies)
     if not any(p.requires_grad for p in model.parameters()):
         some = any(True for _ in model.parameters())
-        what = (
-            "parameters that are trained (all have requires_grad=False)" if some else "parameters"
-        )
-        raise UsageError(f"MODEL {name}: {type(model).__name__} has no {what}: nothing to audit")
+        what = "only parameters with requires_grad=False" if some else "no parameters"
+        raise UsageError(f"MODEL {name}: {type(model).__name__} has {what}: nothing to audit")
     return model
 
 
@@ -66,7 +63,7 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any], copies: bool) -> 
         model = found(**arguments)
     except Exception as error:
         raise UsageError(
-            f"MODEL {name}: calling it with {_call(arguments)} raised {said(error)}; it takes "
+            f"MODEL {name}: calling it with --model-args {dict(arguments)} raised {said(error)}"
             f"{signature(found)}"
         ) from error
     if not isinstance(model, nn.Module):
@@ -84,17 +81,12 @@ def _timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         )
     timm = needed("timm", "timm:", "timm")
     if ":" in name or not timm.is_model(name):
-        matches = get_close_matches(name, timm.list_models())
-        hint = f"; did you mean {' or '.join(matches)}?" if matches else ""
+        hint = close(name, timm.list_models())
         raise UsageError(f"MODEL timm:{name}: timm {timm.__version__} has no such model{hint}")
     try:
         model: nn.Module = timm.create_model(name, **arguments)
     except Exception as error:
         raise UsageError(
-            f"MODEL timm:{name}: making it with {_call(arguments)} raised {said(error)}"
+            f"MODEL timm:{name}: making it with --model-args {dict(arguments)} raised {said(error)}"
         ) from error
     return model
-
-
-def _call(arguments: Mapping[str, Any]) -> str:
-    return f"--model-args {dict(arguments)}" if arguments else "no --model-args"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.audit.options.usage import UsageError, said
-from adiv_monitor.audit.sources.imported import imported, signature
+from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.training.setup import OptimizerFactory
 
 _NAMED: Mapping[str, type[Optimizer]] = {
@@ -48,8 +48,7 @@ def named(name: str, arguments: Mapping[str, Any]) -> Optimizer | OptimizerFacto
             made_one = made(model.parameters() if takes_parameters else model, **arguments)
         except Exception as error:
             raise UsageError(
-                f"--optimizer {name} with --optimizer-args {dict(arguments)}: {said(error)}; it "
-                f"takes {signature(made)}"
+                f"--optimizer {name} with --optimizer-args {dict(arguments)}: {said(error)}"
             ) from error
         if not isinstance(made_one, Optimizer):
             raise UsageError(

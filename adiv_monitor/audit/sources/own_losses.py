@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,9 +68,7 @@ def _of_csv(text: str) -> dict[int, float]:
 
 
 def _number(loss: Any) -> float:
-    if isinstance(loss, bool) or not isinstance(loss, (str, int, float)):
-        raise ValueError(f"got {loss!r}, expected a number")
     try:
-        return math.nan if loss == "" else float(loss)
-    except ValueError:
+        return float(loss)
+    except (TypeError, ValueError):
         raise ValueError(f"got {loss!r}, expected a number") from None
