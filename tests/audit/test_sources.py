@@ -95,8 +95,8 @@ def test_classes_functions_and_instances_are_models() -> None:
         ("net", {"a": 1}, "takes no --model-args"),
         ("no_module", {}, "got a dict, expected a torch.nn.Module"),
         ("no_model", {}, "calling it gave dict"),
-        ("mlp", {"wdith": 1}, "'wdith'; it takes (inputs: int = 64, width"),
-        ("broken", {}, "raised KeyError: 'ouch' (command_models.py:"),
+        ("mlp", {"wdith": 1}, "it takes (inputs: int = 64, width"),
+        ("broken", {}, "KeyError: 'ouch' (command_models.py:"),
         ("nn.ReLU", {}, "ReLU has no parameters: nothing to audit"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_shape_that_is_not_known_or_does_not_fit_is_told() -> None:
         fit(command_models.net, None)
     with pytest.raises(UsageError, match=r"--input-shape 3,4 \(floats\): Sequential can't take"):
         fit(command_models.net, (3, 4))
-    with pytest.raises(UsageError, match=r"missing 1 required positional argument.*--data"):
+    with pytest.raises(UsageError, match=r"--data .*missing 1 required positional argument"):
         fit(command_models.TwoInputs(), (7,))
 
 

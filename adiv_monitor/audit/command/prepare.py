@@ -9,11 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.audit.options.config import Config
-from adiv_monitor.audit.options.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, blamed, said
 from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers, script
 from adiv_monitor.audit.sources.data import Data, data
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
-from adiv_monitor.audit.training.target_loss import LossError
 from adiv_monitor.audit.training.train import train
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # others: float32
@@ -59,7 +58,8 @@ def prepare(config: Config) -> Prepared:
             optimizer.load_state_dict(optimizer.state_dict())  # onto the model's device
         found = data(config, model, device, dtype)
         loss = _loss(config, found, device)
-    _try_a_step(Setup(model, optimizer, loss, found.batches, 1, config.clip_norm, config.seed))
+    batches = tuple(found.batches)
+    _try_a_step(Setup(model, optimizer, loss, batches, 1, config.clip_norm, config.seed))
     resolved = replace(
         config,
         input_shape=None if found.inputs is None else found.inputs.shape,
@@ -68,7 +68,7 @@ def prepare(config: Config) -> Prepared:
         device=str(device),
     )
     facts = {"data": config.data, "loss": resolved.loss or "", "trained": trained}
-    return Prepared(resolved, model, found.batches, loss, optimizer, found.notes, facts)
+    return Prepared(resolved, model, batches, loss, optimizer, found.notes, facts)
 
 
 def _model(config: Config, optimizer: Optimizer | OptimizerFactory) -> nn.Module:
@@ -98,11 +98,9 @@ def _trained(config: Config, model: nn.Module, ran: script.Ran) -> str:
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    with blamed(f"--device {name}: can't be used here"):
         device = torch.device(name)
         torch.empty(1, device=device).add(1)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"--device {name}: can't be used here: {said(error)}") from error
     return device
 
 
@@ -116,11 +114,10 @@ def _loss(config: Config, found: Data, device: torch.device) -> Loss:
 
 def _try_a_step(setup: Setup) -> None:
     """Train a copy for one step, so that a mismatch shows before anything long begins."""
-    try:
-        train(setup.fork())
-    except (UsageError, LossError):
-        raise
-    except torch.OutOfMemoryError as error:
-        raise UsageError(f"{said(error)}: give a smaller --batch-size or --input-shape") from error
-    except Exception as error:
-        raise UsageError(f"a training step on the first batch raised {said(error)}") from error
+    with blamed("a training step on the first batch raised"):
+        try:
+            train(setup.fork())
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"{said(error)}: give a smaller --batch-size or --input-shape"
+            ) from error

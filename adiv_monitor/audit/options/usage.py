@@ -1,10 +1,13 @@
 """Errors of usage, each reported to the user in one line."""
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from adiv_monitor.audit.training.target_loss import LossError
 
 _LONGEST = 400  # characters
 _INSTALLED = ("site-packages", "dist-packages")
@@ -32,6 +35,21 @@ def said(error: BaseException) -> str:
     where = place(traceback.extract_tb(error.__traceback__))
     at = f" ({where})" if where else ""
     return f"{name}: {words}{at}" if words else f"{name}{at}"
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Run foreign code; tell an exception of it in one line that begins with `what`.
+
+    Raises:
+        UsageError: The code raised an exception.
+    """
+    try:
+        yield
+    except (UsageError, LossError):
+        raise
+    except Exception as error:
+        raise UsageError(f"{what}: {said(error)}") from error
 
 
 def place(frames: Iterable[traceback.FrameSummary]) -> str:

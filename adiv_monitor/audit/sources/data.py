@@ -1,6 +1,5 @@
 """Batches from a named data source, in the form that the model and its loss take."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 from torch.utils.data import Dataset
 
 from adiv_monitor.audit.options.config import Config
-from adiv_monitor.audit.options.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, blamed
 from adiv_monitor.audit.sources import huggingface, images, losses, random_data, text
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit
@@ -164,7 +163,8 @@ def _users(config: Config) -> Data:
         raise _unknown(config)
     found = imported(config.data, "--data")
     notes: tuple[str, ...] = ()
-    try:
+    expected = "expected an iterable of batches or a data set, or a function that gives one"
+    with blamed(f"--data {config.data}: {expected}"):
         batches = found() if callable(found) else found
         if is_data_set(batches):
             batches = loader_of(batches, config.batch_size, config.seed)
@@ -172,34 +172,29 @@ def _users(config: Config) -> Data:
                 f"--data is a data set: it was shuffled, in batches of {config.batch_size} "
                 "(--batch-size).",
             )
-        return Data(iter(batches), None, None, None, notes)
-    except Exception as error:
-        raise UsageError(
-            f"--data {config.data}: expected an iterable of batches or a data set, or a function "
-            f"that takes no arguments and gives one: {said(error)}"
-        ) from error
+        batches = iter(batches)
+    return Data(batches, None, None, None, notes)
 
 
 def _taken(
     batches: Iterable[Any], config: Config, device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, ...]:
     """Return the batches, at most one per step, on the device, in the dtype and finite."""
-    where = f"--data {config.data}"
+    where = f"--data {config.data}: "
     taken: list[Any] = []
+    made = iter(batches)
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-    try:
-        for batch in itertools.islice(batches, config.steps):
-            _check_finite(batch, f"{where}: batch {len(taken)}")
+    for number in range(config.steps):
+        with blamed(f"{where}batch {number} raised"):
+            if (batch := next(made, None)) is None:
+                break
+            _check_finite(batch, f"{where}batch {number}")
             taken.append(tree_map_only(Tensor, moved, batch))
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{where}: batch {len(taken)} raised {said(error)}") from error
     if not taken:
-        raise UsageError(f"{where}: gave no batch")
+        raise UsageError(f"{where}gave no batch")
     return tuple(taken)
 
 

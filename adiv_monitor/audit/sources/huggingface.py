@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.options.usage import UsageError, needed, said
+from adiv_monitor.audit.options.usage import UsageError, blamed, needed
 from adiv_monitor.audit.sources.shapes import Inputs
 
 _LENGTH = 32  # tokens
@@ -45,11 +45,8 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
             f"{where}: its architectures are {names}, expected one class of transformers "
             f"""{transformers.__version__}, such as "architectures": ["GPT2LMHeadModel"]"""
         )
-    try:
-        config = kind.config_class.from_dict(content)
-        model: nn.Module = kind(config)
-    except Exception as error:
-        raise UsageError(f"{where}: {names[0]} can't be made of it: {said(error)}") from error
+    with blamed(f"{where}: {names[0]} can't be made of it"):
+        model: nn.Module = kind(kind.config_class.from_dict(content))
     return model
 
 
@@ -60,10 +57,8 @@ def _content(file: Path, where: str, arguments: Mapping[str, Any]) -> dict[str, 
             f"{where}: there is no file {file}; expected a config.json or its folder (nothing is "
             "downloaded)"
         )
-    try:
+    with blamed(f"{where}: {file} is no JSON"):
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{where}: {file} is no JSON: {said(error)}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{where}: {file} holds a {type(content).__name__}, expected an object")
     content |= arguments
@@ -196,12 +191,8 @@ def tokenizer(model_name: str) -> Callable[[str], list[int]] | None:
     if not model_name.startswith("hf:") or not any((folder / name).is_file() for name in names):
         return None
     transformers = needed("transformers", "hf:", "transformers")
-    try:
+    with blamed(f"MODEL {model_name}: its tokenizer can't be read"):
         found = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:
-        raise UsageError(
-            f"MODEL {model_name}: its tokenizer can't be read: {said(error)}"
-        ) from error
     return lambda text: list(found(text, verbose=False)["input_ids"])

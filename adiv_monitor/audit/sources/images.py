@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
+from adiv_monitor.audit.options.usage import UsageError, blamed, needed
 
 Labelled = Dataset[Any]  # a dataset of pairs (image, class)
 
@@ -33,12 +33,9 @@ def cifar10(root: str, shape: tuple[int, ...], download: bool) -> tuple[Labelled
         UsageError: The data set is missing or damaged.
     """
     datasets = needed("torchvision.datasets", "--data cifar10:")
-    try:
-        return datasets.CIFAR10(root, transform=_prepared(shape), download=download), 10
-    except Exception as error:
-        absent = "CIFAR-10 is not there, or damaged; with --download it is fetched into that folder"
-        why = one_line(error) if download else absent
-        raise UsageError(f"--data cifar10:{root}: {why}") from error
+    with blamed(f"--data cifar10:{root}: --download fetches it into that folder"):
+        found = datasets.CIFAR10(root, transform=_prepared(shape), download=download)
+    return found, 10
 
 
 def imagefolder(root: str, shape: tuple[int, ...]) -> tuple[Labelled, int]:
@@ -50,12 +47,8 @@ def imagefolder(root: str, shape: tuple[int, ...]) -> tuple[Labelled, int]:
     datasets = needed("torchvision.datasets", "--data imagefolder:")
     if not Path(root).is_dir():
         raise UsageError(f"--data imagefolder:{root}: there is no such folder")
-    try:
+    with blamed(f"--data imagefolder:{root}: expected a folder of images for each class"):
         found = datasets.ImageFolder(root, transform=_prepared(shape))
-    except Exception as error:
-        raise UsageError(
-            f"--data imagefolder:{root}: expected a folder of images for each class: {said(error)}"
-        ) from error
     return found, len(found.classes)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.options.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, blamed
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.training.setup import Loss
 from adiv_monitor.audit.training.target_loss import Function, TargetLoss
@@ -103,10 +103,8 @@ def named(name: str) -> Loss:
         )
     found = imported(name, "--loss")
     if inspect.isclass(found):
-        try:
+        with blamed(f"--loss {name}: can't be made"):
             found = found()
-        except Exception as error:
-            raise UsageError(f"--loss {name}: can't be made: {said(error)}") from error
     if not callable(found):
         raise UsageError(f"--loss {name}: got a {type(found).__name__}, expected a function")
     if _parameters(found) == ["model", "batch"]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from adiv_monitor.audit.options.usage import UsageError, needed, said
+from adiv_monitor.audit.options.usage import UsageError, blamed, needed
 from adiv_monitor.audit.sources import huggingface
 from adiv_monitor.audit.sources.imported import close, imported, is_of_file, signature
 
@@ -59,13 +59,9 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any], copies: bool) -> 
             f"MODEL {name}: got a {type(found).__name__}, expected a torch.nn.Module, its class, "
             "or a function that returns one"
         )
-    try:
+    given = f"--model-args {dict(arguments)}{signature(found)}"
+    with blamed(f"MODEL {name}: can't be made with {given}"):
         model = found(**arguments)
-    except Exception as error:
-        raise UsageError(
-            f"MODEL {name}: calling it with --model-args {dict(arguments)} raised {said(error)}"
-            f"{signature(found)}"
-        ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"MODEL {name}: calling it gave {type(model).__name__}, expected a torch.nn.Module"
@@ -83,10 +79,6 @@ def _timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     if ":" in name or not timm.is_model(name):
         hint = close(name, timm.list_models())
         raise UsageError(f"MODEL timm:{name}: timm {timm.__version__} has no such model{hint}")
-    try:
+    with blamed(f"MODEL timm:{name}: can't be made with --model-args {dict(arguments)}"):
         model: nn.Module = timm.create_model(name, **arguments)
-    except Exception as error:
-        raise UsageError(
-            f"MODEL timm:{name}: making it with --model-args {dict(arguments)} raised {said(error)}"
-        ) from error
     return model

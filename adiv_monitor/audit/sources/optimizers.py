@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.options.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, blamed
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.training.setup import OptimizerFactory
 
@@ -44,12 +44,8 @@ def named(name: str, arguments: Mapping[str, Any]) -> Optimizer | OptimizerFacto
     takes_parameters = inspect.isclass(made) and issubclass(made, Optimizer)
 
     def optimizer(model: nn.Module) -> Optimizer:
-        try:
+        with blamed(f"--optimizer {name} with --optimizer-args {dict(arguments)}"):
             made_one = made(model.parameters() if takes_parameters else model, **arguments)
-        except Exception as error:
-            raise UsageError(
-                f"--optimizer {name} with --optimizer-args {dict(arguments)}: {said(error)}"
-            ) from error
         if not isinstance(made_one, Optimizer):
             raise UsageError(
                 f"--optimizer {name}: gave {type(made_one).__name__}, expected a "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.options.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, blamed
 from adiv_monitor.audit.training.setup import seeded
 from adiv_monitor.audit.training.target_loss import first_tensor
 
@@ -83,19 +83,14 @@ def fit(model: nn.Module, shape: tuple[int, ...] | None, data: str = "random") -
         )
     layers = (m for m in model.modules() if not [*m.children()] and [*m.parameters()])
     first = next(layers, None)
-    embeds = isinstance(first, (nn.Embedding, nn.EmbeddingBag))
-    inputs = Inputs(shape, first.num_embeddings if embeds else None)  # type: ignore[union-attr]
+    words = first.num_embeddings if isinstance(first, (nn.Embedding, nn.EmbeddingBag)) else None
+    inputs = Inputs(shape, words)
     parameter = next(model.parameters())
-    try:
-        with torch.no_grad(), seeded(0):
-            given = copy.deepcopy(model)(
-                inputs.sample(SAMPLES, parameter.dtype).to(parameter.device)
-            )
-    except Exception as error:
-        raise UsageError(
-            f"--input-shape {inputs}: {name} can't take it: {said(error)}; give another shape, or "
-            "batches of your own with --data package.module:name"
-        ) from error
+    instead = "give another one, or batches of your own with --data package.module:name"
+    told = f"--input-shape {inputs}: {name} can't take it; {instead}"
+    with blamed(told), torch.no_grad(), seeded(0):
+        x = inputs.sample(SAMPLES, parameter.dtype).to(parameter.device)
+        given = copy.deepcopy(model)(x)
     output = first_tensor(given)
     if output is None:
         raise UsageError(f"{name}: its output holds no tensor; give --data and --loss")
