@@ -1468,7 +1468,7 @@ def test_a_sentence_is_printed_only_where_its_number_says_so(row: Row) -> None:
 
 
 def sentences(path: Path) -> set[str]:
-    """What a rule file can print: its texts, without the numbers; not docstrings, titles nor evidence."""
+    """What a file of rules can print: its texts, but no docstrings, titles and evidence."""
     return phrases(ast.parse(path.read_text(encoding="utf-8")))
 
 
