@@ -23,13 +23,12 @@ from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.experiments import data as experiments_data
+from adiv_monitor.audit.experiments import exchange
 from adiv_monitor.audit.experiments.probes import (
     batch_norm_starved,
-    batches_drawn,
     bounded_logits,
     class_untaught,
-    constant_data,
-    input_partly_ignored,
     logits_as_probabilities,
     loss_reversed,
     no_activation,
@@ -816,7 +815,7 @@ PICTURES: dict[str, Picture] = {
         "a GRU reads images row by row, and its first output is taken for its last",
         lambda: by_rows(place=0),
         {"share of the parts that no output depends on": of_fact("input-partly-ignored", "share")},
-        (input_partly_ignored, ("PARTS", "GRID", "VARIES")),
+        (exchange, ("PARTS", "GRID", "VARIES")),
         by_rows,
     ),
     "order-ignored": Picture(
@@ -831,7 +830,7 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(HEALTHY.setup(), batches=tuple(
             (x, 0 * y) for x, y in HEALTHY.setup().batches)),
         {},
-        (constant_data, ("BATCHES", "SAMPLES", "MANY", "RARE")),
+        (experiments_data, ("BATCHES", "SAMPLES", "MANY", "RARE")),
     ),
     "label-smoothing": Picture(
         "a label smoothing of 0.9",
@@ -899,7 +898,7 @@ PICTURES: dict[str, Picture] = {
         "the loader gives one batch, read anew each time",
         lambda: replace(HEALTHY.setup(), batches=read_anew(HEALTHY.setup().batches[0])),
         {"different batches": of_fact("same-batch", "different")},
-        (batches_drawn, ("FEW", "SEVERAL", "REPEATED", "ENTRIES")),
+        (experiments_data, ("FEW", "SEVERAL", "REPEATED", "ENTRIES")),
     ),
     "unshuffled": Picture(
         "the samples are sorted by their label before they are made into batches",

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.inputs import by_name, changed, is_input, is_list
+from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.inputs import changed, is_input, is_list
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
@@ -79,11 +81,29 @@ def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
     return found
 
 
+def _each_input(
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    change: Callable[[str, Tensor], Tensor],
+    everything: bool = False,
+) -> Any:
+    """Return the arguments with each tensor replaced; those of labels, masks and lists stay."""
+
+    def of_argument(name: str, x: Any) -> Any:
+        may_change = everything or (is_input(name) and not is_list(x))
+        return mapped(x, partial(change, name)) if may_change else x
+
+    return changed(module, args, kwargs, of_argument)
+
+
 class ChangedInputs:
     """Runs a fork's model on a batch with its own and with changed inputs.
 
+    All passes start from the same buffers, and from random numbers of the fork's seed.
+
     Attributes:
-        inputs: The tensors of the batch's length that the model was called with; none of a list.
+        inputs: The dense tensors of that size that the model was called with; none of a list.
         names: Their arguments' names, or numbers.
         own: The outputs for the unchanged inputs.
 
@@ -91,47 +111,66 @@ class ChangedInputs:
         fork: A copy, in the mode in which it runs.
         batch: The batch.
         fewest: Fewest dimensions of the inputs that count.
+        size: Length of the inputs; None: of the batch.
+        see: Function that is called with each call of every pass.
     """
 
-    def __init__(self, fork: Fork, batch: Any, fewest: int = 2) -> None:
-        self._fork, self._batch, self._fewest = fork, batch, fewest
+    def __init__(
+        self,
+        fork: Fork,
+        batch: Any,
+        fewest: int = 2,
+        size: int | None = None,
+        see: Callable[[Call], None] | None = None,
+    ) -> None:
+        self._model, self._batch, self._fewest = fork.model, batch, fewest
+        self._size = size_of(batch) if size is None else size
+        watched = partial(_watched, fork, see) if see else fork.loss
+        with seeded(fork.seed):
+            self._loss = RepeatedLoss(replace(fork, loss=watched))
         self.inputs: list[Tensor] = []
         self.names: list[str] = []
-        self.own = self.outputs(0, lambda x: x)
+        self.own = self.outputs(None, lambda x: x)
 
-    def outputs(self, number: int | None, change: Change) -> list[Tensor]:
-        """Return the model's outputs with the input of this number changed.
+    def outputs(
+        self, number: int | None, change: Change, *, everything: bool = False
+    ) -> list[Tensor]:
+        """Return the model's outputs with one input changed.
 
-        None: all inputs are changed, of the length that they have in each call of the model.
+        Args:
+            number: The input's number; None: all are changed.
+            change: Function from an input to the one in its place.
+            everything: Whether labels, masks and lists count as inputs, too.
         """
         seen: list[Tensor] = []
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             self.inputs, self.names = [], []
-            given = by_name(module, args, kwargs)
-            own = [x for name, x in given.items() if is_input(name)]
-            size = size_of(own if number is None else self._batch)
 
             def instead(name: str, x: Tensor) -> Tensor:
-                if x.ndim < self._fewest or len(x) != size:
+                is_dense = x.layout is torch.strided
+                if not is_dense or x.ndim < self._fewest or len(x) != self._size:
                     return x
                 self.inputs.append(x.detach())
                 self.names.append(name)
                 return change(x) if number in (None, len(self.inputs) - 1) else x
 
-            def of_argument(name: str, x: Any) -> Any:
-                may_change = is_input(name) and not is_list(x)
-                return mapped(x, partial(instead, name)) if may_change else x
-
-            return changed(module, args, kwargs, of_argument)
+            return _each_input(module, args, kwargs, instead, everything)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             seen.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())
 
-        model = self._fork.model
-        with (
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after),
-        ):
-            RepeatedLoss(self._fork).of(self._batch)
+        handles = [
+            self._model.register_forward_pre_hook(before, with_kwargs=True),
+            self._model.register_forward_hook(after),
+        ]
+        try:
+            self._loss.of(self._batch)
+        finally:
+            for handle in handles:
+                handle.remove()
         return seen
+
+
+def _watched(fork: Fork, see: Callable[[Call], None], model: nn.Module, batch: Any) -> Tensor:
+    return see_calls(fork, see, batch)

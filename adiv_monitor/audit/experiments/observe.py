@@ -15,6 +15,7 @@ from adiv_monitor.audit.experiments import probes  # noqa: F401  (registers the 
 from adiv_monitor.audit.experiments.averages import averages
 from adiv_monitor.audit.experiments.beginning import are_trained, chance, double_softmax, weights
 from adiv_monitor.audit.experiments.digits import told
+from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.moving_targets import moving_targets
 from adiv_monitor.audit.experiments.outputs import activated_output, descent_share
 from adiv_monitor.audit.experiments.probed import probe
@@ -22,7 +23,7 @@ from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.step_cost import step_cost
 from adiv_monitor.audit.experiments.units import Units
 from adiv_monitor.audit.experiments.watching import Watching
-from adiv_monitor.audit.experiments.wiring import input_matters, unused
+from adiv_monitor.audit.experiments.wiring import unused
 from adiv_monitor.audit.training.batches import copied, size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Wiring
-from adiv_monitor.features.rows import to_compute_dtype
 
 LOOKED = 32  # most forward passes that decide on which parameters the loss depends
 
@@ -118,32 +116,3 @@ def _noisy(parameters: Sequence[Tensor], seed: int) -> Iterator[None]:
         with torch.no_grad():
             for parameter, values in zip(parameters, before, strict=True):
                 parameter.copy_(values)
-
-
-def input_matters(fork: Fork, batches: list[Any]) -> float:
-    """Return how much a model's outputs change when inputs are exchanged between samples.
-
-    ‖f(x) − f(x′)‖ / ‖f(x)‖ over these batches, where x′ are the inputs of the model's forward pass
-    moved on by one sample; labels, targets and masks stay. Both passes use the same random numbers.
-
-    Returns:
-        The ratio; 0: the model ignores its inputs. NaN if it is unknown: the model's forward pass
-        does not run, all samples are alike, or come in a list, something is not finite, or no
-        output has a part for each sample, as where the forward pass returns the loss itself.
-    """
-    difference = length = 0.0
-    try:
-        for batch in batches:
-            run = ChangedInputs(fork, batch, fewest=1)
-            others = run.outputs(None, lambda x: x.roll(1, 0))
-            if all(torch.equal(x, x.roll(1, 0)) for x in run.inputs):
-                continue
-            for x, y in zip(run.own, others, strict=True):
-                # Means over the samples are left out, since they do not depend on the order.
-                if x.ndim and x.numel() >= len(run.inputs[0]):
-                    x, y = to_compute_dtype(x), to_compute_dtype(y)
-                    difference += float((x - y).square().sum())
-                    length += float(x.square().sum())
-    except Exception:  # a forward pass may reject other samples' inputs
-        return math.nan
-    return math.sqrt(difference / length) if 0 < length < math.inf else math.nan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.probes.batches_drawn import as_labels, one_number_each
+from adiv_monitor.audit.experiments.data import as_labels, one_number_each
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.exchange import ORDERED
 from adiv_monitor.audit.experiments.probes import (
     broadcast_loss,
     changed_outputs,
@@ -14,7 +15,6 @@ from adiv_monitor.audit.experiments.probes import (
     gradient_cut,
     one_sided_weights,
     reshape_scrambles,
-    samples_mixed,
     softmax_axes,
     targets_out_of_range,
 )
@@ -175,7 +175,7 @@ def _sigmoids(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = [m for m in fork.model.modules() if isinstance(m, samples_mixed.ORDERED)]
+    found = [m for m in fork.model.modules() if isinstance(m, ORDERED)]
     still = [m for m in found if not m.batch_first]
     if not still:
         raise DoesNotApply("no recurrent layer or attention lacks batch_first=True")

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
-from adiv_monitor.audit.experiments.probes.input_partly_ignored import mask_of
-from adiv_monitor.audit.experiments.probes.order_ignored import patch_of, patch_size, places
+from adiv_monitor.audit.experiments.exchange import mask_of, patch_of, patch_size, places
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.diagnosis.record import Record

@@ -16,7 +16,6 @@ from adiv_monitor.diagnosis.record import Fact
 _ALIKE = 0.99  # share of the targets without padding and ends
 _SAME = 1e-5  # share of the outputs' length: rounding
 _LOSSES = ("cross_entropy", "nll_loss")
-_NO_PLACES = "no output has the places of the inputs"
 _SHIFTS = (1, 0, -1, 2)  # where several fit, the first is meant
 # Share of the labels between the first and the last of a sequence that are ignored, beyond which
 # the loss chooses places on purpose. Separators between sentences are fewer.
@@ -48,58 +47,43 @@ def target_is_input(setup: Setup, trained: Fork) -> Iterable[Fact]:
     A model that looks ahead may be an autoencoder, which reproduces its inputs on purpose. One that
     does not even see the token of its own place shifts its inputs itself.
     """
-    places = _places(setup)
-    if isinstance(places, str):
-        raise Untold(places)
-    if places is not None and places.shown:
-        return (Fact("", {"places": 0.0}, {"of": "chosen places"}),)
-    if places is None or places.reach not in (0, -1) or places.shift - places.reach == 1:
-        return ()
-    return (Fact("", {"places": float(places.shift - places.reach)}),)
+    for found in _places(setup):
+        if found.shown:
+            return (Fact("", {"places": 0.0}, {"of": "chosen places"}),)
+        if found.reach in (0, -1) and found.shift - found.reach != 1:
+            return (Fact("", {"places": float(found.shift - found.reach)}),)
+    return ()
 
 
 @asks("future-leak")
 def future_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Find targets that are the next tokens, in a model whose outputs depend on later inputs."""
-    places = _places(setup)
-    if isinstance(places, str):
-        raise Untold(places)
-    leaks = places is not None and places.shift == 1 and places.earlier > _SAME
-    return (Fact("", {"change": places.earlier}),) if places and leaks else ()
+    return [Fact("", {"change": found.earlier}) for found in _places(setup)
+            if found.shift == 1 and found.earlier > _SAME]  # fmt: skip
 
 
-def _places(setup: Setup) -> _Places | str | None:
-    """Return where the targets lie; the reason why it is not known; None: they are no inputs.
+def _places(setup: Setup) -> list[_Places]:
+    """Return where the targets lie; nothing: they are no inputs.
 
     Of several losses, one of the next tokens counts, and the others are additions to it.
     """
     targets = _targets(setup.fork())
-    if not targets:
-        return None
-    changed = ChangedInputs(setup.fork(), setup.batches[0])
-    for number, tokens in enumerate(changed.inputs):
+    run = ChangedInputs(setup.fork(), setup.batches[0]) if targets else None
+    for number, tokens in enumerate(run.inputs if run else ()):
         is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
-        if not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
+        if run is None or not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
             continue
         found = {shift_of(tokens, x): x for x in reversed(targets)}
         shift = next((shift for shift in _SHIFTS if shift in found), None)
-        if shift is None:
-            continue
-        change = _change(changed, number, tokens)
-        if isinstance(change, str):
-            return change
-        if change is None:
+        change = None if shift is None else _change(run, number, tokens)
+        if shift is None or change is None:
             continue
         reach, earlier = change
         fills_in = shift == 0 and earlier > _SAME
         chosen = chosen_places(tokens, found[shift]) if fills_in else None
-        is_shown = (
-            chosen is not None
-            and _sees(changed, number, chosen)
-            and not _draws_places(setup, targets)
-        )
-        return _Places(shift, reach, earlier, is_shown)
-    return None
+        shown = chosen is not None and _sees(run, number, chosen)
+        return [_Places(shift, reach, earlier, shown and not _draws_places(setup, targets))]
+    return []
 
 
 def chosen_places(tokens: Tensor, targets: Tensor) -> Tensor | None:
@@ -115,10 +99,10 @@ def chosen_places(tokens: Tensor, targets: Tensor) -> Tensor | None:
     return counts if bool(left_out) else None
 
 
-def _sees(changed: ChangedInputs, number: int, places: Tensor) -> bool:
+def _sees(run: ChangedInputs, number: int, places: Tensor) -> bool:
     """Return whether outputs depend on the tokens of these places: a model may mask them itself."""
-    others = changed.outputs(number, lambda x: torch.where(places, x.roll(1, 0), x))
-    alike = zip(changed.own, others, strict=True)
+    others = run.outputs(number, lambda x: torch.where(places, x.roll(1, 0), x))
+    alike = zip(run.own, others, strict=True)
     return any(float((x - y).norm()) > _SAME * float(x.norm()) for x, y in alike)
 
 
@@ -170,29 +154,28 @@ def _share(labels: Tensor, tokens: Tensor) -> float:
     return float((labels == tokens)[real].float().mean()) if bool(real.any()) else 0.0
 
 
-def _change(changed: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float] | str | None:
+def _change(run: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float] | None:
     """Exchange the tokens of the second half.
 
     Returns:
         Places from the first output that changes to the first token that does, and the change of
         the outputs of the first half, relative to their length; None: no output of the second half
-        changes, as with labels, which a model may receive too; the reason why it is not known.
+        changes, as with labels, which a model may receive too.
+
+    Raises:
+        Untold: No output has the places of the inputs.
     """
     half = tokens.shape[1] // 2
 
     def other(x: Tensor) -> Tensor:
-        later = x.clone()
-        later[:, half:] = x[:, half:].roll(1, 0) if len(x) > 1 else x[:, half:].flip(1)
-        return later
+        later = x[:, half:].roll(1, 0) if len(x) > 1 else x[:, half:].flip(1)
+        return torch.cat([x[:, :half], later], 1)
 
-    seen = [
-        x
-        for outputs in (changed.own, changed.outputs(number, other))
-        for x in [x for x in outputs if x.ndim >= 3 and x.shape[:2] == tokens.shape][:1]
-    ]
-    if len(seen) != 2:
-        return _NO_PLACES
-    apart, own = ((x.flatten(2).norm(dim=2)) for x in (seen[0] - seen[1], seen[0]))
+    both = [next((x for x in outputs if x.ndim >= 3 and x.shape[:2] == tokens.shape), None)
+            for outputs in (run.own, run.outputs(number, other))]  # fmt: skip
+    if both[0] is None or both[1] is None:
+        raise Untold("no output has the places of the inputs")
+    apart, own = (x.flatten(2).norm(dim=2) for x in (both[0] - both[1], both[0]))
     earlier, later = (
         float(apart[:, part].norm() / own[:, part].norm().clamp(min=1e-30))
         for part in (slice(half), slice(half, None))

@@ -1,0 +1,348 @@
+"""What batches hold: do they differ, and their samples, inputs and labels, and do these fit?"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.changed_inputs import given_inputs
+from adiv_monitor.audit.experiments.questions import Untold, asks
+from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact
+
+BATCHES = 8  # most batches whose inputs are looked at
+
+
+def _some(batches: Sequence[Any]) -> list[Any]:
+    """Return some batches, evenly spread over all of them."""
+    count = min(BATCHES, len(batches))
+    return [batches[i * len(batches) // count] for i in range(count)]
+
+
+def _given(setup: Setup, batches: Sequence[Any]) -> dict[str, list[Tensor]]:
+    """Return the model's inputs for each batch, by argument."""
+    fork = setup.fork()
+    given: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        for name, x in given_inputs(fork, batch).items():
+            given.setdefault(name, []).append(x.cpu())
+    return given
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """Return the last tensor of a batch with one number for each sample."""
+    found = one_number_each(batch)
+    return as_labels(found[-1]) if found else None
+
+
+def one_number_each(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch with one number for each sample."""
+    size = size_of(batch)
+    return [x for x in tensors(batch) if x.ndim in (1, 2) and x.numel() == len(x) == size > 1]
+
+
+def as_labels(x: Tensor) -> Tensor:
+    """Return a flat copy of labels in float64."""
+    return x.detach().flatten().double().cpu()
+
+
+# Batches
+
+FEW, SEVERAL = 2, 3  # at most FEW different batches, of more than SEVERAL
+LEAST = 4  # fewest batches with labels
+SHUFFLES = 50
+# At most this share of a batch's samples differ, where a sample has at least ENTRIES entries, or
+# values between whole numbers: samples of a few whole numbers may be equal by chance.
+REPEATED, ENTRIES = 0.5, 8
+LOOKED_AT, FEWEST = 4, 4  # batches in which samples are compared, and fewest samples of each
+
+
+@asks("same-batch")
+def same_batch(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return how many batches, or samples of a batch, differ in content.
+
+    A batch that is given again counts once, unless no other is given.
+    """
+    given = list({id(batch): batch for batch in setup.batches}.values())
+    if len(given) == 1 and len(setup.batches) > SEVERAL:
+        return (Fact("", {"different": 1, "batches": len(setup.batches)}, {"of": "one"}),)
+    different: set[Any] = set()
+    for batch in given if len(given) > SEVERAL else ():
+        different.add(tuple((x.shape, _content(x)) for x in tensors(batch)))
+        if len(different) > FEW:
+            break
+    if different == {()}:
+        raise Untold("batches hold no tensors")
+    if 0 < len(different) <= FEW:
+        numbers = {"different": len(different), "batches": len(given)}
+        return (Fact("", numbers, {"of": "batches"}),)
+    share = max(map(_differing, given[:LOOKED_AT]))
+    return (Fact("", {"share": share}, {"of": "samples"}),) if share <= REPEATED else ()
+
+
+def _differing(batch: Any) -> float:
+    """Return the share of a batch's samples that differ, labels included; 1 if it tells nothing."""
+    size = size_of(batch)
+    parts = [x for x in tensors(batch) if x.ndim and len(x) == size]
+    entries = sum(x[0].numel() for x in parts) if size else 0
+    has_fractions = any(x.is_floating_point() and not torch.equal(x, x.round()) for x in parts)
+    if size < FEWEST or not (entries >= ENTRIES or has_fractions):
+        return 1.0
+    return len({b"".join(map(_content, row)) for row in zip(*parts, strict=True)}) / size
+
+
+def _content(x: Tensor) -> bytes:
+    """Return the bytes of a tensor's entries."""
+    return bytes(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+@asks("unshuffled")
+def unshuffled(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the labels' variance within batches over that of batches drawn from all labels.
+
+    Also return by how many standard deviations of such draws it is below their mean.
+    """
+    found = [labels for labels in map(labels_of, setup.batches) if labels is not None]
+    if len(found) < max(LEAST, len(setup.batches)):
+        raise Untold("no label for each sample, or too few batches")
+    every, sizes = torch.cat(found), list(map(len, found))
+    chance = torch.Generator().manual_seed(setup.seed)
+
+    def within(labels: Tensor) -> float:
+        return fmean(float(x.var(correction=0)) for x in torch.split(labels, sizes))
+
+    own = within(every)
+    draws = (every[torch.randperm(len(every), generator=chance)] for _ in range(SHUFFLES))
+    drawn = torch.tensor([within(labels) for labels in draws], dtype=torch.float64)
+    mean, spread = float(drawn.mean()), float(drawn.std())
+    if not mean > 0 or not spread > 0:
+        return ()
+    return (Fact("", {"ratio": own / mean, "z": (own - mean) / spread}),)
+
+
+# Inputs and labels
+
+SAMPLES = 16  # fewest samples in the batches that are looked at
+# A feature that never varies is told only of inputs of at most MANY features, and if fewer than
+# RARE of the other features' entries have its value: of pixels, counts and one-hot codes, some are
+# often always zero.
+MANY, RARE = 32, 0.01
+
+
+@asks("constant-data")
+def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Report inputs, labels, or targets that the loss does not ignore, of one value only.
+
+    If the inputs differ, those of several, and features of them, that do not are reported.
+    """
+    batches = _some(setup.batches)
+    samples = sum(map(size_of, batches))
+    if samples < SAMPLES or size_of(batches[0]) < 2:
+        raise Untold("too few samples")
+    given = _given(setup, batches)
+    wide = [parts for parts in given.values() if parts[0].ndim > 1]
+    if wide and all(_are_constant(parts) for parts in wide):
+        return (Fact("", {"samples": samples}, {"of": "inputs"}),)
+    return _targets(setup, batches) or _labels(setup) or [
+        fact for name, parts in given.items() for fact in _constant_parts(name, parts, len(given))
+    ]  # fmt: skip
+
+
+def _are_constant(parts: Sequence[Tensor]) -> bool:
+    one = parts[0][:1]
+    return all(x.shape[1:] == one.shape[1:] and bool((x == one).all()) for x in parts)
+
+
+def _constant_parts(name: str, parts: Sequence[Tensor], inputs: int) -> Iterable[Fact]:
+    """Yield a fact about an input of one value beside others, or about features like that."""
+    if parts[0].dtype == torch.bool or parts[0].is_complex():
+        return
+    features = _features(parts)
+    low, high = features.aminmax(dim=0)
+    still, is_float = low == high, parts[0].is_floating_point()
+    words = {"input": name, "type": "float" if is_float else "integer"}
+    samples = float(sum(map(len, parts)))
+    values = sorted(set(low[still].tolist()))
+    if bool(still.all()) and len(values) == 1 and inputs > 1:
+        yield Fact("", {"samples": samples, "value": values[0]}, {"of": "input", **words})
+    elif is_float and not bool(still.all()) and len(still) <= MANY:
+        others = features[:, ~still]
+        rare = [v for v in values if float((others == v).double().mean()) < RARE]
+        at = [i for i in still.nonzero().flatten().tolist() if float(low[i]) in rare]
+        if at:
+            numbers = {"samples": samples, "features": len(still), "still": len(at)}
+            listed = ", ".join(map(str, at))
+            yield Fact("", numbers, {"of": "features", "at": listed, **words})
+
+
+def _features(parts: Sequence[Tensor]) -> Tensor:
+    """Return an input's entries (entries, features) in float64; one feature if lengths differ.
+
+    Features are the channels, dim 1, of four or more dimensions, and the last dimension otherwise.
+    """
+    rows = [x.double().movedim(1, -1) if x.ndim >= 4 else x.double() for x in parts]
+    rows = [x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1) for x in rows]
+    alike = len({x.shape[1] for x in rows}) == 1
+    return torch.cat([x if alike else x.reshape(-1, 1) for x in rows])
+
+
+def _labels(setup: Setup) -> list[Fact]:
+    """Return a fact if all labels are the same, and the loss changes where they change."""
+    found = [labels for labels in map(labels_of, setup.batches) if labels is not None]
+    values = {value for labels in found for value in labels.tolist()}
+    if len(found) < len(setup.batches) or len(values) != 1 or not _counts(setup, *values):
+        return []
+    numbers = {"samples": sum(map(len, found)), "value": values.pop()}
+    return [Fact("", numbers, {"of": "labels"})]
+
+
+def _counts(setup: Setup, value: float) -> bool:
+    """Return whether the first batch's loss changes with the labels of this value."""
+    batch = setup.batches[0]
+    loss = RepeatedLoss(setup.fork())
+    inputs = next(tensors(batch))
+
+    def other(x: Tensor) -> Tensor:
+        is_label = x is not inputs and x.dtype != torch.bool and bool((x == value).all())
+        return x + (-1 if value > 0 else 1) if is_label else x
+
+    try:
+        return loss.of(batch) != loss.of(mapped(batch, other))
+    except (IndexError, RuntimeError):  # no such class: the loss looks at the labels
+        return True
+
+
+def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
+    """Return a fact if a loss of classes ignores all targets, or all that count are of one class.
+
+    Targets that the loss makes itself, such as the place of the right pair, may all be the same.
+    """
+    fork = setup.fork()
+    left: set[int] = set()  # targets of the batches that count
+    made: list[bool] = []  # whether the loss made the targets of a call itself
+    shares: list[float] = []
+    index: list[int] = []
+
+    def look(call: Call) -> None:
+        target = call.argument(1, "target") if call.name in ("cross_entropy", "nll_loss") else None
+        if isinstance(target, Tensor) and not target.is_floating_point() and target.numel():
+            index.append(int(call.argument(4, "ignore_index", -100)))
+            ignored = target == index[-1]
+            shares.append(float(ignored.float().mean()))
+            made.append(not any(torch.equal(x.flatten(), target.flatten()) for x in given))
+            left.update(target[~ignored].tolist())
+
+    with torch.no_grad():
+        for batch in batches:
+            given = list(tensors(batch))[1:]
+            see_calls(fork, look, batch)
+            if len(left) > 1 or not shares:
+                break
+    if any(share == 1 for share in shares):
+        numbers = {"share": fmean(share == 1 for share in shares), "index": index[0]}
+        return [Fact("", numbers, {"of": "ignored"})]
+    if len(left) != 1 or any(made):
+        return []
+    numbers = {"share": fmean(shares), "index": index[0], "value": float(left.pop()),
+               "samples": sum(map(size_of, batches))}  # fmt: skip
+    return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
+
+
+# Do they fit?
+
+ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
+CLASSES = 64  # most different targets that may be classes
+MOVES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "transposed": lambda y: y.mT,
+        "rows-reversed": lambda y: y.flip(1),
+        "columns-reversed": lambda y: y.flip(2),
+        "upside-down": lambda y: y.flip(1, 2),
+        "left": lambda y: y.rot90(1, (1, 2)),
+        "right": lambda y: y.rot90(-1, (1, 2)),
+    }
+)
+
+
+@asks("target-leak")
+def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the features (of several) that determine the target of all samples, and how well.
+
+    A feature determines a number if it is the same up to a factor and an offset, and a class if it
+    has one value for each class. Tokens and images are left out.
+    """
+    batches = _some(setup.batches)
+    labels = [found for found in map(labels_of, batches) if found is not None]
+    if len(labels) < len(batches):
+        raise Untold("no label for each sample")
+    y, facts = torch.cat(labels), []
+    for name, parts in _given(setup, batches).items():
+        is_table = all(x.ndim == 2 and x.is_floating_point() for x in parts)
+        widths = {x.shape[1:] for x in parts}
+        if not is_table or len(widths) != 1 or len(y) < ENOUGH:
+            continue
+        x = torch.cat(parts).double()
+        if x.shape[1] > 1 and len(x) == len(y) and bool(x.isfinite().all()):
+            shares = explained(x, y)
+            best = int(shares.argmax())
+            numbers = {"feature": best, "share": float(shares[best]), "samples": len(y)}
+            facts.append(Fact(f"input '{name}'", {k: float(v) for k, v in numbers.items()}))
+    return facts
+
+
+def explained(x: Tensor, y: Tensor) -> Tensor:
+    """Return the share of the target's variance that each feature (samples, features) explains.
+
+    It is the square of the correlation, or 1 for a feature that has one value for each class, and
+    another for each; 0 for constant features and targets.
+    """
+    apart, own = x - x.mean(0), y - y.mean()
+    squares = apart.square().sum(0) * own.square().sum()
+    shares = ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0, 0.0, 0.0)
+    classes = y.tolist()
+    if 1 < len(set(classes)) <= CLASSES:
+        for feature in range(x.shape[1]):
+            pairs = set(zip(x[:, feature].tolist(), classes, strict=True))
+            if len(pairs) == len(set(classes)) == len({value for value, _ in pairs}):
+                shares[feature] = 1.0
+    return shares
+
+
+@asks("targets-moved")
+def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the correlation of images and targets as they are, and as they fit best.
+
+    It is that of a channel, or of the channels' mean, with the targets, both less their mean at
+    each pixel, so that what all images have in common does not count.
+    """
+    batches = setup.batches[: 2 * BATCHES]
+    inputs = [p for p in _given(setup, batches).values() if p[0].ndim == 4]
+    if len(inputs) != 1 or len({x.shape[1:] for x in inputs[0]}) != 1:
+        return ()
+    x = torch.cat(inputs[0])
+    size = x.shape[-2:]
+    found = [[y.reshape(-1, *size).float().cpu() for y in list(tensors(batch))[1:]
+              if y.shape[-2:] == size and y.numel() == size_of(batch) * size.numel()]
+             for batch in batches]  # fmt: skip
+    if any(len(ys) != 1 for ys in found) or len(x) < ENOUGH or not x.is_floating_point():
+        return ()
+    x = torch.cat([x.float(), x.float().mean(1, keepdim=True)], 1)
+    y = torch.cat([ys[0] for ys in found])
+    scores = {name: _correlation(x, move(y)) for name, move in MOVES.items()
+              if move(y).shape == y.shape}  # fmt: skip
+    best = max(scores, key=lambda name: scores[name])
+    return (Fact("", {"own": _correlation(x, y), "best": scores[best]}, {"move": best}),)
+
+
+def _correlation(images: Tensor, targets: Tensor) -> float:
+    """Return the largest correlation, over channels, of images (N, C, H, W) and targets."""
+    x, y = images - images.mean(0), (targets - targets.mean(0))[:, None]
+    products = (x * y).sum((0, 2, 3))
+    lengths = (x.square().sum((0, 2, 3)) * y.square().sum()).sqrt()
+    return float((products / lengths.clamp(min=1e-30)).abs().max())
