@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, still
-from adiv_monitor.audit.experiments.concerned import few
+from adiv_monitor.audit.experiments.concerned import few, with_tensor
 from adiv_monitor.audit.experiments.derived import PRODUCTS
 from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.training.batches import size_of, tensors
+from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
 from adiv_monitor.audit.training.samples import first
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 from adiv_monitor.features.rows import to_compute_dtype
 
@@ -89,6 +90,10 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     if setup.differentiates:
         raise Untold("the loss computes inputs from gradients, which an exchange changes")
+    graphs = _graphs(setup.batches[0])
+    if graphs is not None:
+        packed = _mixed(setup.fork(), setup.batches[0], int(graphs[-1]) + 1, graphs)
+        return () if packed is None else (packed,)
     batch = few(setup, setup.batches[0])
     size = size_of(batch)
     if size < 3:
@@ -106,17 +111,45 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (replace(fact, words={"batch_first": "False"} if is_ordered else {}),)
 
 
-def _mixed(fork: Fork, batch: Any, size: int) -> Fact | None:
-    """Return a fact if outputs of other samples change with the input of the first."""
+def _graphs(batch: Any) -> Tensor | None:
+    """Return the number of each node's graph, of a batch of three packed graphs or more."""
+    for x in tensors(batch):
+        if x.ndim == 1 and len(x) > 1 and not x.is_floating_point() and x.dtype != torch.bool:
+            steps = x.diff()
+            of_nodes = any(y.is_floating_point() and y.shape[:1] == x.shape for y in tensors(batch))
+            is_packed = x[0] == 0 and steps.min() >= 0 and steps.max() == 1 and x[-1] > 1
+            if of_nodes and is_packed and int(x[-1]) + 1 < len(x):
+                return x
+    return None
+
+
+def _mixed(fork: Fork, batch: Any, size: int, graphs: Tensor | None = None) -> Fact | None:
+    """Return a fact if outputs of other samples change with the input of the first.
+
+    Args:
+        fork: A copy.
+        batch: The batch.
+        size: The number of samples.
+        graphs: The number of each node's graph, if samples are graphs; None: they are rows.
+    """
     calls: list[_Result] = []
-    run = ChangedInputs(still(fork), batch, fewest=1, see=partial(_note, calls, size))
+    length = size if graphs is None else len(graphs)
+    run = ChangedInputs(still(fork), batch, 1, length, partial(_note, calls, size))
+
+    def first_other(x: Tensor) -> Tensor:
+        if graphs is None:
+            return torch.cat([x[1:2], x[1:]])
+        # Edges stay: a square matrix holds them.
+        is_fixed = x.shape[1:] == x.shape[:1] or torch.equal(x, graphs)
+        return x if is_fixed else torch.cat([x.flip(0)[graphs == 0], x[graphs > 0]])
+
     own, before = run.own, calls.copy()
     if not run.inputs:
         raise Untold("no input has a part for each sample; of a list of tensors it is not known")
-    if all(torch.equal(x, _first_other(x)) for x in run.inputs):
+    if all(torch.equal(x, first_other(x)) for x in run.inputs):
         raise Untold("the samples are alike")
     calls.clear()
-    others = run.outputs(None, _first_other)
+    others = run.outputs(None, first_other)
     fitting = [(x, y) for x, y in zip(own, others, strict=False)
                if x.ndim and x.shape == y.shape and len(x) == size]  # fmt: skip
     if not fitting or len(own) != len(others):
@@ -128,11 +161,6 @@ def _mixed(fork: Fork, batch: Any, size: int) -> Fact | None:
     place = _first_mixing(before, calls, size)
     is_mixed = share > _BEYOND / size
     return Fact(place, {"share": share, "independent": 1 / size}) if is_mixed else None
-
-
-def _first_other(x: Tensor) -> Tensor:
-    """Return the tensor with the first sample's part taken from the second."""
-    return torch.cat([x[1:2], x[1:]])
 
 
 class _Result(NamedTuple):
@@ -203,7 +231,7 @@ def _is_independent_along_1(fork: Fork, batch: Any) -> bool:
     if any(len(shape) < 2 or shape[1] != shapes[0][1] for shape in shapes):
         return False
     run = ChangedInputs(still(fork), batch)
-    others = run.outputs(None, lambda x: _first_other(x.transpose(0, 1)).transpose(0, 1))
+    others = run.outputs(None, lambda x: torch.cat([x[:, 1:2], x[:, 1:]], 1))
     turned = run.outputs(None, lambda x: x.flip(1), everything=True)
     found = [(x, y, z) for x, y, z in zip(run.own, others, turned, strict=False)
              if x.shape == y.shape == z.shape and x.shape[1:2] == shapes[0][1:2]]  # fmt: skip
@@ -441,3 +469,80 @@ def mask_of(call: Call) -> tuple[int, str, Tensor] | None:
     place, name = MASKS.get(call.name, (0, ""))
     mask = call.argument(place, name) if name else None
     return (place, name, mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
+
+
+# The batch before, and parts of the batch
+
+NEAR = 0.75  # distance of neighbours in a series, over that of others
+
+
+@asks("state-carried")
+def state_carried(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return how the outputs for a batch change with the first sample of the batch before.
+
+    A state of each sample changes those of the sample at its place, and a queue, or running
+    statistics, those of all.
+    """
+    before, *others = list({id(batch): batch for batch in setup.batches}.values())
+    size = size_of(before)
+    batch = next((other for other in others if size_of(other) == size > 2), None)
+    if batch is None:
+        raise Untold("no two batches are of the same length")
+
+    def outputs_after(before: Any) -> list[Tensor]:
+        fork = still(setup.fork())
+        with seeded(setup.seed), torch.no_grad():
+            fork.loss(fork.model, copied(before))
+        return [x for x in ChangedInputs(fork, batch).own if x.ndim and len(x) == size]
+
+    def first_other(x: Tensor) -> Tensor:
+        return torch.cat([x[1:2], x[1:]]) if x.ndim and len(x) == size else x
+
+    pairs = zip(outputs_after(before), outputs_after(mapped(before, first_other)), strict=True)
+    moved = [is_other(x, y).flatten(1).any(1) if x.ndim > 1 else is_other(x, y) for x, y in pairs]
+    if not any(bool(rows.any()) for rows in moved):
+        return ()
+    by_sample = not any(bool(rows[1:].any()) for rows in moved)
+    words = {"of": "sample", "goes on": _goes_on(before, batch)} if by_sample else {"of": "batch"}
+    return (Fact("", {"outputs": max(float(rows.float().mean()) for rows in moved)}, words),)
+
+
+def _goes_on(before: Any, batch: Any) -> str:
+    """Return whether series go on where those at the same places in the batch before ended.
+
+    It is not known where neighbours in a series are no nearer than others.
+    """
+    x = next((x for x in tensors(batch) if x.ndim > 1 and x.shape[1] > 1), None)
+    if x is None:
+        return "unknown"
+    ends = [y[:, -1] for y in tensors(before)
+            if y.ndim > 1 and len(y) == len(x) and y.shape[2:] == x.shape[2:]]  # fmt: skip
+    if any(_are_near(end, x[:, 0]) for end in ends):
+        return "yes"
+    return "no" if x.is_floating_point() and _are_near(x[:, -2], x[:, -1]) else "unknown"
+
+
+def _are_near(x: Tensor, y: Tensor) -> bool:
+    """Return whether rows are nearer to those at their place than to the next."""
+    own, others = ((x.float() - z.float()).norm() for z in (y, _next_sample(y)))
+    return float(own) < NEAR * float(others)
+
+
+@asks("batch-part-unread")
+def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the tensors that change no loss, of the shape of another that does."""
+    batch = setup.batches[0]
+    parts, size = list(tensors(batch)), size_of(batch)
+    shapes = [x.shape for x in parts if x.is_floating_point() and x.ndim > 1]
+    like = [i for i, x in enumerate(parts) if x.is_floating_point() and len(x) == size > 1
+            and shapes.count(x.shape) > 1]  # fmt: skip
+    loss = RepeatedLoss(setup.fork())
+    own = loss.of(batch) if like else 0.0
+    unread = [i for i in like if all(loss.of(with_tensor(batch, i, change)) == own
+                                     for change in (_next_sample, lambda x: 0.5 * x))]  # fmt: skip
+    read = [i for i in like if i not in unread]
+    for i in unread:
+        twin = next((j for j in read if parts[j].shape == parts[i].shape), None)
+        if twin is not None and not any(torch.equal(parts[i], parts[j]) for j in read):
+            numbers = {"unread": float(i), "read": float(twin)}
+            yield Fact("", numbers, {"shape": str(tuple(parts[i].shape))})
