@@ -93,6 +93,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         (
             *("input-scale", "input-mean", "row-spread", "constant-data", "same-batch"),
             *("unshuffled", "target-leak", "targets-moved", "labels-unrelated"),
+            "batch-part-unread",
         ),
         _of_inputs,
     ),
@@ -145,8 +146,12 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
             *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
             *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
-            "gradient-differs",
-            *("unsafe-division", "input-partly-ignored", "order-ignored"),
+            *("gradient-differs", "state-carried"),
+            *(
+                "unsafe-division",
+                "input-partly-ignored",
+                "order-ignored",
+            ),
             *("attention-axis", "attention-saturated"),
             "outputs-constant",
         ),

@@ -46,7 +46,7 @@ PROBES = (
     *("unbounded-loss", "behind-reference", "epsilon-dominates"),
     *("attention-axis", "attention-saturated", "dropout-on-outputs"),
     *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant", "collapsed"),
-    "zero-slope",
+    *("zero-slope", "state-carried", "batch-part-unread"),
 )
 
 

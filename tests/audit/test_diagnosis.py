@@ -104,6 +104,9 @@ HITS = {
     "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0, losses=STILL),
     "gradient-differs": probed("gradient-differs", ratio=-1.0, losses=STILL),
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1, losses=STILL),
+    "state-carried": record(probed={"state-carried": Probed(
+        (Fact("", {"outputs": 0.1}, {"of": "sample", "goes on": "no"}),))}, losses=STILL),
+    "batch-part-unread": probed("batch-part-unread", unread=1.0, read=0.0),
     "reshape-scrambles": probed("reshape-scrambles", permutes=1.0, losses=STILL),
     "constant-data": record(probed={"constant-data": Probed(
         (Fact("", {"samples": 64.0, "value": 0.0}, {"of": "labels"}),))}),
@@ -225,6 +228,8 @@ NEAR_MISSES = {
     "padding-counts": probed("padding-counts", share=0.04),
     "penalty-dominates": probed("penalty-dominates", without=2.0, others=1.0, **{"with": 0.25}),
     "unsafe-division": probed("unsafe-division", close=0.01, times=25.0, losses=STILL),
+    "state-carried": record(probed={"state-carried": Probed(
+        (Fact("", {"outputs": 0.1}, {"of": "sample", "goes on": "yes"}),))}, losses=STILL),
     "target-leak": probed("target-leak", share=0.999, feature=1.0, samples=64.0),
     "targets-moved": probed("targets-moved", own=0.3, best=0.5, losses=STILL),
 }  # fmt: skip

@@ -524,3 +524,112 @@ def test_one_batch_alone_is_to_be_watched() -> None:
     assert strengths("same-batch", fact, losses=STILL) == ["watch"], "it may be a test"
     assert not told("same-batch", setup(batches=(once,))).facts
     assert not told("same-batch", setup(model=mlp())).facts
+
+
+# Batches that depend on the batch before, packed graphs, and parts that are never read
+
+
+class Carries(nn.Module):
+    """A recurrent network that begins with a state of the batch before, or with a fresh one."""
+
+    def __init__(self, carries: bool = True) -> None:
+        super().__init__()
+        self.gru, self.head, self.carries = nn.GRU(1, 8, batch_first=True), nn.Linear(8, 1), carries
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, state = self.gru(x, self.state if self.carries else None)
+        self.state = state.detach()
+        return self.head(out)
+
+
+class Queue(nn.Module):
+    """Compares samples with those of the batch before, as contrastive learning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.queue = nn.Linear(6, 4), nn.Buffer(torch.ones(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x[..., 0])
+        scores = z @ self.queue.T
+        self.queue = z.detach()
+        return scores[..., None]
+
+
+def series(shuffled: bool) -> tuple[Any, ...]:
+    """Waves in windows of six: later ones go on, or are of other waves."""
+    made = torch.Generator().manual_seed(0)
+    phase = 6.28 * torch.rand(16, 1, generator=made)
+    waves = [torch.sin(phase + 0.4 * torch.arange(6.0 * i, 6 * i + 7)) for i in range(4)]
+    if shuffled:
+        waves = [wave[torch.randperm(16, generator=made)] for wave in waves]
+    return tuple((w[:, :6, None], w[:, 1:, None]) for w in waves)
+
+
+@pytest.mark.parametrize(
+    ("model", "shuffled", "strength"),
+    [
+        (Carries, True, ["act"]),
+        (Carries, False, []),  # truncated backpropagation through time
+        (partial(Carries, carries=False), True, []),
+        (Queue, True, ["watch"]),
+    ],
+)
+def test_a_state_that_belongs_to_other_samples_is_named(
+    model: Any, shuffled: bool, strength: list[str]
+) -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0]).mean(1), batch[1].mean(1))
+
+    facts = told("state-carried", setup(model=model(), batches=series(shuffled), loss=of)).facts
+    assert strengths("state-carried", *facts, losses=STILL) == strength
+
+
+def test_what_is_kept_on_purpose_is_a_note_where_the_loss_falls() -> None:
+    assert strengths("state-carried", Fact("", {"outputs": 1.0}, {"of": "batch"})) == ["note"]
+    running = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    assert told("state-carried", setup(model=running)) == Probed()
+
+
+class Packed(nn.Module):
+    """The mean over each graph's nodes, or over all nodes of the batch."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.apart = nn.Linear(5, 8), nn.Linear(8, 3), apart
+
+    def forward(self, x: Tensor, graph: Tensor, count: int) -> Tensor:
+        nodes = self.layer(x).relu()
+        if not self.apart:
+            return self.head(nodes.mean(0, keepdim=True)).expand(count, -1)
+        sums = torch.zeros(count, 8).index_add(0, graph, nodes)
+        return self.head(sums / graph.bincount()[:, None])
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_packed_graphs_that_mix_are_named(apart: bool) -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0], batch[1], len(batch[2])), batch[2])
+
+    graph = torch.arange(6).repeat_interleave(torch.tensor([3, 5, 4, 6, 3, 4]))
+    made = tuple((torch.randn(25, 5), graph, torch.arange(6) % 3) for _ in range(4))
+    facts = told("samples-mixed", setup(model=Packed(apart), batches=made, loss=of)).facts
+    assert strengths("samples-mixed", *facts, losses=STILL) == ["act"] * (not apart)
+
+
+def test_a_view_that_the_loss_never_reads_is_named() -> None:
+    def views(uses: tuple[int, int], change: Any = lambda x: x + 1) -> list[str]:
+        def of(model: nn.Module, batch: Any) -> Tensor:
+            one, other = (model(batch[i]) for i in uses)
+            return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+        made = tuple((x, change(x), y.float()) for x, y in batches())
+        facts = told("batch-part-unread", setup(batches=made, loss=of)).facts
+        return strengths("batch-part-unread", *facts, losses=STILL)
+
+    assert views((0, 0)) == views((1, 1)) == ["watch"]
+    assert views((0, 1)) == []
+    assert views((0, 0), lambda x: x.clone()) == [], "the same again"
+    assert views((0, 0), lambda x: x[:, :4]) == [], "of another shape"
+    assert views((0, 0), lambda x: x.round().long()) == [], "numbers of samples, and the like"

@@ -180,6 +180,13 @@ def mixed(**words: str) -> Record:
     return probed("samples-mixed", fact)
 
 
+def carried(of: str, goes_on: str = "no") -> Record:
+    return probed("state-carried", Fact("", {"outputs": 0.1}, {"of": of, "goes on": goes_on}))
+
+
+UNREAD = probed("batch-part-unread", Fact("", {"unread": 1.0, "read": 0.0}, {"shape": "(8, 4)"}))
+
+
 def scrambled(permutes: float, times: int = 1) -> Record:
     words = {"of": "(8, 4, 4, 3)", "to": "(8, 3, 4, 4)"}
     return probed("reshape-scrambles", *[Fact("view", {"permutes": permutes}, words)] * times)
@@ -793,6 +800,18 @@ ROWS: list[Row] = [
         "along axis 0, the axis of the samples", PLACED, mixed()),
     Row("samples-mixed", "Another learning rate does not make the samples' order irrelevant",
         PLACED, replace(PLACED, rates=LOW)),
+    Row("state-carried", "The outputs for a batch depend on the batch before it, with the same "
+        "weights: the model carries a state from call to call. Each sample takes over the state of "
+        "the sample at its place in the batch before, which is another series", carried("sample"),
+        carried("sample", "unknown")),
+    Row("state-carried", "begin each batch with a fresh state, or let each batch go on where the "
+        "one before ended", carried("sample"), carried("batch")),
+    Row("state-carried", "look for what the model keeps from one call to the next, unless it is "
+        "meant to, as a queue or running statistics are", carried("batch"), carried("sample")),
+    Row("batch-part-unread", "The loss never reads tensor 1 of the batch, of the same shape as "
+        "tensor 0, which it reads (shape (8, 4)): changing it changes no loss", UNREAD, record()),
+    Row("batch-part-unread", "look for a place in the loss that uses one of the two twice, where "
+        "it should use both, unless it is left out on purpose", UNREAD, record()),
     Row("reshape-scrambles", "view reshapes (8, 4, 4, 3) to (8, 3, 4, 4) across the axes: one "
         "position of the result holds entries of several positions and channels. Number of "
         "further such reshapes: 1.",

@@ -107,6 +107,33 @@ class Times(nn.Module):
         return self.factor * x
 
 
+class Keeps(nn.Module):
+    """Adds a tenth of what its layers returned for the batch before, or nothing."""
+
+    def __init__(self, layers: nn.Sequential, keeps: bool = True) -> None:
+        super().__init__()
+        self.layers, self.keeps, self.last = layers, keeps, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layers(x) + 0.1 * self.last
+        self.last = made.detach() if self.keeps else self.last
+        return made
+
+
+def two_views(of: tuple[int, int]) -> Setup:
+    """Outputs of two noisy views of an image shall be alike, and of other images not."""
+    noise = torch.Generator().manual_seed(0)
+    views = [tuple(x + 0.3 * torch.randn(x.shape, generator=noise) for _ in range(2))
+             for x, _ in HEALTHY.setup().batches]  # fmt: skip
+
+    def contrast(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = (functional.normalize(model(batch[i]), dim=1) for i in of)
+        return functional.cross_entropy(5 * one @ other.T, torch.arange(len(one)))
+
+    return replace(HEALTHY.setup(), batches=tuple(views), loss=contrast,
+                   optimizer=partial(momentum, rate=0.003))  # fmt: skip
+
+
 def labels_apart(batches: tuple[Any, ...]) -> tuple[Any, ...]:
     """The labels of other samples."""
     labels = torch.cat([y for _, y in batches])
@@ -824,6 +851,21 @@ PICTURES: dict[str, Picture] = {
         {"positions whose order does not matter": of_fact("order-ignored", "places")},
         None,
         lambda: first_words(has_positions=True),
+    ),
+    "state-carried": Picture(
+        "the model adds a tenth of its outputs for the batch before",
+        with_model(Keeps),
+        {"share of outputs that change with the batch before": of_fact("state-carried", "outputs")},
+        (exchange, ("NEAR",)),
+        with_model(lambda layers: Keeps(layers, keeps=False)),
+    ),
+    "batch-part-unread": Picture(
+        "two views of each image shall get similar outputs, and the loss compares the first with "
+        "itself",
+        lambda: two_views((0, 0)),
+        {"tensor that is never read": of_fact("batch-part-unread", "unread")},
+        None,
+        lambda: two_views((0, 1)),
     ),
     "constant-data": Picture(
         "all labels are 0",
