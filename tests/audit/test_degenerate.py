@@ -22,7 +22,7 @@ COSINES = tuple(name for name in MEASURES if "cosine" in name)
 SHARES = ("idle_share", "common_share", "harmed_fraction", "bias_share")
 # What probes write down, of all facts.
 NUMBERS = (
-    "samples",
+    *("samples", "unread", "read", "outputs"),
     *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
     *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
@@ -32,7 +32,8 @@ NUMBERS = (
 WORDS = dict.fromkeys(
     (
         *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked", "given"),
-        *("class", "product", "axis", "over", "by", "sum", "kind", "farthest", "outputs"),
+        *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest", "outputs"),
+        "goes on",
     ),
     "x",
 )

@@ -106,7 +106,6 @@ HITS = {
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1, losses=STILL),
     "state-carried": record(probed={"state-carried": Probed(
         (Fact("", {"outputs": 0.1}, {"of": "sample", "goes on": "no"}),))}, losses=STILL),
-    "batch-part-unread": probed("batch-part-unread", unread=1.0, read=0.0),
     "reshape-scrambles": probed("reshape-scrambles", permutes=1.0, losses=STILL),
     "constant-data": record(probed={"constant-data": Probed(
         (Fact("", {"samples": 64.0, "value": 0.0}, {"of": "labels"}),))}),

@@ -801,7 +801,8 @@ ROWS: list[Row] = [
     Row("samples-mixed", "Another learning rate does not make the samples' order irrelevant",
         PLACED, replace(PLACED, rates=LOW)),
     Row("state-carried", "The outputs for a batch depend on the batch before it, with the same "
-        "weights: the model carries a state from call to call. Each sample takes over the state of "
+        "weights: the model carries a state from call to call.", carried("batch"), record()),
+    Row("state-carried", "Each sample takes over the state of "
         "the sample at its place in the batch before, which is another series", carried("sample"),
         carried("sample", "unknown")),
     Row("state-carried", "begin each batch with a fresh state, or let each batch go on where the "
