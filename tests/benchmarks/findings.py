@@ -23,12 +23,11 @@ from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.experiments import backward, exchange
 from adiv_monitor.audit.experiments import data as experiments_data
-from adiv_monitor.audit.experiments import exchange
 from adiv_monitor.audit.experiments.probes import (
     batch_norm_starved,
     bounded_logits,
-    class_untaught,
     logits_as_probabilities,
     loss_reversed,
     no_activation,
@@ -892,7 +891,7 @@ PICTURES: dict[str, Picture] = {
         "a hinge loss of labels of 0 and 1; the healthy one's are −1 and 1",
         lambda: by_margin(of_signs=False),
         {"samples of the class": of_fact("class-untaught", "samples")},
-        (class_untaught, ("BATCHES", "SAMPLES", "CLASSES", "MOST")),
+        (backward, ("CLASS_BATCHES", "SAMPLES", "TAUGHT")),
         lambda: by_margin(of_signs=True),
     ),
     "padding-counts": Picture(

@@ -1,6 +1,7 @@
 """Networks whose weights only the user's loop updates: teachers and averages of weights (EMA)."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -39,11 +40,12 @@ def _is_copy(some: nn.Module, other: nn.Module) -> bool:
 
     Those of normalisations begin as ones and zeros, so that two of them are equal without a copy.
     """
-    pairs = zip(some.parameters(), other.parameters(), strict=False)
     is_trained = any(p.requires_grad for p in other.parameters())
     is_drawn = any(bool((p != p.flatten()[:1]).any()) for p in some.parameters())
     alike = _shapes(some) == _shapes(other)
-    return is_trained and is_drawn and alike and all(torch.equal(p, q) for p, q in pairs)
+    return is_trained and is_drawn and alike and all(
+        map(torch.equal, some.parameters(), other.parameters())
+    )  # fmt: skip
 
 
 def _shapes(module: nn.Module) -> Shapes:
@@ -52,27 +54,20 @@ def _shapes(module: nn.Module) -> Shapes:
 
 def _referred(loss: Any, depth: int = 2) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a loss refers to: in its closure, as globals, as attributes."""
-    values: dict[str, Any] = {}
     if isinstance(loss, functools.partial):
         values = {"": loss.func, **{str(i): x for i, x in enumerate(loss.args)}, **loss.keywords}
     elif isinstance(loss, FunctionType):
-        cells = zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True)
-        values = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-        values |= {n: loss.__globals__[n] for n in loss.__code__.co_names if n in loss.__globals__}
-    elif hasattr(loss, "__self__"):
-        values = {"": loss.__self__}
-    elif not isinstance(loss, nn.Module):
-        values = dict(getattr(loss, "__dict__", {}))
+        try:
+            used = inspect.getclosurevars(loss)
+        except ValueError:  # a variable has no value yet
+            return
+        values = {**used.nonlocals, **used.globals}
+    elif isinstance(loss, nn.Module):
+        values = {}
+    else:
+        values = {"": getattr(loss, "__self__", None), **getattr(loss, "__dict__", {})}
     for name, value in values.items():
         if isinstance(value, nn.Module):
             yield str(name), value
         elif depth and callable(value) and not isinstance(value, type):
             yield from _referred(value, depth - 1)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, see_calls
-from adiv_monitor.audit.experiments.graph import nodes_of
 from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import WeightStatistics

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.beginning import last_maps
 from adiv_monitor.audit.experiments.calls import Call, see_calls
-from adiv_monitor.audit.experiments.graph import nodes_of
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 
@@ -41,9 +41,7 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
         changed = fork.first_loss()
         if _same(loss, changed):
             return False
-        own = {
-            id(node.variable) for node in nodes_of([changed.grad_fn]) if hasattr(node, "variable")
-        }
+        own = {id(getattr(node, "variable", None)) for node in nodes_of([changed.grad_fn])}
         last = after.fork()
         models = (last.model, fork.model, setup.fork().model)
         for p, q, before in zip(*(model.parameters() for model in models), strict=True):

@@ -25,16 +25,16 @@ class Untold(Exception):
 
 
 class Look(Protocol):
-    """A question about the recorded pass: one pass and loss of the first batch.
+    """A question about the recorded pass: one pass, loss and backward pass of the first batch.
 
-    Gradients are enabled, and dropout drops nothing. `Look(fork)` may put hooks on the copy.
+    Dropout drops nothing. `Look(fork)` may put hooks on the copy.
     """
 
     def see(self, call: Call) -> None:
         """Look at a call after it has returned; its tensors may be overwritten later."""
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the facts, after the pass."""
+        """Return the facts, after the backward pass, which keeps the graph."""
 
 
 ASKS: dict[str, Ask] = {}  # with passes of their own
@@ -116,6 +116,7 @@ def _looked(looks: Mapping[str, Callable[[Fork], Look]], setup: Setup) -> dict[s
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run has shown them
             loss = see_calls(fork, see, change=undropped)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     except Exception as error:
         return found | {name: _failed(error) for name in made}
     return found | {name: _answer(lambda: look.facts(loss)) for name, look in made.items()}  # noqa: B023

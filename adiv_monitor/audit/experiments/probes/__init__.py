@@ -1,26 +1,25 @@
-"""Probes: each asks one question about copies of the model, in a file of its own."""
+"""All questions: importing their files registers them."""
 
-from adiv_monitor.audit.experiments import (  # noqa: F401
+# ruff: noqa: F401
+from adiv_monitor.audit.experiments import (
+    backward,
     data,
     exchange,
     reference,
     sequences,
+    state,
+    terms,
 )
-from adiv_monitor.audit.experiments.probes import (  # noqa: F401  (each registers its questions)
+from adiv_monitor.audit.experiments.probes import (
     attention_axis,
     attention_saturated,
     batch_norm_starved,
     bounded_logits,
     broadcast_loss,
     changed_outputs,
-    class_untaught,
     class_weights,
     collapsed,
     dropout_too_high,
-    epsilon_dominates,
-    gradient_cut,
-    gradient_differs,
-    gradient_hooks,
     hidden_parameters,
     label_smoothing,
     left_in_eval,
@@ -30,16 +29,10 @@ from adiv_monitor.audit.experiments.probes import (  # noqa: F401  (each registe
     no_log,
     one_sided_weights,
     outputs_constant,
-    padding_counts,
-    penalty_dominates,
-    rate_zero,
     reshape_scrambles,
-    rounded_away,
     softmax_axes,
     targets_misplaced,
     targets_out_of_range,
-    unbounded_loss,
     unsafe_division,
     zero_gradient,
-    zero_slope,
 )

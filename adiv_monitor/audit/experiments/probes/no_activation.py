@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, still
 from adiv_monitor.audit.experiments.flat import ends_of_function
-from adiv_monitor.audit.experiments.graph import nodes_of
 from adiv_monitor.audit.experiments.questions import asks
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded

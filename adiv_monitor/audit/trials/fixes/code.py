@@ -6,13 +6,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from adiv_monitor.audit.experiments.backward import cuts, undo
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.experiments.exchange import ORDERED
 from adiv_monitor.audit.experiments.probes import (
     broadcast_loss,
     changed_outputs,
     dropout_too_high,
-    gradient_cut,
     one_sided_weights,
     reshape_scrambles,
     softmax_axes,
@@ -20,7 +20,7 @@ from adiv_monitor.audit.experiments.probes import (
 )
 from adiv_monitor.audit.experiments.probes.hidden_parameters import hidden
 from adiv_monitor.audit.experiments.probes.left_in_eval import NORMS
-from adiv_monitor.audit.experiments.probes.rounded_away import COARSE
+from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
 from adiv_monitor.audit.training.setup import Fork
@@ -208,10 +208,10 @@ def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _uncut(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = gradient_cut.cuts(fork)
+    found = cuts(fork)
     if not found:
         raise DoesNotApply("nothing is cut in front of parameters")
-    gradient_cut.undo(fork, found)
+    undo(fork, found)
 
 
 def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from adiv_monitor.audit.experiments.probes.epsilon_dominates import USUAL as USUAL_EPSILON
+from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
