@@ -114,6 +114,8 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("logits-as-probabilities", "loss-reversed", "targets-misplaced"),
             *("label-smoothing", "class-weights", "class-untaught", "padding-counts"),
             *("penalty-dominates", "collapsed"),
+            *("penalty-dominates", "collapsed"),
+            *("term-without-graph", "terms-opposed"),
         ),
         _of_loss,
     ),

@@ -48,6 +48,7 @@ PROBES = (
     *("attention-axis", "attention-saturated", "dropout-on-outputs"),
     *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant", "collapsed"),
     *("zero-slope", "state-carried", "batch-part-unread"),
+    *("zero-slope", "term-without-graph", "terms-opposed"),
 )
 
 

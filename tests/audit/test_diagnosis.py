@@ -62,6 +62,12 @@ def probed(name: str, losses: tuple[float, ...] = WELL, **numbers: float) -> Rec
     return record(probed={name: Probed((Fact("a", numbers, words),))}, losses=losses)
 
 
+def opposed(largest: float, ratio: float) -> Record:
+    """Two terms with a cosine of −0.99, and this one where it is largest."""
+    numbers = {"cosine": -0.99, "largest": largest, "ratio": ratio}
+    return record(probed={"terms-opposed": Probed((Fact("a", numbers, {"other": "b"}),))})
+
+
 HITS = {
     "not-held": record(wiring=Wiring(not_held=("c.weight",))),
     "unreached": record(wiring=Wiring(unreached=("a.weight",))),
@@ -158,6 +164,8 @@ HITS = {
     "outputs-constant": record(probed={"outputs-constant": Probed(
         (Fact("norm", {"share": 0.0}, {"class": "LayerNorm", "by": "norm"}),))}, losses=STILL),
     "collapsed": probed("collapsed", before=0.5, after=0.05, loss=-1.0),
+    "term-without-graph": probed("term-without-graph", value=9.0, loss=8.8, losses=STILL),
+    "terms-opposed": opposed(largest=-0.98, ratio=0.9),
     "zero-slope": record(probed={"zero-slope": Probed(
         (Fact("clamp", {"share": 0.9}, {"kind": "clip"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL,
@@ -218,6 +226,8 @@ NEAR_MISSES = {
     "outputs-normalised": probed(
         "outputs-normalised", mean=0.0, std=1.0, **{"target mean": 1.9, "target std": 2.9}
     ),
+    "term-without-graph": record(probed={"term-without-graph": Probed()}),
+    "terms-opposed": opposed(largest=-0.9, ratio=0.9),
     "zero-slope": record(probed={"zero-slope": Probed(
         (Fact("clamp", {"share": 0.1}, {"kind": "clip"}),))}, losses=STILL),
     "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), losses=STILL,

@@ -196,6 +196,77 @@ def test_numbers_that_are_all_weights_are_no_labels() -> None:
     assert told("class-untaught", of, trained=True) == Probed(untold="no class for each sample")
 
 
+class Tags(nn.Module):
+    """Classes for each token, or for each pixel."""
+
+    def __init__(self, *, pixels: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 8)
+        self.head = nn.Conv2d(1, 4, 1) if pixels else nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x if x.ndim == 4 else self.table(x))
+
+
+def tagged(of: Any, labels: Any, *, pixels: bool = False) -> Probed:
+    chance = torch.Generator().manual_seed(0)
+    shape = (4, 1, 5, 5) if pixels else (4, 9)
+    given = [torch.randint(7, shape, generator=chance) for _ in range(3)]
+    made = tuple((x.float() if pixels else x, labels(x[:, 0] if pixels else x)) for x in given)
+    bed = setup(model=Tags(pixels=pixels), batches=made, loss=of, optimizer=adam)
+    return told("class-untaught", bed, trained=True)
+
+
+def of_flat(ignored: int) -> Any:
+    return lambda m, b: functional.cross_entropy(
+        m(b[0]).flatten(0, 1), b[1].flatten(), ignore_index=ignored
+    )
+
+
+def of_pixels(m: nn.Module, b: Any) -> Tensor:
+    return functional.cross_entropy(m(b[0]), b[1], ignore_index=0)
+
+
+def of_chosen(m: nn.Module, b: Any) -> Tensor:
+    return functional.cross_entropy(m(b[0])[b[1] > 0], b[1][b[1] > 0])
+
+
+def filled(x: Tensor) -> Tensor:
+    lengths = torch.tensor([[4], [9], [6], [7]])
+    return torch.where(torch.arange(9) < lengths, x % 3 + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("of", "labels", "pixels", "is_told"),
+    [
+        (of_flat(0), lambda x: x % 4, False, True),
+        (of_chosen, lambda x: x % 4, False, True),
+        (of_pixels, lambda x: x % 4, True, True),
+        (lambda m, b: (
+            functional.cross_entropy(m(b[0]), b[1], reduction="none") * (b[1] > 0)).mean(),
+         lambda x: x % 4, True, True),
+        (of_flat(-100), lambda x: x % 4, False, False),
+        (of_flat(0), filled, False, False),
+        (of_flat(0), lambda x: filled(x).flip(1), False, False),
+        (of_flat(-100), lambda x: torch.where(x % 4 > 0, x % 4, -100), False, False),
+        (of_flat(0), lambda x: (x % 4) * (x > 4), False, False),
+        (lambda m, b: next_ones(m, b[0]), lambda x: x, False, False),
+    ],
+    ids=["ignored", "chosen", "pixels", "mask", "all", "padding", "before", "-100", "unlabelled",
+         "next tokens"],
+)  # fmt: skip
+def test_a_class_of_tokens_or_pixels_that_never_counts_is_told(
+    of: Any, labels: Any, pixels: bool, is_told: bool
+) -> None:
+    facts = tagged(of, labels, pixels=pixels).facts
+    assert [fact.numbers["class"] for fact in facts] == [0.0] * is_told
+
+
+def next_ones(m: nn.Module, x: Tensor) -> Tensor:
+    return functional.cross_entropy(m(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten() % 4)
+
+
 # Padding
 
 

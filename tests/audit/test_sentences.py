@@ -355,6 +355,16 @@ def of_slope(share: float | None = None) -> Record:
     return probed("zero-slope", Fact("round (loss.py:3)", numbers, {"kind": kind}))
 
 
+ADDED = probed(
+    "term-without-graph", Fact("add (loss.py:3)", {"value": 8.78, "moved": 8.82, "loss": 8.76}),
+)  # fmt: skip
+
+
+def opposed(largest: float, other: str = "mean (loss.py:4)") -> Record:
+    numbers = {"cosine": -0.999, "largest": largest, "ratio": 0.86}
+    return probed("terms-opposed", Fact("mean (loss.py:3)", numbers, {"other": other}))
+
+
 def explained(reference: float, model: float, per_class: float = 40.0) -> Record:
     numbers = {"reference": reference, "model": model, "error": 0.05, "per class": per_class}
     return probed("behind-reference", Fact("", {**numbers, "held out": 200.0}))
@@ -746,6 +756,25 @@ ROWS: list[Row] = [
         normalised(0.0, 1.0)),
     Row("outputs-normalised", "standardise the targets", normalised(3.0, 1.0),
         normalised(0.9, 1.0)),
+    Row("term-without-graph", "add (loss.py:3) adds 8.78 to the loss, 8.76 in all. This term "
+        "depends on the parameters, but has no gradient: it changes the loss, and no step",
+        ADDED, probed("term-without-graph")),
+    Row("term-without-graph", "compute the term with a graph: no detach(), item() or no_grad() on "
+        "its way, and create_graph=True in the torch.autograd.grad() of a gradient penalty; if "
+        "only its value is wanted, log it and leave it out of the loss",
+        ADDED, probed("term-without-graph")),
+    Row("term-without-graph", "No learning rate makes a term count that has no gradient", ADDED,
+        replace(ADDED, rates=LOW)),
+    Row("terms-opposed", "Two terms of the loss are opposed, from mean (loss.py:3) and mean "
+        "(loss.py:4): the cosine of their gradients is -0.999, and the shorter one has 86% of the "
+        "other's length. They cancel each other", opposed(-0.98), opposed(-0.9)),
+    Row("terms-opposed", "Two terms of the loss are opposed, from mean (loss.py:3): the cosine",
+        opposed(-0.98, "mean (loss.py:3)"), opposed(-0.98)),
+    Row("terms-opposed", "give each player its own loss: detach the generated samples in the "
+        "discriminator's loss, and let the generator's loss train the generator only; else look "
+        "for a term that is added with both signs", opposed(-0.98), opposed(-0.9)),
+    Row("terms-opposed", "Another learning rate does not change what is left of two opposed "
+        "gradients", opposed(-0.98), replace(opposed(-0.98), rates=LOW)),
     Row("zero-slope", "The slope of round (loss.py:3) is zero everywhere: no gradient passes it",
         of_slope(), of_slope(0.3)),
     Row("zero-slope", "use a smooth function in training, such as a sigmoid in place of rounding, "

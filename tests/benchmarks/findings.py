@@ -515,6 +515,21 @@ def few() -> tuple[Any, ...]:
     return tuple((x[:3], y[:3]) for x, y in HEALTHY.setup().batches)
 
 
+def decayed(detached: bool) -> Any:
+    """A penalty on the weights, with or without a graph."""
+
+    def of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        penalty = sum(p.square().mean() for p in model.parameters())
+        return loss(model, batch) + (penalty.detach() if detached else penalty)  # type: ignore[union-attr]
+
+    return of
+
+
+def taken_back(share: float) -> Any:
+    """Two terms, the second of which is the first, with the other sign."""
+    return lambda model, batch: loss(model, batch) - share * loss(model, batch)
+
+
 def with_setup(**changes: Any) -> Callable[[], Setup]:
     return lambda: replace(HEALTHY.setup(), **changes)
 
@@ -1068,6 +1083,28 @@ PICTURES: dict[str, Picture] = {
         {"standard deviation of the targets": of_fact("outputs-normalised", "target std")},
         (targets, ("OTHER_SCALE", "OTHER_MEAN")),
         lambda: of_digits(nn.Identity()),
+    ),
+    : Picture(
+        "a contrastive loss of two views, with the similarities of each view with itself",
+        with_setup(loss=of_views(masked=False)),
+        {"share of the gradient at the diagonal": of_fact("share")},
+        None,
+        with_setup(loss=of_views(masked=True)),
+    ),
+    "term-without-graph": Picture(
+        "the mean square of the weights is added to the loss as a number; the healthy run's has a "
+        "graph",
+        with_setup(loss=decayed(detached=True)),
+        {},
+        None,
+        with_setup(loss=decayed(detached=False)),
+    ),
+    "terms-opposed": Picture(
+        "the cross-entropy is added, and its value for the same batch is subtracted again",
+        with_setup(loss=taken_back(1.0)),
+        {"cosine of the gradients": of_fact("terms-opposed", "cosine")},
+        (loss_rules, ("AGAINST", "ALIKE")),
+        with_setup(loss=taken_back(0.1)),
     ),
     "zero-slope": Picture(
         "a classifier whose outputs are rounded, with the squared error",

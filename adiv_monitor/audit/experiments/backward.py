@@ -46,7 +46,7 @@ def backward(fork: Fork) -> list[Tensor]:
             for p in held(fork.optimizer)]  # fmt: skip
 
 
-def _dots(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float]:
+def dots(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float]:
     """Return the squared lengths of two gradients, and their product."""
     pairs = [(g.double(), h.double()) for g, h in zip(some, others, strict=True)]
     return (
@@ -56,7 +56,8 @@ def _dots(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, floa
     )
 
 
-def _cosine(own: float, other: float, between: float) -> float:
+def cosine(own: float, other: float, between: float) -> float:
+    """Return the cosine, from what `dots` returns; 0 if a gradient is zero."""
     return between / math.sqrt(own * other) if own > 0 and other > 0 else 0.0
 
 
@@ -142,9 +143,9 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
     pairs = zip(backward(setup.fork()), backward(fork), strict=True)
     changed = [(g, h) for g, h in pairs if not torch.equal(g, h)]
     as_it_is = [g for g, _ in changed]
-    own, other, between = _dots(as_it_is, [h for _, h in changed])
-    removed = _cosine(*_dots(as_it_is, [h - g for g, h in changed]))
-    numbers = {"cosine": _cosine(own, other, between), "removed": removed}
+    own, other, between = dots(as_it_is, [h for _, h in changed])
+    removed = cosine(*dots(as_it_is, [h - g for g, h in changed]))
+    numbers = {"cosine": cosine(own, other, between), "removed": removed}
     places = dict.fromkeys(call.place.replace("__get__", ".data") for call in found)
     return tuple(Fact(place, numbers) for place in places)
 
@@ -155,11 +156,11 @@ def gradient_hooks(setup: Setup, trained: Fork) -> Iterable[Fact]:
     bare = setup.fork()
     if not without_gradient_hooks(bare.model, bare.optimizer):
         return ()
-    own, changed, between = _dots(backward(bare), backward(setup.fork()))
+    own, changed, between = dots(backward(bare), backward(setup.fork()))
     if not own > 0 or not math.isfinite(changed):
         raise Untold("the gradient is not finite, or zero without hooks, too")
     ratio = math.sqrt(changed / own)
-    return (Fact("", {"ratio": ratio, "cosine": _cosine(own, changed, between)}),)
+    return (Fact("", {"ratio": ratio, "cosine": cosine(own, changed, between)}),)
 
 
 # The loss along its gradient

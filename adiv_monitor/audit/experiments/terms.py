@@ -3,17 +3,19 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.backward import backward
+from adiv_monitor.audit.experiments.backward import backward, cosine, dots
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.dropout import undropped
 from adiv_monitor.audit.experiments.inputs import by_name, changed, is_input
-from adiv_monitor.audit.experiments.questions import asks
+from adiv_monitor.audit.experiments.questions import asks, looks
 from adiv_monitor.audit.training.batches import mapped, size_of
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis.record import Fact
 
@@ -30,15 +32,23 @@ class Terms:
     """Follows the numbers with a gradient in a pass, as its calls are reported.
 
     A term is a node of the graph: what is changed in place afterwards keeps its own.
+
+    Attributes:
+        values: The numbers.
+        places: The calls that made them.
+        sums: The sums that the loss consists of, once its terms were asked for.
     """
 
     def __init__(self) -> None:
         self.values: dict[Any, float] = {}
+        self.places: dict[Any, str] = {}
+        self.sums: set[Any] = set()
 
     def see(self, call: Call) -> None:
         """Note a number."""
         if isinstance(call.result, Tensor) and not call.result.ndim and call.result.requires_grad:
             self.values[call.result.grad_fn] = float(call.result.detach())
+            self.places[call.result.grad_fn] = call.place
 
     def of(self, loss: Tensor) -> dict[Any, float]:
         """Return the terms of the loss, each with its part of the loss's value."""
@@ -48,6 +58,7 @@ class Terms:
         """Yield the terms of a sum, or of one that is scaled by a number."""
         before = [n for n, _ in node.next_functions if n is not None]
         if node.name().startswith(_SUMS):
+            self.sums.add(node)
             signs = (-1.0 if node.name().startswith("Rsub") else 1.0,
                      -1.0 if node.name().startswith("Sub") else 1.0)  # fmt: skip
             for (n, _), sign in zip(node.next_functions, signs, strict=False):
@@ -141,7 +152,7 @@ def _without(fork: Fork, left_out: set[int]) -> Fork:
         found = watched(model, batch)
         for i, node in enumerate(terms.of(found)):
             if i in left_out:
-                node.register_prehook(lambda grads: tuple(0 * g for g in grads))
+                node.register_prehook(_nothing)
         return found
 
     change_calls(fork, change)
@@ -160,3 +171,118 @@ def _others(terms: list[float], penalties: set[int]) -> float:
 
 def _alike(x: float, y: float) -> bool:
     return abs(x - y) <= _SAME * max(abs(x), abs(y))
+
+
+# Sums with what has no gradient
+
+NOISE = 0.1  # of the spread of each parameter, and at least a hundredth
+_ADDS = ("add", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "__rsub__", "__isub__")
+
+
+@looks("term-without-graph")
+class WithoutGraph:
+    """Tells terms of the loss that depend on parameters, but have no gradient.
+
+    Two more passes show whether such a term changes with noise in the parameters, and not without.
+    One with the value of another term takes it back, so that the loss has another value than its
+    gradient's, on purpose.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        self._terms = Terms()
+        self._added: dict[int, tuple[Call, float]] = {}
+
+    def see(self, call: Call) -> None:
+        """Note numbers without a gradient that are added to one with a gradient."""
+        self._terms.see(call)
+        if call.name in _ADDS and call.result.requires_grad and not call.result.ndim:
+            plain = [float(x) for x in call.args[:2] if not getattr(x, "requires_grad", False)]
+            if len(plain) == 1:
+                self._added[call.number] = call, plain[0]
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return one fact for each such term."""
+        known = self._terms.of(loss).values()
+        found = {number: x for number, (call, x) in self._added.items()
+                 if call.result.grad_fn in self._terms.sums}  # fmt: skip
+        if not found or any(_alike(abs(x), abs(y)) for x in found.values() for y in known):
+            return
+        same, own = self._again(), [(p, p.data) for p in self._fork.model.parameters()]
+        with seeded(self._fork.seed):
+            for p, here in own:
+                if p.requires_grad:
+                    spread = max(float(here.std(correction=0)), NOISE)
+                    p.data = here + NOISE * spread * torch.randn_like(here)
+        moved = self._again()
+        for p, here in own:
+            p.data = here
+        for number, x in found.items():
+            if _alike(same.get(number, math.nan), x) and not _alike(moved.get(number, x), x):
+                numbers = {"value": x, "moved": moved[number], "loss": float(loss.detach())}
+                yield Fact(self._added[number][0].place, numbers)
+
+    def _again(self) -> dict[int, float]:
+        again = WithoutGraph(self._fork)
+        with torch.enable_grad():
+            see_calls(self._fork, again.see, change=undropped)
+        return {number: x for number, (_, x) in again._added.items()}
+
+
+# Terms against each other
+
+MOST_TERMS = 6
+
+
+@looks("terms-opposed")
+class Opposed:
+    """Tells the two terms whose gradients oppose each other most.
+
+    Of parameters that both terms reach, it tells the cosine of the gradients, the largest cosine of
+    a single parameter tensor, and the ratio of the shorter to the longer gradient.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._terms = Terms()
+        self._parameters = [p for p in fork.model.parameters() if p.requires_grad]
+
+    def see(self, call: Call) -> None:
+        """Note a number."""
+        self._terms.see(call)
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return a fact of these two terms, if there are two."""
+        terms = list(self._terms.of(loss))
+        if not 1 < len(terms) <= MOST_TERMS:
+            return ()
+        gradients = [self._gradients(loss, terms, node) for node in terms]
+        found = []
+        for (i, some), (j, others) in combinations(enumerate(gradients), 2):
+            both = [(g, h) for g, h in zip(some, others, strict=True)
+                    if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
+            if both:
+                places = [self._terms.places.get(terms[k], "") for k in (i, j)]
+                found.append((_opposition(both), places))
+        if not found:
+            return ()
+        numbers, (one, other) = min(found, key=lambda pair: pair[0]["cosine"])
+        return (Fact(one, numbers, {"other": other}),)
+
+    def _gradients(self, loss: Tensor, terms: list[Any], node: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradient of one term: the others pass none on."""
+        handles = [other.register_prehook(_nothing) for other in terms if other is not node]
+        found = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
+        for handle in handles:
+            handle.remove()
+        return found
+
+
+def _opposition(both: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    cosines = [cosine(*dots([g], [h])) for g, h in both]
+    own, other, between = dots([g for g, _ in both], [h for _, h in both])
+    shares = {"cosine": cosine(own, other, between), "largest": max(cosines)}
+    return {**shares, "ratio": math.sqrt(min(own, other) / max(own, other))}
+
+
+def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(g) for g in gradients)

@@ -28,6 +28,10 @@ PADDING = 0.05
 LEARNT, LEARNABLE = 0.1, 0.02
 # Share of the entries with a gradient that a clip keeps from coming back into its range.
 STUCK = 0.2
+# Cosine of the gradients of two terms, in each parameter tensor that both reach, and the ratio of
+# the shorter to the longer gradient. Real and generated samples of a critic have −0.83 in all, and
+# −0.26 in one tensor.
+AGAINST, ALIKE = -0.95, 0.5
 
 
 @fault(
@@ -308,3 +312,53 @@ def loss_reversed(record: Record) -> Iterator[Finding]:
             0,
             RATES,
         )  # fmt: skip
+
+
+@fault(
+    "term-without-graph",
+    "A term of the loss without a gradient",
+    explains=(*LEARNING, "unbounded-loss"),
+)
+def term_without_graph(record: Record) -> Iterator[Finding]:
+    """Find terms of the loss that depend on parameters and have no gradient."""
+    for fact in record.found_by("term-without-graph"):
+        value, loss = fact.numbers["value"], fact.numbers["loss"]
+        yield Finding(
+            "term-without-graph",
+            (),
+            "act" if suffers(record) or is_unbounded(record) else "watch",
+            (Evidence("value of the term that has no gradient", value, step=0),),
+            (Advice("compute the term with a graph: no detach(), item() or no_grad() on its way, "
+                    "and create_graph=True in the torch.autograd.grad() of a gradient penalty; if "
+                    "only its value is wanted, log it and leave it out of the loss"),),
+            f"{fact.place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on "
+            "the parameters, but has no gradient: it changes the loss, and no step.",
+            "No learning rate makes a term count that has no gradient.",
+            0,
+            RATES,
+        )  # fmt: skip
+
+
+@fault("terms-opposed", "Terms of the loss that cancel each other", explains=LEARNING)
+def terms_opposed(record: Record) -> Iterator[Finding]:
+    """Find two terms of the loss whose gradients cancel each other."""
+    for fact in record.found_by("terms-opposed"):
+        numbers, other = fact.numbers, fact.words["other"]
+        if numbers["largest"] < AGAINST and numbers["ratio"] > ALIKE:
+            places = fact.place if fact.place == other else f"{fact.place} and {other}"
+            yield Finding(
+                "terms-opposed",
+                (),
+                "act",
+                (Evidence("largest cosine of the two gradients, of a parameter tensor",
+                          numbers["largest"], AGAINST, step=0),),
+                (Advice("give each player its own loss: detach the generated samples in the "
+                        "discriminator's loss, and let the generator's loss train the generator "
+                        "only; else look for a term that is added with both signs"),),
+                f"Two terms of the loss are opposed, from {places}: the cosine of their gradients "
+                f"is {numbers['cosine']:.3g}, and the shorter one has {numbers['ratio']:.0%} of "
+                "the other's length. They cancel each other.",
+                "Another learning rate does not change what is left of two opposed gradients.",
+                0,
+                RATES,
+            )  # fmt: skip
