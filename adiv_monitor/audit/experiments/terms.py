@@ -140,7 +140,7 @@ def _exchange(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _without(fork: Fork, left_out: set[int]) -> Fork:
     """Return the fork, whose terms with these numbers have no gradient from now on."""
-    terms = Terms()
+    terms = Terms()  # of the present step, so that no graph is kept
 
     def change(call: Call) -> Any:
         result = call.function(*call.args, **call.kwargs)
@@ -148,7 +148,8 @@ def _without(fork: Fork, left_out: set[int]) -> Fork:
         return result
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        terms.values.clear()
+        nonlocal terms
+        terms = Terms()
         found = watched(model, batch)
         for i, node in enumerate(terms.of(found)):
             if i in left_out:
@@ -180,7 +181,7 @@ _ADDS = ("add", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "__rsub__",
 
 
 @looks("term-without-graph")
-class WithoutGraph:
+class WithoutGraph(Terms):
     """Tells terms of the loss that depend on parameters, but have no gradient.
 
     Two more passes show whether such a term changes with noise in the parameters, and not without.
@@ -189,13 +190,13 @@ class WithoutGraph:
     """
 
     def __init__(self, fork: Fork) -> None:
+        super().__init__()
         self._fork = fork
-        self._terms = Terms()
         self._added: dict[int, tuple[Call, float]] = {}
 
     def see(self, call: Call) -> None:
         """Note numbers without a gradient that are added to one with a gradient."""
-        self._terms.see(call)
+        super().see(call)
         if call.name in _ADDS and call.result.requires_grad and not call.result.ndim:
             plain = [float(x) for x in call.args[:2] if not getattr(x, "requires_grad", False)]
             if len(plain) == 1:
@@ -203,9 +204,9 @@ class WithoutGraph:
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return one fact for each such term."""
-        known = self._terms.of(loss).values()
+        known = self.of(loss).values()
         found = {number: x for number, (call, x) in self._added.items()
-                 if call.result.grad_fn in self._terms.sums}  # fmt: skip
+                 if call.result.grad_fn in self.sums}  # fmt: skip
         if not found or any(_alike(abs(x), abs(y)) for x in found.values() for y in known):
             return
         same, own = self._again(), [(p, p.data) for p in self._fork.model.parameters()]
@@ -235,7 +236,7 @@ MOST_TERMS = 6
 
 
 @looks("terms-opposed")
-class Opposed:
+class Opposed(Terms):
     """Tells the two terms whose gradients oppose each other most.
 
     Of parameters that both terms reach, it tells the cosine of the gradients, the largest cosine of
@@ -243,16 +244,12 @@ class Opposed:
     """
 
     def __init__(self, fork: Fork) -> None:
-        self._terms = Terms()
+        super().__init__()
         self._parameters = [p for p in fork.model.parameters() if p.requires_grad]
-
-    def see(self, call: Call) -> None:
-        """Note a number."""
-        self._terms.see(call)
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return a fact of these two terms, if there are two."""
-        terms = list(self._terms.of(loss))
+        terms = list(self.of(loss))
         if not 1 < len(terms) <= MOST_TERMS:
             return ()
         gradients = [self._gradients(loss, terms, node) for node in terms]
@@ -261,7 +258,7 @@ class Opposed:
             both = [(g, h) for g, h in zip(some, others, strict=True)
                     if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
             if both:
-                places = [self._terms.places.get(terms[k], "") for k in (i, j)]
+                places = [self.places.get(terms[k], "") for k in (i, j)]
                 found.append((_opposition(both), places))
         if not found:
             return ()
