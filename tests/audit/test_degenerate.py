@@ -23,6 +23,7 @@ SHARES = ("idle_share", "common_share", "harmed_fraction", "bias_share")
 # What probes write down, of all facts.
 NUMBERS = (
     *("samples", "unread", "read", "outputs"),
+    *("samples", "value"),
     *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
     *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
@@ -32,6 +33,7 @@ NUMBERS = (
 WORDS = dict.fromkeys(
     (
         *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked", "given"),
+        "other",
         *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest", "outputs"),
         "goes on",
     ),

@@ -282,7 +282,7 @@ def gradient_differs(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("the model is large, or the loss computes gradients itself")
     with _in_float64(setup, setup.batches[0]) as fork:
         without_gradient_hooks(fork.model, fork.optimizer)  # `gradient-hooks` tells of these
-        moved = [p for p in fork.model.parameters() if p.requires_grad]
+        moved: list[Tensor] = [p for p in fork.model.parameters() if p.requires_grad]
         for p in moved:
             p.data += NOISE * torch.randn_like(p)
         if why := _why_not(fork):
@@ -291,8 +291,8 @@ def gradient_differs(setup: Setup, trained: Fork) -> Iterable[Fact]:
         share = loss.share(moved)
         if share is None or not abs(loss.again() - loss.value) <= SAME * abs(loss.value):
             raise Untold("the loss is not finite or repeatable, or steps of two lengths disagree")
-    custom = {type(n)._forward_cls for n in nodes_of([loss.loss.grad_fn])
-              if isinstance(n, BackwardCFunction)}  # type: ignore[attr-defined]  # fmt: skip
+    nodes = (n for n in nodes_of([loss.loss.grad_fn]) if isinstance(n, BackwardCFunction))
+    custom = {type(n)._forward_cls for n in nodes}  # type: ignore[attr-defined]
     names = sorted(c.__name__ for c in custom if not c.__module__.startswith("torch."))
     return (Fact(", ".join(names), {"ratio": share}),)
 
@@ -606,7 +606,7 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     labels: list[Tensor] = []
     taught: list[Tensor] = []
-    inside: set[float] = set()
+    inside: list[Tensor] = []
     count = min(CLASS_BATCHES, len(setup.batches))
     for fork in (setup.fork(), setup.fork_like(trained)):
         for i in range(count):
@@ -624,21 +624,22 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
                 raise Untold("no output has a part for each sample")
             labels.append(found.flatten().double().cpu())
             taught.append(has_gradient.flatten().cpu())
-            inside |= _inside(found, size_of(batch))
-            if not _without_gradient(torch.cat(labels), torch.cat(taught)):
+            inside.append(_inside(found, size_of(batch)).double().cpu())
+            still = _without_gradient(torch.cat(labels), torch.cat(taught))
+            if not len(still):
                 return ()
     every, first_labels = torch.cat(labels), torch.cat(labels[:count])
-    still = torch.tensor(_without_gradient(every, torch.cat(taught)), dtype=torch.float64)
     others = (first_labels >= 0) & ~torch.isin(first_labels, still)
     known = torch.cat(taught[:count])[others]
     if not len(known) or not float(known.float().mean()) > TAUGHT:
         return ()
-    classes, of = len(first_labels[others].unique()), float(len(first_labels))
-    numbers = {c: float((every == c).sum()) / 2 for c in still.tolist() if c in inside}
+    is_one, of = bool((first_labels[others] == first_labels[others][0]).all()), len(first_labels)
+    within = still[torch.isin(still, torch.cat(inside))].tolist()
+    numbers = {c: float((every == c).sum()) / 2 for c in within}
     several = len(first_labels) > sum(size_of(setup.batches[i]) for i in range(count))
     return tuple(
-        Fact("", {"class": c, "samples": n, "of": of}) for c, n in numbers.items()
-        if n >= SAMPLES and not (several and classes > 1 and n > of / 2)
+        Fact("", {"class": c, "samples": n, "of": float(of)}) for c, n in numbers.items()
+        if n >= SAMPLES and (is_one or not several or n <= of / 2)
     )  # fmt: skip
 
 
@@ -674,20 +675,24 @@ def _labels(fork: Fork, batch: Any, seen: _Outputs) -> Tensor | None:
     return None
 
 
-def _without_gradient(labels: Tensor, taught: Tensor) -> list[float]:
+def _without_gradient(labels: Tensor, taught: Tensor) -> Tensor:
     """Return the classes of which no label has a gradient; negative labels are of no class."""
-    return [c for c in labels.unique().tolist() if c >= 0 and not bool(taught[labels == c].any())]
+    classes = torch.unique(labels[labels >= 0])
+    return classes[~torch.isin(classes, labels[taught])]
 
 
-def _inside(labels: Tensor, size: int) -> set[float]:
-    """Return the labels that do not only fill rows, or columns, of (B, T) at their ends."""
+def _inside(labels: Tensor, size: int) -> Tensor:
+    """Return the labels without those that fill rows, or columns, of (B, T) at their ends."""
     if labels.ndim == 1 and labels.numel() > size:
         labels = labels.reshape(size if labels.numel() % size == 0 else 1, -1)
-    axes = (0, 1) if labels.ndim == 2 and min(labels.shape) > 1 else ()
+    if labels.ndim != 2 or min(labels.shape) < 2:
+        return labels.flatten()
+    is_end = torch.zeros_like(labels, dtype=torch.bool)
+    for axis in (0, 1):
+        is_end |= _first_run(labels, axis) | _first_run(labels.flip(axis), axis).flip(axis)
+    return labels[~is_end]
 
-    def is_between(others: Tensor, axis: int) -> bool:
-        before, after = others.cummax(axis).values, others.flip(axis).cummax(axis).values.flip(axis)
-        return bool((before > others).logical_and(after > others).any())
 
-    return {c for c in map(float, labels.unique())
-            if all(is_between((labels != c).int(), axis) for axis in axes)}  # fmt: skip
+def _first_run(x: Tensor, axis: int) -> Tensor:
+    """Return which entries equal all entries before them along an axis."""
+    return (x == x.narrow(axis, 0, 1)).int().cummin(axis).values.bool()
