@@ -677,7 +677,7 @@ def _labels(fork: Fork, batch: Any, seen: _Outputs) -> Tensor | None:
 
 def _without_gradient(labels: Tensor, taught: Tensor) -> Tensor:
     """Return the classes of which no label has a gradient; negative labels are of no class."""
-    classes = torch.unique(labels[labels >= 0])
+    classes: Tensor = torch.unique(labels[labels >= 0])
     return classes[~torch.isin(classes, labels[taught])]
 
 
