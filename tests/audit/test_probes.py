@@ -32,12 +32,8 @@ from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.experiments.probes.no_log import given_to
-from adiv_monitor.audit.experiments.probes.reshape_scrambles import (
-    is_cut_across,
-    permuted,
-    takes_parts,
-)
 from adiv_monitor.audit.experiments.questions import ASKS, LOOKS, asked
+from adiv_monitor.audit.experiments.reshapes import is_cut_across, permuted, takes_parts
 from adiv_monitor.audit.training.batches import taken
 from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.audit.training.setup import Setup

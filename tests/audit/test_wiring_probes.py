@@ -13,11 +13,10 @@ from torch.nn import functional
 from torch.optim import Adam, AdamW, Optimizer, RMSprop
 from trial_setups import answer, batches, loss, mlp, setup
 
+from adiv_monitor.audit.experiments.attention import spread, sums_to_1, uses
 from adiv_monitor.audit.experiments.calls import Call
 from adiv_monitor.audit.experiments.derived import Derived
 from adiv_monitor.audit.experiments.observe import observe
-from adiv_monitor.audit.experiments.probes.attention_axis import sums_to_1, uses
-from adiv_monitor.audit.experiments.probes.attention_saturated import spread
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply

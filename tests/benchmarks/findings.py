@@ -23,15 +23,12 @@ from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.experiments import backward, exchange
+from adiv_monitor.audit.experiments import backward, exchange, modules, operands
 from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.experiments.probes import (
-    batch_norm_starved,
     bounded_logits,
     logits_as_probabilities,
     loss_reversed,
-    no_activation,
-    one_sided_weights,
     targets_misplaced,
 )
 from adiv_monitor.audit.report import AuditReport
@@ -850,7 +847,7 @@ PICTURES: dict[str, Picture] = {
         with_model(lambda model: nn.Sequential(
             *(nn.Identity() if isinstance(m, nn.ReLU) else m for m in model))),
         {},
-        (no_activation, ("LEAST",)),
+        (operands, ("LEAST",)),
     ),
     "input-partly-ignored": Picture(
         "a GRU reads images row by row, and its first output is taken for its last",
@@ -967,7 +964,7 @@ PICTURES: dict[str, Picture] = {
         "all weights from torch.rand, over √(fan-in)",
         with_model(changed(by_rand)),
         {"mean over rms of the first layer's weights": of_fact("one-sided-weights", "share")},
-        (one_sided_weights, ("ONE_SIDED", "LEAST")),
+        (operands, ("ONE_SIDED", "ENTRIES")),
     ),
     "bounded-logits": Picture(
         "the logits are cosines; the healthy one's are 20 times them",
@@ -1030,7 +1027,7 @@ PICTURES: dict[str, Picture] = {
         "batches of 64",
         lambda: replace(with_model(normed)(), batches=few()),
         {"values of a channel": of_fact("batch-norm-starved", "values")},
-        (batch_norm_starved, ("FEW",)),
+        (modules, ("FEW",)),
         with_model(normed),
     ),
     "epsilon-dominates": Picture(

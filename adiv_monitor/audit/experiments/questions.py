@@ -71,19 +71,27 @@ def of_each_call(name: str) -> Callable[[FactOf], FactOf]:
         class EachCall:
             def __init__(self, fork: Fork) -> None:
                 self._fork = fork
-                self._found: dict[str, Fact] = {}
+                self._found: list[Fact] = []
 
             def see(self, call: Call) -> None:
                 if (fact := fact_of(call, self._fork)) is not None:
-                    self._found.setdefault(fact.place, fact)
+                    self._found.append(fact)
 
             def facts(self, loss: Tensor) -> Iterable[Fact]:
-                return self._found.values()
+                return first_at_each_place(self._found)
 
         LOOKS[name] = EachCall
         return fact_of
 
     return register
+
+
+def first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
+    """Return these facts without those at a place that an earlier one has."""
+    found: dict[str, Fact] = {}
+    for fact in facts:
+        found.setdefault(fact.place, fact)
+    return tuple(found.values())
 
 
 def asked(setup: Setup, trained: Fork, names: Collection[str] = ()) -> dict[str, Probed]:

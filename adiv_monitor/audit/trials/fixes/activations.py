@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor.audit.experiments.calls import Call
+from adiv_monitor.audit.experiments.operands import maps_that_run
 from adiv_monitor.audit.experiments.outputs import activation_of_logits
-from adiv_monitor.audit.experiments.probes.no_activation import maps_that_run
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix, replace_calls
 from adiv_monitor.audit.trials.fixes.places import modules_at

@@ -4,9 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from adiv_monitor.audit.experiments.attention import spreads, uses
 from adiv_monitor.audit.experiments.calls import Call, change_calls
-from adiv_monitor.audit.experiments.probes.attention_axis import mismatches
-from adiv_monitor.audit.experiments.probes.attention_saturated import spreads
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
 from adiv_monitor.diagnosis.faults.initialisation import SPREAD
@@ -15,7 +14,7 @@ from adiv_monitor.diagnosis.record import Record
 
 def _summed_axis(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """Take the softmaxes over the axis along which their products sum, if one suits all of them."""
-    found = {use.softmax.number: use.softmax for use in mismatches(fork)}
+    found = {use.softmax.number: use.softmax for use in uses(fork) if not use.fits}
     if not found:
         raise DoesNotApply("all weights sum to 1 along the axis that is summed over")
     most = max(call.argument(0, "input").ndim for call in found.values())
@@ -23,7 +22,7 @@ def _summed_axis(fork: Fork, layers: Sequence[str], record: Record | None) -> No
         change = partial(_along, found, axis)
         tried = replace(fork)
         change_calls(tried, change)
-        if not mismatches(tried):
+        if all(use.fits for use in uses(tried)):
             change_calls(fork, change)
             return
     raise DoesNotApply("no axis of these softmaxes is the one that is summed over")
@@ -38,7 +37,7 @@ def _along(numbers: Collection[int], axis: int, call: Call) -> object:
 
 def _unit_scores(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """Divide the scores of saturated attentions by their standard deviation before training."""
-    found = {call.number: size for call, size in spreads(fork) if size > SPREAD}
+    found = {call.number: size for call, size in spreads(uses(fork)) if size > SPREAD}
     if not found:
         raise DoesNotApply("no scores differ so much")
     change_calls(fork, partial(_divided, found))

@@ -8,18 +8,17 @@ from torch import nn
 
 from adiv_monitor.audit.experiments.backward import cuts, undo
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
 from adiv_monitor.audit.experiments.exchange import ORDERED
+from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH, NORMS
+from adiv_monitor.audit.experiments.operands import Hidden, OneSided
 from adiv_monitor.audit.experiments.probes import (
     broadcast_loss,
     changed_outputs,
-    dropout_too_high,
-    one_sided_weights,
-    reshape_scrambles,
     softmax_axes,
     targets_out_of_range,
 )
-from adiv_monitor.audit.experiments.probes.hidden_parameters import hidden
-from adiv_monitor.audit.experiments.probes.left_in_eval import NORMS
+from adiv_monitor.audit.experiments.reshapes import FUNCTIONS, permuted, scrambles
 from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
@@ -33,7 +32,8 @@ Layers = Sequence[str]
 
 
 def _register(fork: Fork, layers: Layers, record: Record | None) -> None:
-    if not hold(fork, list(hidden(fork).values())):
+    hidden = Hidden(fork).hidden(fork.first_loss())
+    if not hold(fork, list(hidden.values())):
         raise DoesNotApply("the optimizer holds all that gets a gradient")
 
 
@@ -97,7 +97,7 @@ def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
 def _group_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Replace batch normalisations by GroupNorm of one group with the same parameters."""
     found = [(path, m) for path, m in fork.model.named_modules()
-             if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # fmt: skip
+             if isinstance(m, BATCH_NORM)]  # fmt: skip
     if not found:
         raise DoesNotApply("there is no batch normalisation")
     for path, norm in found:
@@ -108,10 +108,7 @@ def _group_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _less_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
-    def is_met(call: Call) -> bool:
-        return dropout_too_high.rate_of(call) > dropout_too_high.HIGH
-
-    replace_calls(fork, is_met, lambda call: dropout_too_high.with_rate(call, 0.1))
+    replace_calls(fork, lambda call: rate_of(call) > HIGH, lambda call: with_rate(call, 0.1))
 
 
 def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
@@ -188,17 +185,17 @@ def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
     made: dict[int, tuple[int, ...]] = {}
 
     def look(call: Call) -> None:
-        if reshape_scrambles.scrambles(call):
+        if scrambles(call):
             shape = tuple(call.result.shape)
-            if reshape_scrambles.permuted(call.args[0], shape) is not None:
+            if permuted(call.args[0], shape) is not None:
                 made[call.number] = shape
 
     def change(call: Call) -> object:
-        if call.number not in made or call.name not in reshape_scrambles.FUNCTIONS:
+        if call.number not in made or call.name not in FUNCTIONS:
             return NotImplemented
         # The first axis, the samples, may differ in length between batches.
         x, shape = call.args[0], made[call.number]
-        found = reshape_scrambles.permuted(x, (len(x), *shape[1:]))
+        found = permuted(x, (len(x), *shape[1:]))
         return NotImplemented if found is None else found.contiguous()
 
     see_calls(fork, look)
@@ -216,10 +213,11 @@ def _uncut(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
-    found = one_sided_weights.one_sided(fork)
-    if not found:
+    found = OneSided(fork)
+    see_calls(fork, found.see)
+    if not found.weights:
         raise DoesNotApply("no weights lie on one side of zero")
-    for weight in found.values():
+    for weight in found.weights.values():
         nn.init.xavier_normal_(weight)
 
 

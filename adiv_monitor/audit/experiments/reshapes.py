@@ -1,4 +1,4 @@
-"""Does a reshape cut across the axes of its input, where a permutation is meant?"""
+"""Reshapes that cut across the axes of their input, where a permutation is meant."""
 
 from collections.abc import Iterable
 from itertools import pairwise, permutations
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import Call, see_calls
-from adiv_monitor.audit.experiments.questions import asks
+from adiv_monitor.audit.experiments.questions import asks, first_at_each_place
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -18,28 +18,30 @@ FUNCTIONS = ("view", "reshape", "view_as", "reshape_as", "unflatten", "flatten")
 
 
 @asks("reshape-scrambles")
-def ask(setup: Setup, trained: Fork) -> Iterable[Fact]:
+def scrambling(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return reshapes in which an axis of the result takes parts of several axes of the input.
 
     Also return those across axes, however they fit, whose result has the shape of a permutation.
-    Shifts, as of relative positions, are left out: reshapes of a padded tensor, and reshapes whose
-    result loses one entry of an axis. So are those that are found with all samples only, and not
-    with one less: their shapes fit by chance.
+    Those that are found with all samples only, and not with one less, are left out: their shapes
+    fit by chance.
     """
-    batch = setup.batches[0]
-    found = scrambled(setup.fork(), batch)
-    size = size_of(batch)
+    batch, size = setup.batches[0], size_of(setup.batches[0])
+    found = _scrambled(setup.fork(), batch)
     if found and size > 2:
         try:
-            others = scrambled(setup.fork(), first(batch, size - 1))
+            others = {fact.place for fact in _scrambled(setup.fork(), first(batch, size - 1))}
         except Exception:  # the model works with one batch size only
-            return tuple(found.values())
-        found = {place: fact for place, fact in found.items() if place in others}
-    return tuple(found.values())
+            return found
+        return [fact for fact in found if fact.place in others]
+    return found
 
 
-def scrambled(fork: Fork, batch: Any) -> dict[str, Fact]:
-    """Return the reshapes of a batch that cut across the axes of their input, by place."""
+def _scrambled(fork: Fork, batch: Any) -> tuple[Fact, ...]:
+    """Return the reshapes of a batch that cut across the axes of their input.
+
+    Shifts, as of relative positions, are left out: reshapes of a padded tensor, and reshapes whose
+    result loses one entry of an axis.
+    """
     crossing: dict[int, tuple[Call, Tensor]] = {}
     shifted: dict[int, Tensor] = {}  # kept alive, so that no other tensor gets the same id
 
@@ -57,15 +59,14 @@ def scrambled(fork: Fork, batch: Any) -> dict[str, Fact]:
 
     with torch.no_grad():
         see_calls(fork, look, batch)
-    facts: dict[str, Fact] = {}
+    facts = []
     for call, made in crossing.values():
         x = call.args[0]
-        if not takes_parts(x.shape, made.shape) and permuted(x, tuple(made.shape)) is None:
-            continue
-        words = {"of": str(tuple(x.shape)), "to": str(tuple(made.shape))}
-        sure = sorted(x.shape) == sorted(made.shape)
-        facts.setdefault(call.place, Fact(call.place, {"permutes": float(sure)}, words))
-    return facts
+        if takes_parts(x.shape, made.shape) or permuted(x, tuple(made.shape)) is not None:
+            words = {"of": str(tuple(x.shape)), "to": str(tuple(made.shape))}
+            sure = sorted(x.shape) == sorted(made.shape)
+            facts.append(Fact(call.place, {"permutes": float(sure)}, words))
+    return first_at_each_place(facts)
 
 
 def _loses_one(x: Tensor, part: Tensor) -> bool:
@@ -77,20 +78,17 @@ def _loses_one(x: Tensor, part: Tensor) -> bool:
 def scrambles(call: Call) -> bool:
     """Return whether a reshape does more than split axes or join neighbouring ones."""
     x, made = call.args[0] if call.args else None, call.result
-    if call.name not in FUNCTIONS or not isinstance(x, Tensor) or not isinstance(made, Tensor):
-        return False
-    return is_cut_across(tuple(x.shape), tuple(made.shape))
+    is_one = call.name in FUNCTIONS and isinstance(x, Tensor) and isinstance(made, Tensor)
+    return is_one and is_cut_across(x.shape, made.shape)
 
 
 def is_cut_across(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Return whether, between two common splits, each shape has a split that the other lacks."""
-    one, other = _cuts(before), _cuts(after)
-    shared = sorted({0, *one} & {0, *other})
-    for low, high in pairwise(shared):
-        inside = [any(low < cut < high for cut in cuts) for cuts in (one, other)]
-        if all(inside):
-            return True
-    return False
+    one, other = {*_cuts(before)}, {*_cuts(after)}
+    return any(
+        all(any(low < cut < high for cut in cuts) for cuts in (one, other))
+        for low, high in pairwise(sorted({0} | one & other))
+    )
 
 
 def takes_parts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
@@ -99,24 +97,20 @@ def takes_parts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     Joining the heads of all samples is allowed, (B, H·D) → (B·H, D): a whole axis and a part.
     """
     one, other = _cuts(before), _cuts(after)
-    every = sorted({*one, *other})
-    if any(high % low for low, high in pairwise(every)):
+    if any(high % low for low, high in pairwise(sorted({*one, *other}))):
         return True
-    axes = list(pairwise(one))
-    for low, high in pairwise(other):
-        parts = [(a, b) for a, b in axes if max(a, low) < min(b, high)]
-        if sum(a < low or b > high for a, b in parts) > 1:
-            return True
-    return False
+    return any(
+        sum(max(a, low) < min(b, high) and not low <= a < b <= high for a, b in pairwise(one)) > 1
+        for low, high in pairwise(other)
+    )
 
 
 def _cuts(shape: tuple[int, ...]) -> list[int]:
     """Return the products of the sizes from the left, without those of size 1."""
-    found, product = [1], 1
+    found = [1]
     for size in shape:
-        product *= size
         if size > 1:
-            found.append(product)
+            found.append(found[-1] * size)
     return found
 
 
@@ -130,9 +124,9 @@ def permuted(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     if moved:  # the first keeps the order of axes of equal size
         return x.permute(moved[0])
     if x.ndim == 3 and len(shape) == 4:  # (B, T, H·D) → (B, H, T, D)
-        b, t, width = x.shape
-        if shape[0] == b and shape[2] == t and shape[1] * shape[3] == width:
-            return x.reshape(b, t, shape[1], shape[3]).transpose(1, 2)
+        b, heads, t, width = shape
+        if x.shape == (b, t, heads * width):
+            return x.reshape(b, t, heads, width).transpose(1, 2)
     if x.ndim == 4 and len(shape) == 3:  # (B, H, T, D) → (B, T, H·D)
         b, heads, t, width = x.shape
         if shape == (b, t, heads * width):

@@ -1,0 +1,181 @@
+"""Attention: the axis along which its weights sum to 1, and how far its scores lie apart."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.derived import PRODUCTS, Derived, flat
+from adiv_monitor.audit.experiments.dropout import undropped
+from adiv_monitor.audit.experiments.questions import first_at_each_place, looks
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.diagnosis.record import Fact
+
+ENTRYWISE = ("mul", "multiply", "__mul__", "__rmul__")
+FEWEST = 4  # keys: of fewer, one may well get most of the weight
+_EXACT = 1e-4  # deviation from 1 of sums of float32 numbers
+_FAR = 50.0  # below a query's largest score; masks add −100 (Swin) to −∞
+
+Summed = tuple[Tensor, tuple[int, ...]]  # an operand, and the axes that a product sums it over
+
+
+class Use(NamedTuple):
+    """A product that sums weights over an axis.
+
+    Attributes:
+        softmax: the call that made the weights.
+        product: the call that sums them.
+        shape: shape of the weights.
+        sums_to_1: axes along which the weights sum to 1.
+        over: axes over which the product sums.
+    """
+
+    softmax: Call
+    product: Call
+    shape: tuple[int, ...]
+    sums_to_1: tuple[int, ...]
+    over: tuple[int, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights sum to 1 along an axis that the product sums over."""
+        return bool({*self.sums_to_1} & {*self.over})
+
+
+class Attentions:
+    """Finds the products with the result of a softmax of scores.
+
+    Scores are a product of two tensors that are no layer's weights, such as queries and keys. The
+    logits of a layer may assign rows to clusters, whose members are summed on purpose. A softmax
+    over an axis of length 1 counts for any logits. A product of two matrices of weights is again
+    one, and does not count.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self.uses: list[Use] = []
+        self._scores, self._weights = Derived(), Derived()
+        self._weighted: dict[int, tuple[Call, Tensor]] = {}  # products entry by entry
+
+    def see(self, call: Call) -> None:
+        """Look at a call."""
+        self.uses += self._used(call)
+        self._scores.follow(call)
+        self._weights.follow(call)
+        if call.name in PRODUCTS and call.name != "linear":
+            self._scores.begin(call)
+        if call.name in ENTRYWISE:
+            self._weighted.update({id(call.result): (call, x) for x in call.args
+                                   if self._weights.source(x) is not None})  # fmt: skip
+        if call.name == "softmax" and call.path is not None:
+            x, axis = call.argument(0, "input"), call.argument(1, "dim")
+            is_of_scores = self._scores.source(x) is not None
+            if isinstance(axis, int) and (is_of_scores or x.shape[axis] == 1):
+                self._weights.begin(call)
+
+    def _used(self, call: Call) -> Iterator[Use]:
+        operands = self._summed(call)
+        if all(self._weights.source(x) is None for x, _ in operands):
+            return
+        sums = [sums_to_1(x) for x, _ in operands]
+        mixes = [bool({*ones} & {*over}) for ones, (_, over) in zip(sums, operands, strict=True)]
+        for i, (x, over) in enumerate(operands):
+            softmax = self._weights.source(x)
+            if softmax is not None and over and sums[i] and not any(mixes[:i] + mixes[i + 1 :]):
+                yield Use(softmax, call, tuple(x.shape), sums[i], over)
+
+    def _summed(self, call: Call) -> list[Summed]:
+        """Return the operands of a product, or of a sum of products entry by entry."""
+        if call.name == "einsum":
+            return [*_of_einsum(*call.args)]
+        if call.name == "sum" and call.args and id(call.args[0]) in self._weighted:
+            product, x = self._weighted[id(call.args[0])]
+            places = product.result.ndim
+            axes = call.argument(1, "dim", call.kwargs.get("axis"))
+            axes = (axes,) if isinstance(axes, int) else axes or range(places)
+            over = tuple(axis % places - places + x.ndim for axis in axes)
+            return [(x, tuple(axis for axis in over if axis >= 0 and x.shape[axis] > 1))]
+        given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)][:2]
+        if len(given) < 2 or call.name not in PRODUCTS or call.name in ("linear", "baddbmm"):
+            return []
+        left, right = reversed(given) if call.name == "__rmatmul__" else given
+        return [(left, (left.ndim - 1,)), (right, (max(right.ndim - 2, 0),))]
+
+
+def _of_einsum(equation: object, *operands: Any) -> Iterator[Summed]:
+    if not isinstance(equation, str) or "->" not in equation:
+        return
+    inputs, output = equation.replace(" ", "").split("->")
+    for letters, x in zip(inputs.split(","), flat(operands), strict=True):
+        others = "." * (x.ndim - len(letters.replace("...", "")))  # the axes of an ellipsis
+        letters = letters.replace("...", others)
+        yield x, tuple(i for i, letter in enumerate(letters) if letter not in output)
+
+
+def sums_to_1(x: Tensor) -> tuple[int, ...]:
+    """Return the axes along which all sums of a tensor without negative entries are 1."""
+    if not x.is_floating_point() or not x.numel() or not bool((x >= 0).all()):
+        return ()
+    exact = max(_EXACT, 4 * torch.finfo(x.dtype).eps)
+    sums = [x.detach().double().sum(axis) - 1 for axis in range(x.ndim)]
+    return tuple(axis for axis, far in enumerate(sums) if float(far.abs().max()) < exact)
+
+
+def uses(fork: Fork) -> list[Use]:
+    """Return the products with weights of attention in a pass in which dropout drops nothing."""
+    found = Attentions(fork)
+    with torch.no_grad():
+        see_calls(fork, found.see, change=undropped)
+    return found.uses
+
+
+def spreads(uses: Iterable[Use]) -> list[tuple[Call, float]]:
+    """Return the softmaxes of attentions, each with the standard deviation of a query's scores."""
+    found: dict[int, tuple[Call, float]] = {}
+    for softmax in (use.softmax for use in uses if use.fits):
+        x, axis = softmax.argument(0, "input"), softmax.argument(1, "dim")
+        if x.shape[axis] >= FEWEST:
+            found[softmax.number] = softmax, spread(x.detach().double(), axis)
+    return [*found.values()]
+
+
+def spread(scores: Tensor, axis: int) -> float:
+    """Return the rms, over queries, of the standard deviation of a query's scores.
+
+    Masked keys do not count: those whose weight is below e⁻⁵⁰ of the largest one.
+    """
+    kept = scores > scores.amax(axis, keepdim=True) - _FAR
+    count = kept.sum(axis, keepdim=True).clamp(min=1)
+    mean = torch.where(kept, scores, 0.0).sum(axis, keepdim=True) / count
+    square = torch.where(kept, (scores - mean).square(), 0.0).sum(axis, keepdim=True) / count
+    return float(square[count > 1].mean().sqrt())
+
+
+@looks("attention-axis")
+class Axes(Attentions):
+    """Do attention weights sum to 1 along another axis than the one that they are summed over?"""
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the softmaxes whose weights a product sums over another axis."""
+        return first_at_each_place(
+            Fact(use.softmax.place, {"sums": 1.0},
+                 {"product": use.product.place, "shape": str(use.shape),
+                  "axis": str(use.sums_to_1[0]), "over": str(use.over[0])})
+            for use in self.uses if not use.fits
+        )  # fmt: skip
+
+
+@looks("attention-saturated")
+class Saturated(Attentions):
+    """Do the scores of an attention differ so much before training that its softmax saturates?"""
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the spread of the scores of each attention, and the largest weight of a query."""
+        found = []
+        for softmax, size in spreads(self.uses):
+            axis = softmax.argument(1, "dim")
+            largest = softmax.argument(0, "input").detach().double().softmax(axis).amax(axis)
+            numbers = {"spread": size, "largest": float(largest.nanmean())}
+            found.append(Fact(softmax.place, numbers))
+        return first_at_each_place(found)

@@ -1,0 +1,234 @@
+"""Modules that lose what their inputs tell: modes, normalisations, dropout, constant outputs."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
+from adiv_monitor.audit.experiments.questions import (
+    Untold,
+    asks,
+    first_at_each_place,
+    looks,
+    of_each_call,
+)
+from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import Fact
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
+FEW = 4  # values: the variance's relative error, √(2/(n−1)), is 82 % for four
+HIGH = 0.7  # share that dropout drops
+FEWEST = 3  # samples of a batch
+VARIES = 1e-4  # share of the mean square, from which inputs vary over samples
+CONSTANT = 1e-6  # share below which outputs do not
+ROUNDING = 1e-9  # share of the inputs' variance: what is left of x − x in single precision
+LEFT = 0.5  # share of the outputs' variation that is left after training
+_AS_LOW = 1e-2  # share of the fall of the loss: what training has still to go
+
+
+@of_each_call("batch-norm-starved")
+def starved(call: Call, fork: Fork) -> Fact | None:
+    """Return samples × positions per channel of a batch normalisation, if four or fewer."""
+    if call.name != "batch_norm" or call.path is None or not call.argument(5, "training"):
+        return None
+    x = call.argument(0, "input")
+    values = x.numel() // x.shape[1]
+    if values > FEW or not isinstance(fork.model.get_submodule(call.path), BATCH_NORM):
+        return None
+    return Fact(call.path, {"values": float(values), "samples": float(len(x))})
+
+
+@asks("left-in-eval")
+def left_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return normalisations in evaluation mode with mean exactly 0 and variance exactly 1."""
+    fork = setup.fork()
+    found: list[Fact] = []
+
+    def look(path: str, norm: nn.Module, args: Any) -> None:
+        if not norm.training and _is_unused(norm):
+            found.append(_unused(path, norm, given=0.0))
+
+    norms = {path: m for path, m in fork.model.named_modules() if isinstance(m, NORMS)}
+    for path, norm in norms.items():
+        norm.register_forward_pre_hook(partial(look, path))
+    unused = [_unused(path, m, given=1.0) for path, m in norms.items() if _is_unused(m)]
+    with torch.no_grad():
+        fork.first_loss()
+    return first_at_each_place(found) or (() if setup.model.training else unused)
+
+
+def _unused(path: str, norm: nn.Module, given: float) -> Fact:
+    return Fact(path, {"given": given}, {"class": type(norm).__name__})
+
+
+def _is_unused(norm: nn.Module) -> bool:
+    mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    both = isinstance(mean, Tensor) and isinstance(variance, Tensor)
+    return both and not bool(mean.any()) and bool((variance == 1).all())
+
+
+@asks("dropout-too-high")
+def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return dropout rates above 0.7, and the trained model's losses with and without it."""
+    found: dict[str, float] = {}
+
+    def look(call: Call) -> None:
+        if rate_of(call) > HIGH:
+            found.setdefault(call.place, rate_of(call))
+
+    with torch.no_grad():
+        see_calls(setup.fork(), look)
+    if not found:
+        return ()
+    batch, bare = trained.batches[-1], replace(trained)
+    change_calls(bare, lambda c: with_rate(c, 0.0) if rate_of(c) > HIGH else NotImplemented)
+    price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
+    return tuple(Fact(place, {"rate": rate, **price}) for place, rate in found.items())
+
+
+@looks("outputs-constant")
+class Constant:
+    """Are a module's outputs, and with them the model's, the same for all samples?
+
+    The variance over samples is compared with the mean square, both summed over all entries of a
+    sample. The module's inputs vary, and the outputs of the model do not. A last layer whose
+    weights are zero begins with constant outputs on purpose.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._size = size_of(fork.batches[0])
+        self._inputs: dict[nn.Module, tuple[float, float, bool]] = {}
+        self._found: list[Fact] = []
+        self._outputs: list[tuple[float, float]] = []
+        self._last: nn.Module | None = None
+        for path, module in fork.model.named_modules():
+            if path and not [*module.children()]:
+                module.register_forward_pre_hook(self._before)
+                module.register_forward_hook(partial(self._after, path))
+        fork.model.register_forward_hook(lambda m, _, out: self._outputs.extend(self._spreads(out)))
+
+    def see(self, call: Call) -> None:
+        """Leave calls alone: the modules' hooks look."""
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the first leaf module whose outputs no longer vary over samples."""
+        if self._size < FEWEST:
+            raise Untold(f"the batch has fewer than {FEWEST} samples")
+        is_constant = all(v <= CONSTANT * square for v, square in self._outputs)
+        if not self._outputs or not is_constant or _is_zero(self._last):
+            return ()
+        return self._found[:1]
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._inputs.pop(module, None)
+        x = args[0] if args else None
+        if isinstance(x, Tensor) and (known := self._spreads(x)):
+            self._inputs[module] = *known[0], bool((x > 0).any())
+
+    def _after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if [*module.parameters()]:
+            self._last = module
+        made = self._spreads(output)
+        if not made or module not in self._inputs:
+            return
+        (variance, square), (before, square_before, is_positive) = made[0], self._inputs[module]
+        if variance > max(CONSTANT * square, ROUNDING):
+            self._found.clear()  # a later sum varies again
+        elif before > VARIES * square_before and (
+            variance < CONSTANT * square or variance <= ROUNDING * min(before, 1.0)
+        ):
+            by = _by(module, square)
+            if by == "zeros" and is_positive:
+                return  # it ignores its input, which `input-ignored` tells
+            share = min(variance / square, variance / before) if square else 0.0
+            words = {"class": type(module).__name__, "by": by}
+            self._found.append(Fact(path, {"share": share}, words))
+
+    def _spreads(self, x: Any) -> list[tuple[float, float]]:
+        """Return variance over samples and mean square of each tensor that has all samples."""
+        whole = (y for y in tensors(x) if y.ndim and len(y) == self._size and y.numel())
+        each = [y.detach().double() for y in whole
+                if y.is_floating_point() and y.layout == torch.strided]  # fmt: skip
+        return [(float(y.var(0, correction=0).mean()), float(y.square().mean())) for y in each]
+
+
+def _by(module: nn.Module, square: float) -> str:
+    """Return what makes the outputs constant, as far as the module itself tells."""
+    if _is_zero(module):
+        return "weight"
+    if "Norm" in type(module).__name__:
+        return "norm"
+    return "zeros" if square == 0.0 else ""
+
+
+def _is_zero(module: nn.Module | None) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and not weight.any()
+
+
+@asks("collapsed")
+def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """See how much less outputs vary after training, where one output for all gives as low a loss.
+
+    Before training, all samples get the outputs of the first one, and then these times −1. A convex
+    loss of outputs and targets is not below that of outputs of zero both times.
+    """
+    size = size_of(setup.batches[0])
+    if size < FEWEST:
+        raise Untold(f"the batch has fewer than {FEWEST} samples")
+    first, start = _passed(setup.fork(), setup.batches[0], size, 0)
+    last, end = _passed(setup.fork_like(trained), setup.batches[0], size, 0)
+    if start is None or end is None:
+        raise Untold("no trained module that the loss calls returns outputs of the samples")
+    if end >= LEFT * start or first <= last:
+        return ()
+    loss = max(_passed(setup.fork(), setup.batches[0], size, sign)[0] for sign in (1, -1))
+    is_lowest = loss <= last + _AS_LOW * (first - last)
+    return (Fact("", {"before": start, "after": end, "loss": loss}),) if is_lowest else ()
+
+
+def _passed(fork: Fork, batch: Any, size: int, sign: int) -> tuple[float, float | None]:
+    """Run a fork's loss with the samples' own outputs (0), or the first one's times a sign.
+
+    These are the outputs of the modules that no other module calls, if they depend on trained
+    parameters: a teacher keeps its own. Every call with outputs of the same shape then gives the
+    same ones, so two views of a sample do not differ either.
+
+    Returns:
+        The loss, and the variance over the samples of the last such outputs over their mean square;
+        None: there are none.
+    """
+    running: list[nn.Module] = []
+    outputs: list[Tensor] = []
+    of_all: dict[torch.Size, Tensor] = {}
+
+    def in_place_of(x: Tensor) -> Tensor:
+        if not x.requires_grad or not x.ndim or not len(x) or len(x) % size:
+            return x
+        outputs.append(x.detach().double())
+        return of_all.setdefault(x.shape[1:], sign * x[0]).expand_as(x).clone() if sign else x
+
+    def before(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        running.pop()
+        return None if running else mapped(output, in_place_of)
+
+    for module in fork.model.modules():
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+    with seeded(fork.seed), torch.enable_grad():
+        loss = float(fork.loss(fork.model, copied(batch)).detach())
+    if not outputs:
+        return loss, None
+    square = float(outputs[-1].square().mean())
+    return loss, float(outputs[-1].var(0, correction=0).mean()) / square if square else 0.0
