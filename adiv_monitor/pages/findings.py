@@ -146,7 +146,8 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         "Are all parameters registered, modules in the right mode, gradients and axes intact?",
         (
             *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
-            *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
+            *("left-in-eval", "batch-norm-starved", "dropout-too-high", "dropout-in-eval"),
+            "running-statistics",
             *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
             *("gradient-differs", "state-carried"),
             *(

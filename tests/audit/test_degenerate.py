@@ -29,6 +29,7 @@ NUMBERS = (
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
     *("at", "beyond", "outside", "right", "wrong", "before", "after"),
     *("root", "epsilon", "sums", "spread", "largest", "mean", "std", "target mean", "target std"),
+    "momentum",
 )
 WORDS = dict.fromkeys(
     (
@@ -51,6 +52,7 @@ PROBES = (
     *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant", "collapsed"),
     *("zero-slope", "state-carried", "batch-part-unread"),
     *("zero-slope", "term-without-graph", "terms-opposed"),
+    *("zero-slope", "dropout-in-eval", "running-statistics"),
 )
 
 

@@ -155,6 +155,14 @@ def dropped(loss: float, **values: object) -> Record:
     return probed("dropout-too-high", fact, **values)
 
 
+def in_eval(times: int) -> Record:
+    return probed("dropout-in-eval", *[Fact("dropout in 'a'", {"rate": 0.5})] * times)
+
+
+def running(momentum: float) -> Record:
+    return probed("running-statistics", Fact("a", {"momentum": momentum}))
+
+
 def of_one(function: str) -> Record:
     words = {"shape": "(64, 1)", "function": function}
     return probed("softmax-of-one", Fact(function, {}, words))
@@ -710,6 +718,11 @@ ROWS: list[Row] = [
     Row("dropout-too-high", "use a dropout rate of 0.1: the argument is the share to drop, not to "
         "keep",
         dropped(2.0), record()),
+    Row("dropout-in-eval", "dropout in 'a' drops 50% in evaluation mode, too: two evaluations of "
+        "the same batch differ", in_eval(2), record()),
+    Row("dropout-in-eval", "Number of further such places: 1.", in_eval(2), in_eval(1)),
+    Row("running-statistics", "consist to 99% of the last batch's", running(0.99), running(0.0)),
+    Row("running-statistics", "stay 0 and 1, whatever the data are", running(0.0), running(0.99)),
     Row("epsilon-dominates", "The optimizer divides the gradient by √v + ε. For 90% of the "
         "entries, its ε (1) is larger than √v (typically 0.0015): ε shortens their steps, which "
         "are no longer adapted to the size of their gradients", epsilon(0.9), epsilon(0.4)),

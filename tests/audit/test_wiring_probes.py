@@ -453,6 +453,103 @@ def test_a_model_that_returns_its_loss_only_can_not_be_told_to_collapse() -> Non
     assert not found.facts and "no trained module" in found.untold
 
 
+# Evaluation mode
+
+
+class Calls(nn.Module):
+    """Calls a function of hidden features and of itself."""
+
+    def __init__(self, function: Callable[[Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.drop = function, nn.Dropout(0.5)
+        self.inner, self.head = nn.Linear(12, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function(self.inner(x).relu(), self))
+
+
+def attended(x: Tensor, rate: float) -> Tensor:
+    x = x.unflatten(1, (4, 4))
+    return functional.scaled_dot_product_attention(x, x, x, dropout_p=rate).flatten(1)
+
+
+def sampled(x: Tensor, model: nn.Module) -> Tensor:
+    """Monte-Carlo dropout: the module that drops stays in training mode."""
+    return model.drop.train()(x)  # type: ignore[union-attr, operator, no-any-return]
+
+
+@pytest.mark.parametrize(
+    "drops",
+    [
+        lambda x, model: functional.dropout(x, 0.5),
+        lambda x, model: functional.dropout(x, p=0.5, training=True),
+        lambda x, model: torch.dropout(x, 0.5, True),
+        lambda x, model: attended(x, 0.5),
+    ],
+)
+def test_dropout_in_evaluation_mode_is_watched(drops: Any) -> None:
+    model = Calls(drops)
+    (fact,) = asked("dropout-in-eval", with_model(model)).facts
+    assert (fact.numbers == {"rate": 0.5} and "dropout" in fact.place) or "attention" in fact.place
+    x = torch.ones(8, 12)
+    assert not model.eval()(x).equal(model(x))
+    assert named(with_model(model))["dropout-in-eval"] == "watch"
+
+
+@pytest.mark.parametrize(
+    "drops",
+    [
+        lambda x, model: functional.dropout(x, 0.5, model.training),
+        lambda x, model: model.drop(x),
+        lambda x, model: functional.dropout(x, 0.0),
+        lambda x, model: x + torch.randn_like(x),  # samples, as a VAE does
+        lambda x, model: attended(x, 0.5 * model.training),
+        sampled,
+    ],
+)
+def test_noise_in_training_or_on_purpose_is_no_dropout_in_evaluation_mode(drops: Any) -> None:
+    assert asked("dropout-in-eval", with_model(Calls(drops))) == Probed()
+
+
+def normalised_by(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(16, **options)
+    return nn.Sequential(nn.Linear(12, 16), norm, nn.ReLU(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99, 1.0])
+def test_running_statistics_that_are_no_average_are_watched(momentum: float) -> None:
+    of = with_model(normalised_by(momentum=momentum))
+    (fact,) = asked("running-statistics", of).facts
+    assert fact.place == "1" and fact.numbers == {"momentum": momentum}
+    fork = of.fork()
+    train(fork)
+    norm, x = fork.model[1], fork.model[0](fork.batches[-1][0])  # type: ignore[index]
+    mean = x.mean(0) if momentum else torch.zeros(16)
+    assert (norm.running_mean - mean).norm() < 0.2 * x.mean(0).norm(), "no average of batches"
+    assert named(of)["running-statistics"] == "watch"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.01},  # as EfficientNet's
+        {"momentum": None},  # the mean of all batches
+        {"momentum": 0.99, "track_running_stats": False},
+    ],
+)
+def test_running_statistics_of_many_batches_are_no_fault(options: Any) -> None:
+    assert asked("running-statistics", with_model(normalised_by(**options))) == Probed()
+
+
+def test_statistics_that_are_given_may_be_kept() -> None:
+    model = normalised_by(momentum=0.0)
+    model[1].running_mean += 1.0  # type: ignore[index, operator]
+    assert asked("running-statistics", with_model(model)) == Probed()
+
+
 # Outputs
 
 

@@ -431,6 +431,24 @@ def normed(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(model[0], nn.BatchNorm1d(model[0].out_features), *model[1:])
 
 
+def averaging(model: nn.Sequential, momentum: float) -> nn.Sequential:
+    model[1].momentum = momentum
+    return model
+
+
+class Drops(nn.Module):
+    """Drops hidden features by a function, always or in training mode alone."""
+
+    def __init__(self, model: nn.Sequential, always: bool) -> None:
+        super().__init__()
+        self.body, self.always = model, always
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(self.body[:2](x), 0.3, self.always or self.training)
+        out: Tensor = self.body[2:](x)
+        return out
+
+
 def in_evaluation(model: nn.Sequential) -> nn.Sequential:
     made = normed(model)
     made[1].eval()
@@ -1122,6 +1140,20 @@ PICTURES: dict[str, Picture] = {
          "loss of the trained model without it": of_fact("dropout-too-high", "without")},
         (initialisation, ("DROPOUT_COSTS",)),
         with_model(dropping(0.1)),
+    ),
+    "dropout-in-eval": Picture(
+        "`F.dropout(x, 0.3)` behind the first layer; the healthy one passes `self.training`",
+        with_model(partial(Drops, always=True)),
+        {"dropout rate": of_fact("dropout-in-eval", "rate")},
+        None,
+        with_model(partial(Drops, always=False)),
+    ),
+    "running-statistics": Picture(
+        "a batch normalisation behind the first layer, with a momentum of 0.99",
+        with_model(lambda model: averaging(normed(model), 0.99)),
+        {"momentum": of_fact("running-statistics", "momentum")},
+        (modules, ("ONE_BATCH",)),
+        with_model(normed),
     ),
     "row-spread": Picture(
         "samples' lengths log-normally spread, σ = 1",

@@ -25,6 +25,7 @@ from adiv_monitor.diagnosis.record import Fact
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 FEW = 4  # values: the variance's relative error, √(2/(n−1)), is 82 % for four
+ONE_BATCH = 0.9  # momentum: share of the last batch in the running statistics
 HIGH = 0.7  # share that dropout drops
 FEWEST = 3  # samples of a batch
 VARIES = 1e-4  # share of the mean square, from which inputs vary over samples
@@ -34,16 +35,57 @@ LEFT = 0.5  # share of the outputs' variation that is left after training
 _AS_LOW = 1e-2  # share of the fall of the loss: what training has still to go
 
 
+def _batch_norm(call: Call, fork: Fork) -> nn.Module | None:
+    """Return the batch normalisation that calls this, if it uses the batch's own statistics."""
+    if call.name != "batch_norm" or call.path is None or not call.argument(5, "training"):
+        return None
+    module = fork.model.get_submodule(call.path)
+    return module if isinstance(module, BATCH_NORM) else None
+
+
 @of_each_call("batch-norm-starved")
 def starved(call: Call, fork: Fork) -> Fact | None:
     """Return samples × positions per channel of a batch normalisation, if four or fewer."""
-    if call.name != "batch_norm" or call.path is None or not call.argument(5, "training"):
+    if _batch_norm(call, fork) is None:
         return None
     x = call.argument(0, "input")
     values = x.numel() // x.shape[1]
-    if values > FEW or not isinstance(fork.model.get_submodule(call.path), BATCH_NORM):
+    numbers = {"values": float(values), "samples": float(len(x))}
+    return Fact(str(call.path), numbers) if values <= FEW else None
+
+
+@of_each_call("running-statistics")
+def running(call: Call, fork: Fork) -> Fact | None:
+    """Return the momentum of running statistics that stay as they began, or are of one batch."""
+    norm = _batch_norm(call, fork)
+    momentum = getattr(norm, "momentum", None)
+    if norm is None or norm.running_mean is None or momentum is None:
         return None
-    return Fact(call.path, {"values": float(values), "samples": float(len(x))})
+    stays = momentum == 0 and _is_unused(norm)
+    is_told = stays or momentum >= ONE_BATCH
+    return Fact(str(call.path), {"momentum": float(momentum)}) if is_told else None
+
+
+@asks("dropout-in-eval")
+def dropout_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return dropout that drops where the module that calls it is in evaluation mode.
+
+    A model that keeps its modules in training mode, to sample its outputs, does so on purpose.
+    """
+    fork = setup.fork()
+    fork.model.eval()
+    found: list[Fact] = []
+
+    def look(call: Call) -> None:
+        rate = rate_of(call)
+        if call.name == "scaled_dot_product_attention":
+            rate = call.argument(4, "dropout_p", 0.0)
+        if rate > 0 and call.path is not None and not fork.model.get_submodule(call.path).training:
+            found.append(Fact(call.place, {"rate": rate}))
+
+    with torch.no_grad():
+        see_calls(fork, look)
+    return first_at_each_place(found)
 
 
 @asks("left-in-eval")

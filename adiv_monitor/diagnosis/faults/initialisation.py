@@ -531,3 +531,49 @@ def input_ignored(record: Record) -> Iterator[Finding]:
     explained = dead_share(record) > ALL_DEAD or any(vanishing(record))
     if not explained and not any(input_lost(record)):
         yield from _ignored(record)
+
+
+@fault("dropout-in-eval", "Dropout in evaluation mode")
+def dropout_in_eval(record: Record) -> Iterator[Finding]:
+    """Find dropout that drops in evaluation mode, too."""
+    facts = record.found_by("dropout-in-eval")
+    if facts:
+        worst = max(facts, key=lambda fact: fact.numbers["rate"])
+        rate, more = worst.numbers["rate"], len(facts) - 1
+        yield Finding(
+            "dropout-in-eval",
+            (),
+            "watch",
+            (Evidence("dropout rate", rate, 0, worst.place),),
+            (
+                Advice("pass training=self.training to the dropout function, or use nn.Dropout; "
+                       "for scaled_dot_product_attention, dropout_p=0.0 unless self.training"),
+            ),
+            f"{worst.place} drops {rate:.0%} in evaluation mode, too: two evaluations of the same "
+            "batch differ, and each is worse than the model without dropout."
+            + f" Number of further such places: {more}." * (more > 0),
+            "If outputs are to be sampled (Monte-Carlo dropout), this is no fault.",
+        )  # fmt: skip
+
+
+@fault("running-statistics", "Running statistics that are no average")
+def running_statistics(record: Record) -> Iterator[Finding]:
+    """Find running statistics that stay as they began, or that are those of the last batch."""
+    facts = record.found_by("running-statistics")
+    if facts:
+        momentum = facts[0].numbers["momentum"]
+        they = f"consist to {momentum:.0%} of the last batch's"
+        yield Finding(
+            "running-statistics",
+            tuple(fact.place for fact in facts),
+            "watch",
+            (Evidence("momentum", momentum, 0.9, facts[0].place),),
+            (
+                Advice("use a momentum of 0.1, or less: torch's is the share of the new batch, "
+                       "Keras's and TensorFlow's that of the old average"),
+            ),
+            f"These batch normalisations have a momentum of {momentum:g}: {_places(facts)}. The "
+            "mean and variance that they use in evaluation mode "
+            f"{they if momentum else 'stay 0 and 1, whatever the data are'}.",
+            "Training does not show it, because it uses each batch's own statistics.",
+        )  # fmt: skip
