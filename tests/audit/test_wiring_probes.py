@@ -474,9 +474,10 @@ def attended(x: Tensor, rate: float) -> Tensor:
     return functional.scaled_dot_product_attention(x, x, x, dropout_p=rate).flatten(1)
 
 
-def sampled(x: Tensor, model: nn.Module) -> Tensor:
+def sampled(x: Tensor, model: Any) -> Tensor:
     """Monte-Carlo dropout: the module that drops stays in training mode."""
-    return model.drop.train()(x)  # type: ignore[union-attr, operator, no-any-return]
+    dropped: Tensor = model.drop.train()(x)
+    return dropped
 
 
 @pytest.mark.parametrize(
@@ -512,7 +513,7 @@ def test_noise_in_training_or_on_purpose_is_no_dropout_in_evaluation_mode(drops:
     assert asked("dropout-in-eval", with_model(Calls(drops))) == Probed()
 
 
-def normalised_by(**options: Any) -> nn.Module:
+def normalised_by(**options: Any) -> Any:
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(16, **options)
     return nn.Sequential(nn.Linear(12, 16), norm, nn.ReLU(), nn.Linear(16, 3))
@@ -525,7 +526,8 @@ def test_running_statistics_that_are_no_average_are_watched(momentum: float) -> 
     assert fact.place == "1" and fact.numbers == {"momentum": momentum}
     fork = of.fork()
     train(fork)
-    norm, x = fork.model[1], fork.model[0](fork.batches[-1][0])  # type: ignore[index]
+    model: Any = fork.model
+    norm, x = model[1], model[0](fork.batches[-1][0])
     mean = x.mean(0) if momentum else torch.zeros(16)
     assert (norm.running_mean - mean).norm() < 0.2 * x.mean(0).norm(), "no average of batches"
     assert named(of)["running-statistics"] == "watch"
@@ -546,7 +548,7 @@ def test_running_statistics_of_many_batches_are_no_fault(options: Any) -> None:
 
 def test_statistics_that_are_given_may_be_kept() -> None:
     model = normalised_by(momentum=0.0)
-    model[1].running_mean += 1.0  # type: ignore[index, operator]
+    model[1].running_mean += 1.0
     assert asked("running-statistics", with_model(model)) == Probed()
 
 

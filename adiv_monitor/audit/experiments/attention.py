@@ -91,10 +91,9 @@ class Attentions:
             return [*_of_einsum(*call.args)]
         if call.name == "sum" and call.args and id(call.args[0]) in self._weighted:
             product, x = self._weighted[id(call.args[0])]
-            places = product.result.ndim
-            axes = call.argument(1, "dim", call.kwargs.get("axis"))
-            axes = (axes,) if isinstance(axes, int) else axes or range(places)
-            over = tuple(axis % places - places + x.ndim for axis in axes)
+            ndim, axes = product.result.ndim, call.argument(1, "dim", call.kwargs.get("axis"))
+            axes = (axes,) if isinstance(axes, int) else axes or range(ndim)
+            over = (axis % ndim - ndim + x.ndim for axis in axes)
             return [(x, tuple(axis for axis in over if axis >= 0 and x.shape[axis] > 1))]
         given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)][:2]
         if len(given) < 2 or call.name not in PRODUCTS or call.name in ("linear", "baddbmm"):

@@ -1,6 +1,6 @@
 """Modules that lose what their inputs tell: modes, normalisations, dropout, constant outputs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,6 +66,31 @@ def running(call: Call, fork: Fork) -> Fact | None:
     return Fact(str(call.path), {"momentum": float(momentum)}) if is_told else None
 
 
+@asks("left-in-eval")
+def left_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return normalisations in evaluation mode with mean exactly 0 and variance exactly 1.
+
+    They are those of a pass in training mode, or else those of a model that was given in the other.
+    """
+    fork = setup.fork()
+    with torch.no_grad():
+        fork.first_loss()  # a forward pass may call eval()
+    return _unused(fork.model, 0.0) or _unused(setup.model, 1.0)
+
+
+def _unused(model: nn.Module, given: float) -> list[Fact]:
+    still = ((path, m) for path, m in model.named_modules() if not m.training)
+    return [Fact(path, {"given": given}, {"class": type(m).__name__})
+            for path, m in still if isinstance(m, NORMS) and _is_unused(m)]  # fmt: skip
+
+
+def _is_unused(norm: nn.Module) -> bool:
+    mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    if mean is None or variance is None:
+        return False
+    return not bool(mean.any()) and bool((variance == 1).all())
+
+
 @asks("dropout-in-eval")
 def dropout_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return dropout that drops where the module that calls it is in evaluation mode.
@@ -74,66 +99,39 @@ def dropout_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     fork = setup.fork()
     fork.model.eval()
-    found: list[Fact] = []
 
-    def look(call: Call) -> None:
-        rate = rate_of(call)
-        if call.name == "scaled_dot_product_attention":
-            rate = call.argument(4, "dropout_p", 0.0)
-        if rate > 0 and call.path is not None and not fork.model.get_submodule(call.path).training:
-            found.append(Fact(call.place, {"rate": rate}))
+    def rate(call: Call) -> float:
+        if call.path is None or fork.model.get_submodule(call.path).training:
+            return 0.0
+        is_fused = call.name == "scaled_dot_product_attention"
+        return call.argument(4, "dropout_p", 0.0) if is_fused else rate_of(call)
 
-    with torch.no_grad():
-        see_calls(fork, look)
-    return first_at_each_place(found)
-
-
-@asks("left-in-eval")
-def left_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return normalisations in evaluation mode with mean exactly 0 and variance exactly 1."""
-    fork = setup.fork()
-    found: list[Fact] = []
-
-    def look(path: str, norm: nn.Module, args: Any) -> None:
-        if not norm.training and _is_unused(norm):
-            found.append(_unused(path, norm, given=0.0))
-
-    norms = {path: m for path, m in fork.model.named_modules() if isinstance(m, NORMS)}
-    for path, norm in norms.items():
-        norm.register_forward_pre_hook(partial(look, path))
-    unused = [_unused(path, m, given=1.0) for path, m in norms.items() if _is_unused(m)]
-    with torch.no_grad():
-        fork.first_loss()
-    return first_at_each_place(found) or (() if setup.model.training else unused)
-
-
-def _unused(path: str, norm: nn.Module, given: float) -> Fact:
-    return Fact(path, {"given": given}, {"class": type(norm).__name__})
-
-
-def _is_unused(norm: nn.Module) -> bool:
-    mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
-    both = isinstance(mean, Tensor) and isinstance(variance, Tensor)
-    return both and not bool(mean.any()) and bool((variance == 1).all())
+    return _drops(fork, rate, 0.0)
 
 
 @asks("dropout-too-high")
 def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return dropout rates above 0.7, and the trained model's losses with and without it."""
-    found: dict[str, float] = {}
-
-    def look(call: Call) -> None:
-        if rate_of(call) > HIGH:
-            found.setdefault(call.place, rate_of(call))
-
-    with torch.no_grad():
-        see_calls(setup.fork(), look)
+    found = _drops(setup.fork(), rate_of, HIGH)
     if not found:
         return ()
     batch, bare = trained.batches[-1], replace(trained)
     change_calls(bare, lambda c: with_rate(c, 0.0) if rate_of(c) > HIGH else NotImplemented)
     price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-    return tuple(Fact(place, {"rate": rate, **price}) for place, rate in found.items())
+    return [replace(fact, numbers={**fact.numbers, **price}) for fact in found]
+
+
+def _drops(fork: Fork, rate: Callable[[Call], float], least: float) -> tuple[Fact, ...]:
+    """Return where a pass drops more than a share, with the rate."""
+    found: list[Fact] = []
+
+    def look(call: Call) -> None:
+        if (share := rate(call)) > least:
+            found.append(Fact(call.place, {"rate": share}))
+
+    with torch.no_grad():
+        see_calls(fork, look)
+    return first_at_each_place(found)
 
 
 @looks("outputs-constant")

@@ -111,14 +111,16 @@ def _is_affine(fork: Fork, batch: Any) -> bool:
         return x + x.roll(1, 0) - x.roll(2, 0)
 
     size = len(probe.inputs[0])
-    if size < LEAST or bool((probe.inputs[0] == probe.inputs[0][:1]).all()):
-        return False
     pairs = [(mixed(x), y) for x, y in zip(probe.own, probe.outputs(0, mixed), strict=True)
              if x.ndim and len(x) == size]  # fmt: skip
     spread = [float((x - x.mean(0)).norm()) for x, _ in pairs]
-    return bool(pairs) and all(
-        s > _SAME * float(x.norm()) and float((x - y).norm()) <= _SAME * s
-        for (x, y), s in zip(pairs, spread, strict=True)
+    return (
+        bool(pairs)
+        and size >= LEAST
+        and all(
+            s > _SAME * float(x.norm()) and float((x - y).norm()) <= _SAME * s
+            for (x, y), s in zip(pairs, spread, strict=True)
+        )
     )
 
 

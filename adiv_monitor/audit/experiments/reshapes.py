@@ -78,8 +78,9 @@ def _loses_one(x: Tensor, part: Tensor) -> bool:
 def scrambles(call: Call) -> bool:
     """Return whether a reshape does more than split axes or join neighbouring ones."""
     x, made = call.args[0] if call.args else None, call.result
-    is_one = call.name in FUNCTIONS and isinstance(x, Tensor) and isinstance(made, Tensor)
-    return is_one and is_cut_across(x.shape, made.shape)
+    if call.name not in FUNCTIONS or not isinstance(x, Tensor) or not isinstance(made, Tensor):
+        return False
+    return is_cut_across(x.shape, made.shape)
 
 
 def is_cut_across(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
