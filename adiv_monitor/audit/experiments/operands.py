@@ -217,7 +217,7 @@ class Hidden:
         """Look for parameters in memory that the pass has made."""
         given = [*flat([*call.args, *call.kwargs.values()])]
         result = next(flat(call.result), None)
-        if not given and result is not None:
+        if not given and result is not None and result.layout == torch.strided:
             self._made[result.untyped_storage().data_ptr()] = result
         if call.path is None or result is None or result.is_leaf:
             return
