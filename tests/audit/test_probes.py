@@ -436,6 +436,17 @@ def test_a_layer_made_in_each_pass_is_named_with_its_place() -> None:
     assert asked_one("hidden-parameters", setup(model=Anew(anew=False))) == Probed()
 
 
+class AnewScaled(Anew):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = nn.Parameter(0.3 * torch.randn(8, 8))
+        return self.head((self.first(x) @ weight).relu())
+
+
+def test_a_parameter_made_of_another_tensor_in_each_pass_is_named() -> None:
+    (fact,) = asked_one("hidden-parameters", setup(model=AnewScaled())).facts
+    assert fact.words == {"made": "anew"} and "matmul" in fact.place
+
+
 class Unassigned(nn.Module):
     """Throws the result of an activation function away, or writes it into its input."""
 

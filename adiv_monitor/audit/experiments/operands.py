@@ -207,26 +207,28 @@ class Hidden:
         self._count = sum(p.numel() for p in fork.model.parameters())
         self._inside: dict[int, tuple[str, Tensor]] = {}
         self._anew: list[Fact] = []
-        self._made: dict[int, Tensor] = {}  # tensors are held so that their memory is not reused
+        self._made: list[Tensor] = []  # they are held so that their memory is not reused
         for path, module in fork.model.named_modules():
             for name, x in _attributes(module):
                 if id(x) not in self._known:
                     self._inside.setdefault(id(x), (f"{path}.{name}".lstrip("."), x))
+        self._known |= self._inside.keys()
 
     def see(self, call: Call) -> None:
         """Look for parameters in memory that the pass has made."""
-        given = [*flat([*call.args, *call.kwargs.values()])]
         result = next(flat(call.result), None)
-        if not given and result is not None and result.layout == torch.strided:
-            self._made[result.untyped_storage().data_ptr()] = result
-        if call.path is None or result is None or result.is_leaf:
+        if call.path is None or result is None:
             return
-        for x in given:
-            is_new = isinstance(x, nn.Parameter) and x.untyped_storage().data_ptr() in self._made
-            if is_new and x.requires_grad and id(x) not in self._known:
-                self._known.add(id(x))
+        if not result.requires_grad:
+            self._made.append(result)
+        for x in flat([*call.args, *call.kwargs.values()]):
+            is_known = not isinstance(x, nn.Parameter) or id(x) in self._known
+            if not is_known and result.grad_fn is not None and self._is_new(x):
                 share = x.numel() / (self._count + x.numel())
                 self._anew.append(Fact(call.place, {"share": share}, {"made": "anew"}))
+
+    def _is_new(self, x: Tensor) -> bool:
+        return any(y.shape == x.shape and y.data_ptr() == x.data_ptr() for y in self._made)
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return leaves that get a gradient, and the places where a new parameter is used."""
