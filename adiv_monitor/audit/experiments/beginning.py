@@ -213,36 +213,3 @@ def _outputs(model: nn.Module) -> list[Tensor]:
 
     model.register_forward_hook(note)
     return seen
-
-
-def double_softmax(setup: Setup) -> bool | None:
-    """Return whether the outputs are probabilities and the loss takes another softmax of them.
-
-    Outputs are probabilities if no entry is negative and they sum to 1 over the last dimension or
-    the second. The loss takes a softmax if its value stays the same when 1 is added to all outputs.
-    None: the model's output is no tensor of several classes, or can't be changed.
-    """
-    fork = setup.fork()
-    seen: list[bool] = []
-
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.ndim >= 2 and output.shape[1] > 1:
-            sums = (output.sum(1), output.sum(-1))
-            ones = any(bool((total - 1).abs().max() < 1e-3) for total in sums)
-            seen.append(ones and bool(output.min() >= 0))
-
-    def shift(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output + 1
-
-    fork.model.register_forward_hook(look)
-    with torch.no_grad():
-        try:
-            loss = float(fork.first_loss())
-            if not seen:
-                return None
-            fork = setup.fork()
-            fork.model.register_forward_hook(shift)
-            shifted = float(fork.first_loss())
-        except Exception:  # the training run reports errors of the loss
-            return None
-    return all(seen) and math.isclose(loss, shifted, rel_tol=1e-5)

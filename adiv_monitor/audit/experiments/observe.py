@@ -12,13 +12,14 @@ from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.experiments import probes  # noqa: F401  (registers the questions)
+from adiv_monitor.audit.experiments.answers import double_softmax
 from adiv_monitor.audit.experiments.averages import averages
 from adiv_monitor.audit.experiments.backward import descent_share
-from adiv_monitor.audit.experiments.beginning import are_trained, chance, double_softmax, weights
+from adiv_monitor.audit.experiments.beginning import are_trained, chance, weights
 from adiv_monitor.audit.experiments.digits import told
 from adiv_monitor.audit.experiments.exchange import input_matters
+from adiv_monitor.audit.experiments.loss_inputs import activated_output
 from adiv_monitor.audit.experiments.moving_targets import moving_targets
-from adiv_monitor.audit.experiments.outputs import activated_output
 from adiv_monitor.audit.experiments.probed import probe
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.step_cost import step_cost

@@ -2,10 +2,12 @@
 
 # ruff: noqa: F401
 from adiv_monitor.audit.experiments import (
+    answers,
     attention,
     backward,
     data,
     exchange,
+    loss_inputs,
     modules,
     operands,
     reference,
@@ -13,18 +15,4 @@ from adiv_monitor.audit.experiments import (
     sequences,
     state,
     terms,
-)
-from adiv_monitor.audit.experiments.probes import (
-    bounded_logits,
-    broadcast_loss,
-    changed_outputs,
-    class_weights,
-    label_smoothing,
-    logits_as_probabilities,
-    loss_reversed,
-    no_log,
-    softmax_axes,
-    targets_misplaced,
-    targets_out_of_range,
-    zero_gradient,
 )

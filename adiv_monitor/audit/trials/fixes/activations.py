@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.calls import Call
+from adiv_monitor.audit.experiments.loss_inputs import activation, leave_out
 from adiv_monitor.audit.experiments.operands import maps_that_run
-from adiv_monitor.audit.experiments.outputs import activation_of_logits
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix, replace_calls
 from adiv_monitor.audit.trials.fixes.places import modules_at
@@ -65,19 +64,14 @@ def _replaced(
 
 def _plain_outputs(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """Remove the activation function whose outputs a loss takes for logits: a module, or a call."""
-    found = activation_of_logits(fork)
+    found = activation(fork)
     if found is None:
         raise DoesNotApply("no activation function stands in front of the loss")
-    _, activation = found
-    module = None if activation.path is None else fork.model.get_submodule(activation.path)
+    module = None if found.path is None else fork.model.get_submodule(found.path)
     if module is not None and type(module).__module__.startswith("torch.nn.modules.activation"):
         module.forward = nn.Identity().forward
         return
-    replace_calls(
-        fork,
-        lambda call: call.number == activation.number,
-        lambda call: call.argument(0, "input"),
-    )
+    leave_out(fork, [found])
 
 
 def _relu_between(fork: Fork, layers: Sequence[str], record: Record | None) -> None:

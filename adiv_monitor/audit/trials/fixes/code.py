@@ -6,18 +6,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from adiv_monitor.audit.experiments import loss_inputs
 from adiv_monitor.audit.experiments.backward import cuts, undo
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
 from adiv_monitor.audit.experiments.exchange import ORDERED
 from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH, NORMS
 from adiv_monitor.audit.experiments.operands import Hidden, OneSided
-from adiv_monitor.audit.experiments.probes import (
-    broadcast_loss,
-    changed_outputs,
-    softmax_axes,
-    targets_out_of_range,
-)
 from adiv_monitor.audit.experiments.reshapes import FUNCTIONS, permuted, scrambles
 from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.training.batches import size_of
@@ -113,7 +108,7 @@ def _less_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Reshape the first operand of each broadcasting function to the shape of the second."""
-    found = broadcast_loss.broadcasts(fork)
+    found = loss_inputs.those(fork, loss_inputs.is_broadcast)
     numbers = {c.number for c in found if c.args[0].numel() == c.args[1].numel()}
 
     def instead(call: Call) -> object:
@@ -133,7 +128,7 @@ def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
         return x.sigmoid() if "binary_cross_entropy" in names else x
 
     def is_met(call: Call) -> bool:
-        return call.name in softmax_axes.FUNCTIONS and softmax_axes.is_of_one(call, samples)
+        return call.name in loss_inputs.SOFTMAXES and loss_inputs.is_of_one(call, samples)
 
     replace_calls(fork, is_met, instead)
 
@@ -145,30 +140,33 @@ def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
 
     def instead(call: Call) -> object:
         x = call.argument(0, "input")
-        return x if names & {*softmax_axes.OWN} else call.function(x, dim=1)
+        return x if names & {*loss_inputs.OWN} else call.function(x, dim=1)
 
-    replace_calls(fork, lambda call: softmax_axes.is_over_samples(call, samples), instead)
+    replace_calls(fork, lambda call: loss_inputs.is_over_samples(call, samples), instead)
 
 
 def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Leave out the function before the difference, identified by its number in the pass."""
-    numbers = {bounds.last.number for bounds, _ in targets_out_of_range.compared(fork).beyond}
-    replace_calls(
-        fork,
-        lambda call: call.number in numbers and call.name in targets_out_of_range.RANGES,
-        lambda call: call.argument(0, "input"),
-    )
+    numbers = _out_of_range(fork, loss_inputs.BOUNDED)
+    replace_calls(fork, lambda call: call.number in numbers, lambda call: call.argument(0, "input"))
 
 
 def _sigmoids(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Replace softmaxes that are compared with targets of several classes by sigmoids."""
-    found = targets_out_of_range.compared(fork).several
-    numbers = {call.number for call, share in found if share > 0}
+    numbers = _out_of_range(fork, ("softmax",))
     replace_calls(
         fork,
-        lambda call: call.number in numbers and call.name == "softmax",
+        lambda call: call.number in numbers,
         lambda call: call.argument(0, "input").sigmoid(),
     )
+
+
+def _out_of_range(fork: Fork, names: Sequence[str]) -> set[int]:
+    """Return the numbers of the calls of some functions that can't reach the targets."""
+    look = loss_inputs.OutOfRange(fork)
+    with torch.enable_grad():
+        loss = see_calls(fork, look.see)
+    return {call.number for call, _ in look.found(loss) if call.name in names}
 
 
 def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
@@ -230,17 +228,17 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _outputs_without_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = changed_outputs.dropped(fork)
+    found = loss_inputs.dropped(fork)
     if not found:
         raise DoesNotApply("no dropout acts on the outputs")
-    changed_outputs.leave_out(fork, found)
+    loss_inputs.leave_out(fork, found)
 
 
 def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = changed_outputs.norms(fork)
+    found = loss_inputs.norms(fork)
     if not found:
         raise DoesNotApply("no normalisation acts on the outputs")
-    changed_outputs.leave_out(fork, found)
+    loss_inputs.leave_out(fork, found)
 
 
 def _names(fork: Fork) -> set[str]:

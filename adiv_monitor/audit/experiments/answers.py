@@ -1,0 +1,261 @@
+"""The loss of other outputs than the model's, such as the targets themselves."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor.audit.experiments.calls import see_calls
+from adiv_monitor.audit.experiments.concerned import few, only_target, passed, with_tensor
+from adiv_monitor.audit.experiments.questions import Untold, asks
+from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact
+
+Losses = tuple[float, float]
+
+
+class Answered:
+    """The loss of a batch for any outputs of the model.
+
+    Attributes:
+        outputs: The model's own first output of floating point; None: it has none.
+        first: The loss of the model's own outputs.
+    """
+
+    def __init__(self, fork: Fork, batch: Any) -> None:
+        self.outputs: Tensor | None = None
+        self._instead: Tensor | None = None
+        self._loss, self._batch = RepeatedLoss(fork), batch
+        fork.model.register_forward_hook(self._replace)
+        self.first = self._loss.of(batch)
+
+    def loss(self, outputs: Tensor) -> float:
+        """Return the loss of these outputs."""
+        self._instead = outputs
+        return self._loss.of(self._batch)
+
+    def _replace(self, module: nn.Module, args: Any, output: Any) -> Any:
+        instead = self._instead
+        if instead is None:
+            own = (x.detach() for x in tensors(output) if x.is_floating_point())
+            self.outputs = next(own, None)
+            return None
+        return mapped(output, lambda x: instead.to(x.dtype) if x.shape == instead.shape else x)
+
+
+def double_softmax(setup: Setup) -> bool | None:
+    """Return whether the outputs are probabilities and the loss takes another softmax of them.
+
+    Outputs are probabilities if no entry is negative and they sum to 1 over the last dimension or
+    the second. The loss takes a softmax if its value stays the same when 1 is added to all outputs.
+    None: the model's output is no tensor of several classes, or can't be changed.
+    """
+    try:
+        of = Answered(setup.fork(), setup.batches[0])
+        x = of.outputs
+        if x is None or x.ndim < 2 or x.shape[1] < 2:
+            return None
+        are_ones = any(bool((x.sum(axis) - 1).abs().max() < 1e-3) for axis in (1, -1))
+        is_distribution = are_ones and bool(x.min() >= 0)
+        return is_distribution and math.isclose(of.first, of.loss(x + 1), rel_tol=1e-5)
+    except Exception:  # the training run reports errors of the loss
+        return None
+
+
+def _preferred(
+    setup: Setup, find: Callable[[Answered, Tensor], Losses | None]
+) -> tuple[Tensor, Losses] | None:
+    """Return what is found of the first batch's only target, in the shape of the outputs."""
+    batch = few(setup, setup.batches[0])
+    of = Answered(setup.fork(), batch)
+    for x in tensors(batch):
+        target = None if of.outputs is None else _as_output(of.outputs, x)
+        if target is None or (losses := find(of, target)) is None:
+            continue
+        if only_target(setup, batch) is x:
+            return target, losses
+    return None
+
+
+def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
+    """Return targets of zeros and ones, or classes as such, in the output's shape; else None."""
+    if output.ndim < 1 or x.is_complex():
+        return None
+    if x.numel() == output.numel() and {*x.unique().tolist()} == {0, 1}:
+        return x.reshape(output.shape).to(output)
+    if output.ndim < 2 or x.is_floating_point() or x.dtype is torch.bool:
+        return None
+    classes = output.shape[1]
+    is_class = x.numel() * classes == output.numel() and classes > 1
+    if not is_class or not 0 <= int(x.min()) <= int(x.max()) < classes:
+        return None
+    places = x.reshape(len(output), *output.shape[2:]).long()
+    return functional.one_hot(places, classes).movedim(-1, 1).to(output)
+
+
+# Logits in place of probabilities
+
+# Relative to the first loss: outputs that equal the targets have a loss that is closer to 0 than
+# `PERFECT`, and outputs of twice the targets one that is lower by at least `LOWER`.
+PERFECT, LOWER = 0.05, 0.1
+OUTSIDE = 0.05  # share of the trained model's outputs below 0 or above 1, at least
+
+
+@asks("logits-as-probabilities")
+def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Replace the outputs by the targets, of 0 and 1, and by twice the targets.
+
+    A loss of logits is not zero where these equal the targets, and a loss of probabilities is
+    nowhere lower. One that is zero there and lower beyond has its lowest value elsewhere.
+    """
+    found = _preferred(setup, _beyond)
+    if found is None:
+        return ()
+    x = Answered(setup.fork_like(trained), setup.batches[0]).outputs
+    outside = 0.0 if x is None else float(((x < 0) | (x > 1)).float().mean())
+    if outside < OUTSIDE:
+        return ()
+    at, beyond = found[1]
+    return (Fact("", {"at": at, "beyond": beyond, "outside": outside}),)
+
+
+def _beyond(of: Answered, target: Tensor) -> Losses | None:
+    """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
+    at = of.loss(target)
+    if abs(at) >= PERFECT * abs(of.first):
+        return None
+    beyond = of.loss(2 * target)
+    return (at, beyond) if beyond < at - LOWER * abs(of.first) else None
+
+
+# Targets that outputs had better contradict
+
+LOGIT = 8.0
+NEGATIONS = ("neg", "negative", "__neg__", "softmin")
+
+
+@asks("loss-reversed")
+def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Replace the outputs by the targets, of 0 and 1, and by their opposite.
+
+    This is done as probabilities, p and 1 − p, and as logits, ±8, because a loss of probabilities
+    may not tell logits apart. Distances, which are never negative, and energies, which the loss
+    negates, may be meant to contradict. A surrogate, as in policy gradients, has the right gradient
+    whatever its value is: nothing is found unless the training makes the outputs agree less.
+    """
+    found = _preferred(setup, _contrary)
+    if found is None:
+        return ()
+    target, (right, wrong) = found
+    batch = few(setup, setup.batches[0])
+    before, after = (Answered(x, batch).outputs for x in (setup.fork(), setup.fork_like(trained)))
+    assert before is not None
+    assert after is not None
+    # Outputs that are no longer finite do not show that the training is a good one.
+    if _agreement(after, target) >= _agreement(before, target):
+        return ()
+    kind = "energies" if _negates_outputs(setup.fork()) else "positive"
+    kind = "signed" if kind == "positive" and bool((after < 0).any()) else kind
+    return (Fact("", {"right": right, "wrong": wrong}, {"outputs": kind}),)
+
+
+def _contrary(of: Answered, target: Tensor) -> Losses | None:
+    """Return the losses of right and of wrong logits; None: that of the right ones is lower."""
+    logits = LOGIT * (2 * target - 1)
+    pairs = [(of.loss(x), of.loss(y)) for x, y in ((target, 1 - target), (logits, -logits))]
+    is_reversed = all(right - wrong > LOWER * abs(of.first) for right, wrong in pairs)
+    return pairs[-1] if is_reversed else None
+
+
+def _agreement(outputs: Tensor, target: Tensor) -> float:
+    """Return by how much the outputs are higher where the target is 1 than where it is 0."""
+    return float(outputs[target == 1].mean() - outputs[target == 0].mean())
+
+
+def _negates_outputs(fork: Fork) -> bool:
+    """Return whether the loss takes the negative of the model's outputs."""
+    made: list[Tensor] = []
+    negated: list[Any] = []
+    fork.model.register_forward_hook(lambda module, args, output: made.extend(tensors(output)))
+    with torch.no_grad():
+        see_calls(
+            fork,
+            lambda call: negated.extend([call.argument(0, "input")] * (call.name in NEGATIONS)),
+        )
+    return any(x is y for x in negated for y in made)
+
+
+# Outputs and targets of different samples
+
+FEWEST = 4  # samples of the batch
+# A sample's inputs and targets may concern this many times its share of the outputs; where they
+# concern more, samples are mixed on purpose, as nodes of a graph are.
+ITS_SHARE = 1.5
+
+
+@asks("targets-misplaced")
+def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Change the first sample's inputs, then its targets, and see which outputs these concern.
+
+    Inputs concern the outputs that change and count in the loss. Targets, which change no outputs,
+    concern those whose gradient changes; outputs that no sample's inputs change, such as zeros of a
+    ReLU, do not count. The share that both concern, of the fewer ones, is 1 if they belong
+    together.
+    """
+    batch = few(setup, setup.batches[0])
+    size = size_of(batch)
+    if size < FEWEST:
+        raise Untold(f"the batch has fewer than {FEWEST} samples")
+    if any(x.ndim and len(x) != size for x in tensors(batch)):
+        raise Untold("the tensors of a batch are of unlike length")
+    own = passed(setup, batch)
+    of_inputs = of_targets = alive = torch.zeros_like(own.outputs, dtype=torch.bool)
+    counts = own.gradients != 0
+    shapes = []
+    for number, x in enumerate(tensors(batch)):
+        if not x.ndim or (other := _other(x)) is None:
+            continue
+        changed = passed(setup, with_tensor(batch, number, partial(_put, row=other)))
+        if changed.outputs.shape != own.outputs.shape:
+            raise Untold("the number of outputs depends on the inputs")
+        counts = counts | (changed.gradients != 0)
+        moved = changed.outputs != own.outputs
+        if bool(moved.any()):
+            of_inputs = of_inputs | moved
+            every = passed(setup, with_tensor(batch, number, partial(_turn, by=other)))
+            alive = alive | moved | (every.outputs != own.outputs)
+        else:
+            of_targets = of_targets | (changed.gradients != own.gradients)
+            shapes.append(str(tuple(x.shape)))
+    its_share = ITS_SHARE * int(counts.sum()) / size
+    of_inputs = of_inputs & counts
+    if max(int(of_targets.sum()), int(of_inputs.sum())) > its_share:
+        raise Untold("inputs or targets of a sample concern the outputs of several")
+    of_targets = of_targets & alive
+    fewer = min(int(of_inputs.sum()), int(of_targets.sum()))
+    if not fewer:
+        raise Untold("the batch holds no inputs and targets apart")
+    share = float((of_inputs & of_targets).sum()) / fewer
+    return (Fact("", {"share": share}, {"of": own.shape, "to": ", ".join(shapes)}),)
+
+
+def _other(x: Tensor) -> int | None:
+    """Return the first sample that differs from the first one; None: all are alike."""
+    differ = (x != x[:1]).reshape(len(x), -1).any(1).nonzero()
+    return int(differ[0]) if len(differ) else None
+
+
+def _turn(x: Tensor, by: int) -> Tensor:
+    """Return the samples in another order, in which the first one is that of this number."""
+    return x.roll(-by, 0)
+
+
+def _put(x: Tensor, row: int) -> Tensor:
+    """Return a copy whose first sample is like the one of this number."""
+    return torch.cat([x[row : row + 1], x[1:]])

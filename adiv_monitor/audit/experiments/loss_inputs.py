@@ -1,0 +1,633 @@
+"""What does the loss get? Questions about the loss's own calls, and about those that lead to it."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.derived import Derived, flat
+from adiv_monitor.audit.experiments.dropout import rate_of
+from adiv_monitor.audit.experiments.flat import ends_of_function
+from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
+from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.train import gradient_norm
+from adiv_monitor.diagnosis.record import ActivatedOutput, Fact
+
+LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+DIFFERENCES = ("sub", "subtract", "__sub__", "__rsub__", "rsub", *LOSSES)
+OWN = ("cross_entropy", "binary_cross_entropy_with_logits")  # with their own softmax or sigmoid
+CLASSIFIES = (*OWN, "nll_loss", "binary_cross_entropy", "multi_margin_loss")
+
+
+def those(fork: Fork, is_met: Callable[[Call], bool]) -> list[Call]:
+    """Return the calls of the first batch's loss that meet a condition."""
+    found: list[Call] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run has shown them
+        see_calls(fork, lambda call: found.append(call) if is_met(call) else None)
+    return found
+
+
+class Known:
+    """What is known of tensors, by their memory: views have it, too, until it is written to."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Tensor, int, Any]] = {}  # held, so that memory is not reused
+
+    def note(self, x: Tensor, known: Any) -> None:
+        """Note what is known of a tensor."""
+        self._of[x.untyped_storage().data_ptr()] = x, x._version, known
+
+    def of(self, x: object) -> Any:
+        """Return what is known of a tensor; None: nothing."""
+        if not isinstance(x, Tensor):
+            return None
+        _, version, known = self._of.get(x.untyped_storage().data_ptr(), (None, -1, None))
+        return known if version == x._version else None
+
+
+def compared(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each of a call's first two tensors with the other, if that depends on no parameters."""
+    sides = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)][:2]
+    for output, target in zip(sides, reversed(sides), strict=True):
+        if len(sides) == 2 and not target.requires_grad:
+            yield output, target
+
+
+# Each output with the targets of all samples
+
+
+@of_each_call("broadcast-loss")
+def broadcast(call: Call, fork: Fork) -> Fact | None:
+    """Find results larger than their operands, of which one depends on parameters."""
+    if not is_broadcast(call):
+        return None
+    a, b = call.args[:2]
+    words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
+    if call.name not in DIFFERENCES:
+        words["by"] = "another function"
+    return Fact(call.place, {"times": _times(a, b)}, words)
+
+
+def is_broadcast(call: Call) -> bool:
+    """Return whether a call combines two tensors with different numbers of dimensions.
+
+    Both have the same number of samples, for example (B, 1) and (B,), whose difference is (B, B).
+    Other functions than differences count in the loss, if they work entry by entry on one number
+    for each sample: vectors may be paired on purpose.
+    """
+    a, b = call.args[:2] if len(call.args) > 1 else (None, None)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad == b.requires_grad:
+        return False
+    if a.ndim == b.ndim or not (a.ndim and b.ndim and len(a) == len(b) > 1) or _times(a, b) <= 1:
+        return False
+    of_each = call.path is None and a.numel() == b.numel() == len(a)
+    result = call.result
+    return call.name in DIFFERENCES or (
+        of_each and isinstance(result, Tensor) and result.requires_grad
+        and result.shape == torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
+    )  # fmt: skip
+
+
+def _times(a: Tensor, b: Tensor) -> float:
+    """Return the number of entries of both together over that of the larger one."""
+    try:
+        both: torch.Size = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return 0.0
+    return both.numel() / max(a.numel(), b.numel(), 1)
+
+
+# Log-probabilities
+
+_CLASSES = {"nll_loss": 1, "kl_div": -1, "ctc_loss": -1}  # the axis of the classes, by loss
+_CLOSE = 1e-3  # rounding of a sum of probabilities
+# Distances of the logarithm of the sum from 0: one that no rounding explains, and one that it may.
+_FAR, _NEAR = 0.1, 0.02
+
+
+@looks("no-log")
+class NoLog:
+    """Losses of log-probabilities that are given something else.
+
+    A loss that adds the `logsumexp` of its input itself is a cross-entropy.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._found: dict[str, tuple[Fact, Tensor]] = {}
+        self._added: list[Tensor] = []
+
+    def see(self, call: Call) -> None:
+        """Note what such losses are given."""
+        if call.name == "logsumexp":
+            self._added.append(call.argument(0, "input").detach())
+        if given := given_to(call):
+            fact = Fact(call.place, {}, {"function": call.name, "given": given})
+            self._found.setdefault(call.place, (fact, _scores(call).detach()))
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return a fact for each loss that is no cross-entropy."""
+        for fact, x in self._found.values():
+            if not any(y.shape == x.shape and torch.allclose(x, y) for y in self._added):
+                yield fact
+
+
+@torch.no_grad()
+def given_to(call: Call) -> str:
+    """Return what a loss receives in place of log-probabilities; "": nothing else, as far as known.
+
+    Probabilities are not negative and sum to 1, over the classes or the last axis. The exponentials
+    of log-probabilities sum to 1: "another axis" if they do so along another one than that of the
+    classes. Scores of which most rows violate this along all axes, some with positive entries,
+    are "logits". Over which axes `kl_div` sums is not known.
+    """
+    x = _scores(call)
+    if call.name not in _CLASSES or not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():
+        return ""
+    classes = _CLASSES[call.name] % x.ndim
+    several = [axis for axis in range(x.ndim) if x.shape[axis] > 1]
+    sums = [x.float().sum(axis) for axis in {classes, 1, x.ndim - 1}.intersection(several)]
+    if x.min() >= 0 and any(bool((total - 1).abs().max() < _CLOSE) for total in sums):
+        return "probabilities"
+    if call.name == "kl_div" or classes not in several:
+        return ""
+    off = {axis: x.float().logsumexp(axis).abs() for axis in several}
+    if all(bool(each.median() > _FAR) for each in off.values()):
+        return "logits" if bool(x.max() > 0) else ""
+    if call.name == "nll_loss" and x.ndim == 2:
+        return ""  # this is softmax-over-samples
+    is_other = any(bool(each.max() < _NEAR) for each in off.values())
+    return "another axis" if is_other and bool(off[classes].median() > _FAR) else ""
+
+
+def _scores(call: Call) -> Any:
+    return call.argument(0, "log_probs" if call.name == "ctc_loss" else "input")
+
+
+# A softmax over one entry, or over the samples
+
+SOFTMAXES = ("softmax", "log_softmax", "softmin")
+
+
+@of_each_call("softmax-of-one")
+def of_one(call: Call, fork: Fork) -> Fact | None:
+    """Find softmaxes of (samples, 1) over the last axis, whose result is always 1."""
+    return _of_shape(call) if is_of_one(call, size_of(fork.batches[0])) else None
+
+
+@of_each_call("softmax-over-samples")
+def over_samples(call: Call, fork: Fork) -> Fact | None:
+    """Find softmaxes of (samples, classes) over the first axis, which mix samples.
+
+    If the tensors of a batch are of unlike length, as of one bag of instances and its target, their
+    first axis is not that of the samples.
+    """
+    samples = size_of(fork.batches[0])
+    alike = all(len(x) == samples for x in tensors(fork.batches[0]) if x.ndim)
+    return _of_shape(call) if alike and is_over_samples(call, samples) else None
+
+
+def _of_shape(call: Call) -> Fact:
+    shape = str(tuple(call.argument(0, "input").shape))
+    return Fact(call.place, {}, {"shape": shape, "function": call.name})
+
+
+def is_of_one(call: Call, samples: int) -> bool:
+    """Return whether a call is a softmax, or a cross-entropy, of one class."""
+    x = call.argument(0, "input")
+    if not isinstance(x, Tensor) or x.shape != (samples, 1) or samples < 2:
+        return False
+    return call.name == "cross_entropy" or (call.name in SOFTMAXES and _axis(call) == 1)
+
+
+def is_over_samples(call: Call, samples: int) -> bool:
+    """Return whether a call is a softmax over the samples, with several classes."""
+    x = call.argument(0, "input")
+    if call.name not in SOFTMAXES or not isinstance(x, Tensor) or x.ndim != 2:
+        return False
+    return len(x) == samples > 1 and x.shape[1] not in (1, samples) and _axis(call) == 0
+
+
+def _axis(call: Call) -> int:
+    axis = call.argument(1, "dim")
+    return 1 if axis is None else int(axis) % 2
+
+
+# Label smoothing
+
+_SAME = 1e-5  # rounding of a target's smallest probabilities
+
+
+@of_each_call("label-smoothing")
+def smoothed(call: Call, fork: Fork) -> Fact | None:
+    """Return label smoothing, and the number of classes, of a loss that uses any."""
+    share, classes = smoothing_of(call)
+    return Fact(call.place, {"share": share, "classes": float(classes)}) if share > 0 else None
+
+
+def smoothing_of(call: Call) -> tuple[float, int]:
+    """Return ε of targets (1 − ε) · one-hot + ε / classes, and the number of classes.
+
+    ε is an argument, or follows from targets that are probabilities: all but the largest are ε /
+    classes. 0: there is no smoothing, or the targets are of another kind.
+    """
+    outputs, target = call.argument(0, "input"), call.argument(1, "target")
+    if call.name not in ("cross_entropy", "kl_div") or not isinstance(target, Tensor):
+        return 0.0, 0
+    classes = outputs.shape[1 if outputs.ndim > 1 else 0]
+    if call.name == "cross_entropy" and not target.is_floating_point():
+        return float(call.argument(7, "label_smoothing", 0.0)), classes
+    if target.shape != outputs.shape or target.ndim < 2 or classes < 3 or not target.numel():
+        return 0.0, 0
+    shares = target.float().exp() if call.argument(5, "log_target", False) is True else target
+    in_order = shares.detach().float().movedim(1, -1).flatten(0, -2).sort(-1).values
+    others = in_order[:, :-1]
+    is_spread = bool((others[:, -1] - others[:, 0]).max() < _SAME)
+    is_whole = bool((in_order.sum(-1) - 1).abs().max() < classes * _SAME)
+    return (float(others.mean()) * classes if is_spread and is_whole else 0.0), classes
+
+
+# Weights of classes
+
+_BATCHES = 8  # most batches whose targets are counted
+_TWICE = math.log(2.0)  # smallest spread of counts, and of weights, in which a trend is seen
+
+
+@asks("class-weights")
+def class_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the slope of the logarithm of weights over that of counts, where they differ.
+
+    Weights that balance classes have a slope of −1, the square root of these −0.5, and counts in
+    place of their inverses 1.
+    """
+    fork = setup.fork()
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def look(call: Call) -> None:
+        if (weighted := _weighted(call)) is not None:
+            found.setdefault(call.place, []).append(weighted)
+
+    count = min(_BATCHES, len(setup.batches))
+    with torch.no_grad():
+        for i in range(count):
+            see_calls(fork, look, setup.batches[i * len(setup.batches) // count])
+            if not found:
+                return
+    for place, pairs in found.items():
+        weight, counted = pairs[-1][0], torch.stack([n for _, n in pairs]).sum(0)
+        used = (weight > 0) & (counted > 0)
+        w, n = weight[used].log(), counted[used].log()
+        if len(w) < 2 or min(float(x.max() - x.min()) for x in (w, n)) < _TWICE:
+            continue
+        w, n = w - w.mean(), n - n.mean()
+        common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
+        numbers = {
+            "slope": float((w * n).sum() / n.square().sum()),
+            "correlation": float((w * n).sum() / (w.norm() * n.norm())),
+            "times": float(weight[common] / weight[rare]),
+            "more": float(counted[common] / counted[rare]),
+        }
+        yield Fact(place, numbers, {"common": str(common), "rare": str(rare)})
+
+
+def _weighted(call: Call) -> tuple[Tensor, Tensor] | None:
+    """Return the weights of classes in a loss, and the number of targets of each; None: no weights.
+
+    Of binary targets, these are the weights 1 and `pos_weight`; of several labels, its geometric
+    mean.
+    """
+    target = call.argument(1, "target")
+    if call.name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+        weight = call.argument(2, "weight")
+        if isinstance(weight, Tensor):
+            is_known = (target >= 0) & (target < len(weight))
+            known = target[is_known & (target != int(call.argument(4, "ignore_index", -100)))]
+            counted = torch.bincount(known.flatten().cpu(), minlength=len(weight))
+            return weight.detach().double().cpu(), counted.double()
+    elif call.name == "binary_cross_entropy_with_logits":
+        weight = call.argument(6, "pos_weight")
+        if isinstance(weight, Tensor):
+            positive = target.double().sum()
+            of_ones = weight.detach().double().log().mean().exp()
+            return (
+                torch.stack([torch.ones_like(of_ones), of_ones]).cpu(),
+                torch.stack([target.numel() - positive, positive]).cpu(),
+            )
+    return None
+
+
+# Targets that the function on the outputs can't reach
+
+# Functions with a bounded range that never fall.
+BOUNDED = ("relu", "softplus", "relu6", "sigmoid", "special_expit", "hardsigmoid", "tanh",
+           "hardtanh")  # fmt: skip
+# Linear in each operand, but for divisors.
+LINEAR = ("add", "__add__", "__radd__", "sub", "subtract", "__sub__", "__rsub__", "rsub", "mul",
+          "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__",
+          "neg", "__neg__")  # fmt: skip
+SEVERAL = 1.5  # sum of the targets of a sample from which on they are of several classes
+
+
+class Bounds(NamedTuple):
+    """The values that a tensor can have.
+
+    Attributes:
+        last: The call of the function with a bounded range that it derives from.
+        low: No entry is below this.
+        high: No entry is above this.
+    """
+
+    last: Call
+    low: float
+    high: float
+
+
+class _Comparison(NamedTuple):
+    call: Call
+    source: Call  # the function that can't reach what is wrong, or the loss itself
+    wrong: Tensor  # which targets, or rows of them, can't be reached
+    target: Tensor
+    words: dict[str, str]
+
+
+@looks("targets-out-of-range")
+class OutOfRange:
+    """The share of targets that the function on the outputs can't reach.
+
+    These are targets outside its range, rows of targets of several classes at once, if it is a
+    softmax, whose results sum to 1, or targets of a binary cross-entropy below 0 or above 1.
+    Bounded results that are multiplied by, or added to, tensors that depend on no parameters remain
+    bounded.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._known = Known()
+        self._met: list[_Comparison] = []
+
+    def see(self, call: Call) -> None:
+        """Note bounds and softmaxes, and what a call compares with targets."""
+        self._compare(call)
+        if (bounds := self._bounds(call)) is not None:
+            self._known.note(call.result, bounds)
+        elif call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
+            self._known.note(call.result, call)
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return a fact for each function that can't reach some targets."""
+        return [fact for _, fact in self.found(loss)]
+
+    def found(self, loss: Tensor) -> list[tuple[Call, Fact]]:
+        """Return the calls that can't reach some targets that count in the loss, each with a fact.
+
+        If a loss compares entry by entry, a mask may leave some out: their gradient is zero.
+        """
+        found: dict[str, tuple[Call, Fact]] = {}
+        for call, source, wrong, target, words in self._met:
+            counts = torch.ones_like(wrong)
+            if call.result.requires_grad and call.result.shape == wrong.shape:
+                (g,) = torch.autograd.grad(loss, call.result, retain_graph=True, allow_unused=True)
+                counts = counts if g is None else g != 0
+            share = float(wrong[counts].double().mean())
+            if share > 0:
+                if call is source and call.name != "cross_entropy":
+                    at = target[counts]
+                    words["farthest"] = f"{float(at[(at - 0.5).abs().argmax()]):.3g}"
+                words["function"] = source.name
+                fact = Fact(source.place, {"share": share}, words)
+                found.setdefault(source.place, (source, fact))
+        return list(found.values())
+
+    def _compare(self, call: Call) -> None:
+        pairs = compared(call) if call.name in (*DIFFERENCES, *CLASSIFIES) else ()
+        for output, target in pairs:
+            source = self._known.of(output)
+            if target.numel() < 2 or not output.requires_grad:
+                continue  # a single number is no target, but scales or moves outputs
+            if call.name == "cross_entropy" and output.shape == target.shape:
+                of_classes = target.float().sum(min(1, target.ndim - 1))
+                self._met.append(
+                    _Comparison(call, call, of_classes > SEVERAL, target, {"sum": "1"})
+                )
+            elif call.name == "binary_cross_entropy_with_logits":
+                outside = (target < 0) | (target > 1)
+                self._met.append(_Comparison(call, call, outside, target.double(), {}))
+            elif isinstance(source, Bounds):
+                outside = (target < source.low) | (target > source.high)
+                words = {"low": f"{source.low:g}", "high": f"{source.high:g}"}
+                self._met.append(_Comparison(call, source.last, outside, target, words))
+            elif source is not None and output.shape == target.shape == source.result.shape:
+                of_classes = target.float().sum(source.argument(1, "dim"))
+                self._met.append(
+                    _Comparison(call, source, of_classes > SEVERAL, target, {"sum": "1"})
+                )
+
+    def _bounds(self, call: Call) -> Bounds | None:
+        """Return the bounds of a call's result; None: it has none."""
+        if not isinstance(call.result, Tensor) or not call.args:
+            return None
+        if call.name in BOUNDED:
+            given = self._known.of(call.args[0])
+            last, *ends = given if isinstance(given, Bounds) else (call, -math.inf, math.inf)
+            low, high = call.function(torch.tensor(ends), *call.args[1:], **call.kwargs).tolist()
+            return Bounds(last, low, high)
+        if call.name not in LINEAR or call.kwargs:
+            return None
+        sources = [x for y in call.args if isinstance(x := self._known.of(y), Bounds)]
+        limits = [limit for x in call.args if (limit := self._limits(x)) is not None]
+        if len(sources) != 1 or len(limits) < len(call.args):
+            return None
+        if "div" in call.name and limits[1][0] <= 0 <= limits[1][1]:
+            return None
+        values = [float(call.function(*map(torch.tensor, corner))) for corner in product(*limits)]
+        return Bounds(sources[0].last, min(values), max(values))
+
+    def _limits(self, x: object) -> tuple[float, float] | None:
+        """Return the smallest and the largest value; None: they depend on parameters."""
+        if isinstance(bounds := self._known.of(x), Bounds):
+            return bounds.low, bounds.high
+        if isinstance(x, (int, float)):
+            return float(x), float(x)
+        if not isinstance(x, Tensor) or x.requires_grad or not x.numel() or x.is_complex():
+            return None
+        return float(x.min()), float(x.max())
+
+
+# Dropout, or a normalisation, between the last layer and the loss
+
+_NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")
+
+
+class _Behind:
+    """Calls of the model from whose results one side of a comparison derives, with both sides.
+
+    A function of further computed tensors, such as the sum of a residual connection, ends the
+    chain.
+    """
+
+    def __init__(self, is_met: Callable[[Call], bool], compares: tuple[str, ...]) -> None:
+        self._is_met, self._compares, self._made = is_met, compares, Derived()
+        self.found: dict[int, tuple[Call, Tensor, Tensor]] = {}
+
+    def see(self, call: Call) -> None:
+        for output, target in compared(call) if call.name in self._compares else ():
+            if (source := self._made.source(output)) is not None:
+                self.found.setdefault(source.number, (source, output, target))
+        computed = [x for x in flat([*call.args, *call.kwargs.values()]) if x.grad_fn is not None]
+        if len(computed) == 1:
+            self._made.follow(call)
+        if call.path is not None and self._is_met(call):
+            self._made.begin(call)
+
+
+@looks("outputs-normalised")
+class Normalised(_Behind):
+    """The normalisations of the outputs that a regression compares with targets."""
+
+    def __init__(self, fork: Fork) -> None:
+        super().__init__(lambda call: call.name in _NORMS, DIFFERENCES)
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the means and the standard deviations of outputs and targets."""
+        for call, output, target in self.found.values():
+            numbers = {}
+            for name, x in (("", output.detach().double()), ("target ", target.double())):
+                numbers |= {f"{name}mean": float(x.mean()), f"{name}std": float(x.std())}
+            yield Fact(call.place, numbers, {"function": call.name})
+
+
+def norms(fork: Fork) -> list[Call]:
+    """Return the calls of normalisations whose results a regression compares with targets."""
+    behind = Normalised(fork)
+    see_calls(fork, behind.see)
+    return [call for call, *_ in behind.found.values()]
+
+
+@asks("dropout-on-outputs")
+def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return where dropout acts on what the loss compares with targets, and what it costs."""
+    found = dropped(setup.fork())
+    if not found:
+        return ()
+    bare = replace(trained)
+    leave_out(bare, found)
+    batch = trained.batches[-1]
+    price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
+    return tuple(Fact(call.place, {"rate": rate_of(call), **price}) for call in found)
+
+
+def dropped(fork: Fork) -> list[Call]:
+    """Return the calls of dropout whose results the loss compares with targets."""
+    behind = _Behind(lambda call: rate_of(call) > 0, (*CLASSIFIES, *DIFFERENCES))
+    see_calls(fork, behind.see)
+    return [call for call, *_ in behind.found.values()]
+
+
+def leave_out(fork: Fork, calls: list[Call]) -> None:
+    """Let calls of a pass, known by their numbers, return their inputs from now on."""
+    names = {call.number: call.name for call in calls}
+
+    def change(call: Call) -> object:
+        is_one = names.get(call.number) == call.name
+        return call.argument(0, "input") if is_one else NotImplemented
+
+    change_calls(fork, change)
+
+
+# An activation function, or a softmax, on logits
+
+
+def activation(fork: Fork) -> Call | None:
+    """Return the call of the activation function, or softmax, whose outputs are taken for logits.
+
+    Its outputs go unchanged into a loss that has a softmax or sigmoid of its own. None: there is no
+    such function, or the forward pass fails.
+    """
+    known = Known()
+    found: Call | None = None
+
+    def see(call: Call) -> None:
+        nonlocal found
+        if call.name in (*OWN, "log_softmax"):
+            found = known.of(call.argument(0, "input")) or found
+        result = call.result
+        if isinstance(result, Tensor) and result.is_floating_point() and _activation(call):
+            known.note(result, call)
+
+    try:
+        with torch.no_grad():
+            see_calls(fork, see)
+    except Exception:  # the training run reports errors of the loss
+        return None
+    return found
+
+
+def activated_output(fork: Fork) -> ActivatedOutput | None:
+    """Return the name and the module of that function."""
+    call = activation(fork)
+    return None if call is None else ActivatedOutput(_activation(call), call.path)
+
+
+def _activation(call: Call) -> str:
+    ends = (call.name,) if call.name == "softmax" else ends_of_function(call.name, call.kwargs)
+    return ends[0] if ends else ""
+
+
+# Logits within ±1, like cosines without a temperature
+
+_MANY = 8  # fewest classes: with fewer, the lowest loss is not far from zero
+_MOST = 0.9  # share of the logits
+_LARGER = 10.0
+_GROWN = 3.0  # small logits without bounds grow at least as the last layer's weights
+
+
+@asks("bounded-logits")
+def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the share of a trained model's logits within ±1, also with larger weights."""
+    shares, sizes = [], []
+    for factor in (1.0, _LARGER):
+        fork = setup.fork_like(trained)
+        with torch.no_grad():
+            for p in fork.model.parameters():
+                p.mul_(factor)
+            calls = those(fork, lambda call: call.name == "cross_entropy")
+        logits = [x.float() for call in calls if (x := call.argument(0, "input")).ndim > 1]
+        if not logits or logits[0].shape[1] < _MANY:
+            return ()
+        shares.append(min(float((x.abs() <= 1).float().mean()) for x in logits))
+        sizes.append(max(float(x.square().mean()) ** 0.5 for x in logits))
+    if min(shares) <= _MOST or not 0 < sizes[1] < _GROWN * sizes[0]:
+        return ()
+    classes = logits[0].shape[1]
+    floor = math.log1p((classes - 1) * math.exp(-2))
+    return (Fact(calls[0].place, {"share": min(shares), "classes": classes, "floor": floor}),)
+
+
+# A tensor compared with itself
+
+
+@asks("zero-gradient")
+def compared_with_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the losses whose output and target are the same entries in memory.
+
+    A detached tensor shares the memory of the tensor that it was detached from. A run whose last
+    gradient is not zero is not looked at.
+    """
+    if gradient_norm(trained.optimizer) > 0:
+        return ()
+    with torch.no_grad():
+        calls = those(setup.fork(), lambda call: call.name in LOSSES and _is_one(call))
+    return tuple({call.place: Fact(call.place) for call in calls}.values())
+
+
+def _is_one(call: Call) -> bool:
+    x, y = call.argument(0, "input"), call.argument(1, "target")
+    where = [(a.data_ptr(), a.shape, a.stride()) for a in (x, y)]
+    return x.numel() > 0 and where[0] == where[1]
