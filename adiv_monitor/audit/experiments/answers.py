@@ -259,3 +259,72 @@ def _turn(x: Tensor, by: int) -> Tensor:
 def _put(x: Tensor, row: int) -> Tensor:
     """Return a copy whose first sample is like the one of this number."""
     return torch.cat([x[row : row + 1], x[1:]])
+
+
+# Pairs
+
+_PASSES = 8  # most batches whose pairs are counted
+_NEAR = 0.1  # of the distance between the outputs of a pair
+
+
+@asks("pairs-reversed")
+def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return how often pairs that are drawn together are nearer in the inputs than others.
+
+    The loss calls the model with two tensors and gets one output for each. A pair (u, v) with
+    outputs (a, b) and the loss's gradient g at a is drawn together if g · (a − b) > 0, and pushed
+    apart if it is below 0: what labels mean to the loss does not count, but what it does. The share
+    is of all couples of a pair drawn together and one pushed apart (Mann and Whitney, 1947). Labels
+    that say nothing about the inputs give 1/2, with a standard error of √((m + n + 1) / 12mn).
+    """
+    fork = setup.fork()
+    drawn, pushed = [], []
+    for batch in setup.batches[:_PASSES]:
+        pair = _pair(fork, batch)
+        if pair is None:
+            return ()
+        pull, distance = pair
+        drawn.append(distance[pull > 0])
+        pushed.append(distance[pull < 0])
+    near, far = torch.cat(drawn), torch.cat(pushed)
+    if not near.numel() or not far.numel():
+        return ()
+    share = float(
+        (near[:, None] < far).double().mean() + (near[:, None] == far).double().mean() / 2
+    )
+    error = math.sqrt((len(near) + len(far) + 1) / (12 * len(near) * len(far)))
+    numbers = {"share": share, "errors": (share - 0.5) / error, "drawn": len(near)}
+    return (Fact("", numbers | {"pushed": len(far)}),)
+
+
+def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the pull on each pair, and the distance of its inputs; None: there are no pairs.
+
+    Outputs of a pair are moved towards each other, so that a margin leaves none out.
+    """
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def near(x: Tensor) -> Tensor:
+        if outputs and x.shape == outputs[0].shape:
+            x = (outputs[0] + _NEAR * (x - outputs[0])).detach()
+        outputs.append(x)
+        return x
+
+    def instead(module: nn.Module, args: Any, output: Any) -> Any:
+        inputs.extend(tensors(args))
+        return mapped(output, near)
+
+    handle = fork.model.register_forward_hook(instead)
+    with torch.enable_grad():
+        loss = see_calls(fork, lambda call: None, batch)
+    handle.remove()
+    if len(inputs) != 2 or len(outputs) != 2 or not outputs[0].requires_grad:
+        return None
+    (u, v), (a, b) = inputs, outputs
+    if u.shape != v.shape or a.shape != b.shape or len(u) != len(a) or min(u.ndim, a.ndim) < 2:
+        return None
+    if not u.is_floating_point():
+        return None
+    (g,) = torch.autograd.grad(loss, a)
+    return (g * (a - b).detach()).flatten(1).sum(1), (u - v).flatten(1).norm(dim=1)

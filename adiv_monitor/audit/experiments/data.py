@@ -226,6 +226,7 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
     fork = setup.fork()
     left: set[int] = set()  # targets of the batches that count
     made: list[bool] = []  # whether the loss made the targets of a call itself
+    lost: list[bool] = []  # whether a mean is that of no targets
     shares: list[float] = []
     index: list[int] = []
 
@@ -235,6 +236,7 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
             index.append(int(call.argument(4, "ignore_index", -100)))
             ignored = target == index[-1]
             shares.append(float(ignored.float().mean()))
+            lost.append(shares[-1] == 1 and not bool(call.result.isfinite().all()))
             made.append(not any(torch.equal(x.flatten(), target.flatten()) for x in given))
             left.update(target[~ignored].tolist())
 
@@ -244,7 +246,7 @@ def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
             see_calls(fork, look, batch)
             if len(left) > 1 or not shares:
                 break
-    if any(share == 1 for share in shares):
+    if any(lost) or (shares and min(shares) == 1):
         numbers = {"share": fmean(share == 1 for share in shares), "index": index[0]}
         return [Fact("", numbers, {"of": "ignored"})]
     if len(left) != 1 or any(made):

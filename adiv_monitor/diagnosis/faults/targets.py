@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
@@ -22,6 +22,9 @@ _LACK = {
     "hardtanh": "lie between two bounds, and receive no gradient at the bounds",
     "softsign": "lie between −1 and 1",
 }
+# Share of couples in which the pair drawn together is nearer in the inputs than the one pushed
+# apart: labels without a relation to the inputs give 1/2. And its distance in standard errors.
+REVERSED, CERTAINLY = 0.3, 5.0
 
 
 @fault(
@@ -437,3 +440,47 @@ def target_is_input(record: Record) -> Iterator[Finding]:
             text,
             since=0,
         )  # fmt: skip
+
+
+@fault("pairs-reversed", "Pairs the wrong way round", certain=True, explains=LEARNING)
+def pairs_reversed(record: Record) -> Iterator[Finding]:
+    """Find a loss that draws together the pairs whose inputs are far apart, and parts the near."""
+    for fact in record.found_by("pairs-reversed"):
+        share, errors = fact.numbers["share"], fact.numbers["errors"]
+        if share < REVERSED and errors < -CERTAINLY:
+            yield Finding(
+                "pairs-reversed",
+                (),
+                "act",
+                (
+                    Evidence("share of couples in which the pair drawn together is the nearer one",
+                             share, REVERSED, step=0),
+                    Evidence("its distance from 1/2, in standard errors", errors, -CERTAINLY,
+                             step=0),
+                ),
+                (Advice("exchange the labels 0 and 1 of the pairs, or the two terms of the loss: "
+                        "it should draw together pairs that are alike"),),
+                f"The loss draws {fact.numbers['drawn']:.0f} pairs together and pushes "
+                f"{fact.numbers['pushed']:.0f} apart, the wrong way round: those that it pushes "
+                f"apart are nearer in the inputs in {1 - share:.0%} of the comparisons.",
+                "Another learning rate learns the reverse faster.",
+                0,
+                RATES,
+            )  # fmt: skip
+
+
+@finds()
+def compared_with_itself(record: Record) -> Iterator[Finding]:
+    """Find a term of a loss that compares a tensor with itself, beside others with a gradient."""
+    facts = record.found_by("zero-gradient")
+    if facts and any(record.gradient_norms):
+        yield Finding(
+            "zero-gradient",
+            (),
+            "act",
+            (Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
+            (Advice("compare the model's outputs with the targets, such as a teacher's outputs"),),
+            f"{facts[0].place} compares a tensor with itself: both sides are equal to the last "
+            "digit, also after training. This term of the loss is a constant and teaches nothing.",
+            "No learning rate makes a constant teach.",
+        )
