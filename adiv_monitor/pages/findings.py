@@ -111,7 +111,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
             *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
             *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
             *("dropout-on-outputs", "outputs-normalised", "zero-slope", "zero-gradient"),
-            *("logits-as-probabilities", "loss-reversed", "targets-misplaced"),
+            *("logits-as-probabilities", "loss-reversed", "targets-misplaced", "pairs-reversed"),
             *("label-smoothing", "class-weights", "class-untaught", "padding-counts"),
             *("penalty-dominates", "collapsed"),
             *("penalty-dominates", "collapsed"),

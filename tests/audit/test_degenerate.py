@@ -43,7 +43,7 @@ WORDS = dict.fromkeys(
 PROBES = (
     *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks", "left-in-eval"),
     *("samples-mixed", "reshape-scrambles", "gradient-cut", "future-leak", "broadcast-loss"),
-    *("logits-as-probabilities", "loss-reversed", "targets-misplaced"),
+    *("logits-as-probabilities", "loss-reversed", "targets-misplaced", "pairs-reversed"),
     *("no-log", "softmax-of-one", "softmax-over-samples", "targets-out-of-range"),
     *("target-is-input", "same-batch", "unshuffled", "one-sided-weights", "order-ignored"),
     *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),

@@ -140,6 +140,7 @@ HITS = {
         probed={"loss-reversed": Probed((Fact("", {"right": 0.9, "wrong": 0.1},
                                               {"outputs": "signed"}),))}
     ),
+    "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-6.0, drawn=50.0, pushed=50.0),
     "logits-as-probabilities": probed(
         "logits-as-probabilities", at=0.0, beyond=-1.0, outside=0.5
     ),
@@ -206,6 +207,7 @@ NEAR_MISSES = {
     "dead-units": record(units={"relu": UnitStatistics("relu", 64, 10, 0.9, 20)}),
     "saturated-units": record(units={"relu": UnitStatistics("relu", 64, 0, 0.8, 20)}),
     "clipping-always": record(facts=replace(FACTS, clip_norm=2.0)),
+    "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-4.9, drawn=9.0, pushed=9.0),
     "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.3)}),
     "bad-initialisation": record(losses=tuple(4 * 0.9**s for s in range(STEPS))),
     "optimizer-turns": record({"a": reading(parameter_cosine=-0.1)}),

@@ -610,3 +610,84 @@ def test_a_gradient_that_fades_to_zero_has_vanished() -> None:
     }
     fades = record(fading, wiring=Wiring(zero_gradient=("a.weight",)))
     assert "vanishing" in [finding.name for finding in diagnose(fades)]
+
+
+# Pairs, and terms of a loss that compare a tensor with itself
+
+
+def of_pairs(margin: float, drawn: bool, is_cosine: bool = False) -> Setup:
+    """A contrastive loss of neighbours in the order of classes; alike pairs are drawn together."""
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        order = batch[1].argsort()
+        x, y = batch[0][order], batch[1][order]
+        a, b = model(x), model(x.roll(5, 0))
+        if is_cosine:
+            a, b = functional.normalize(a, dim=1), functional.normalize(b, dim=1)
+        distance = ((a - b).square().sum(1) + 1e-9).sqrt()
+        together = (y == y.roll(5, 0)) == drawn
+        return torch.where(together, distance, (margin - distance).relu()).square().mean()
+
+    apart = tuple((x + 9 * functional.pad(one_hot(x, y), (0, 9)), y) for x, y in batches())
+    return setup(loss=of, batches=apart)
+
+
+@pytest.mark.parametrize("is_cosine", [False, True])
+@pytest.mark.parametrize("margin", [0.5, 9.0])
+def test_pairs_that_are_drawn_together_should_be_the_near_ones(
+    margin: float, is_cosine: bool
+) -> None:
+    name = "pairs-reversed"
+    (wrong,), (right,) = (asked(name, of_pairs(margin, x, is_cosine)) for x in (False, True))
+    assert wrong.numbers["share"] < 0.1 and right.numbers["share"] > 0.9
+    assert strengths(name, (wrong,)) == ["act"] and strengths(name, (right,)) == []
+
+
+def test_labels_without_a_relation_to_the_inputs_reverse_no_pairs() -> None:
+    """Though a margin leaves out the pairs that are far apart."""
+    of = of_pairs(0.5, True)
+    generator = torch.Generator().manual_seed(0)
+    noise = tuple((torch.randn(x.shape, generator=generator), y) for x, y in of.batches)
+    facts = asked("pairs-reversed", replace(of, batches=noise))
+    assert facts[0].numbers["share"] == pytest.approx(0.5, abs=0.15)
+    assert strengths("pairs-reversed", facts) == []
+    assert asked("pairs-reversed", setup()) == ()
+
+
+class Taught(nn.Module):
+    """A student, which begins as a copy of its teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.student, self.teacher = nn.Linear(12, 3), nn.Linear(12, 3).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.student(x), self.teacher(x)
+
+
+def test_a_term_that_compares_the_teacher_with_itself_is_named() -> None:
+    def distilled(model: nn.Module, batch: Any, right: bool) -> Tensor:
+        student, teacher = model(batch[0])
+        given = (student if right else teacher).log_softmax(1)
+        soft = functional.kl_div(given, teacher.softmax(1), reduction="batchmean")
+        return soft + 0.1 * functional.cross_entropy(student, batch[1])
+
+    for right in (False, True):
+        of = setup(model=Taught(), loss=partial(distilled, right=right))
+        facts = asked("zero-gradient", of, trained=True)
+        assert bool(facts) is not right
+        assert strengths("zero-gradient", facts) == ([] if right else ["act"])
+
+
+def test_a_batch_without_any_label_may_be_meant_if_others_have_some() -> None:
+    """Its sum is 0, and its mean no number."""
+
+    def some(reduction: str) -> Setup:
+        made = tuple((x, y if i % 2 else y.fill_(-100)) for i, (x, y) in enumerate(batches()))
+        return setup(batches=made, loss=lambda model, batch: functional.cross_entropy(
+            model(batch[0]), batch[1], reduction=reduction))  # fmt: skip
+
+    assert asked("constant-data", some("sum")) == ()
+    assert asked("constant-data", some("mean"))[0].words["of"] == "ignored"

@@ -315,6 +315,10 @@ REVERSED, OF_DISTANCES = (
     probed("loss-reversed", Fact("", {"right": 0.9, "wrong": 0.1}, {"outputs": outputs}))
     for outputs in ("signed", "positive")
 )
+PAIRS = probed(
+    "pairs-reversed", Fact("", {"share": 0.2, "errors": -6.0, "drawn": 50, "pushed": 60})
+)
+BESIDE = record(probed={"zero-gradient": Probed((Fact("kl_div (loss.py:3)"),))})
 OVER_SAMPLES = probed("softmax-over-samples", Fact("softmax", {}, {"shape": "(64, 10)"}))
 HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
 UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
@@ -807,6 +811,13 @@ ROWS: list[Row] = [
     Row("zero-gradient", "mse_loss (loss.py:3) compares a tensor with itself: its loss is 0 "
         "whatever the model computes.", ITSELF, FLAT),
     Row("zero-gradient", "compare the outputs with the targets of the batch", ITSELF, FLAT),
+    Row("zero-gradient", "kl_div (loss.py:3) compares a tensor with itself: both sides are equal "
+        "to the last digit, also after training. This term of the loss is a constant and teaches "
+        "nothing.", BESIDE, ITSELF),
+    Row("zero-gradient", "compare the model's outputs with the targets, such as a teacher's "
+        "outputs", BESIDE, ITSELF),
+    Row("zero-gradient", "No learning rate makes a constant teach",
+        BESIDE, replace(BESIDE, rates=LOW)),
     Row("zero-gradient", "look in the loss for a comparison of the outputs with themselves, for "
         "rounding and clamps, and for a margin that every sample already satisfies", FLAT, ITSELF),
     Row("zero-gradient", "The gradient at layer 'a' is exactly 0 in all steps, and that at layer "
@@ -1059,6 +1070,13 @@ ROWS: list[Row] = [
         misplaced(0.1), misplaced(0.6)),
     Row("targets-misplaced", "Another learning rate does not bring outputs and targets together",
         misplaced(0.1), replace(misplaced(0.1), rates=LOW)),
+    Row("pairs-reversed", "The loss draws 50 pairs together and pushes 60 apart, the wrong way "
+        "round: those that it pushes apart are nearer in the inputs in 80% of the comparisons",
+        PAIRS, record()),
+    Row("pairs-reversed", "exchange the labels 0 and 1 of the pairs, or the two terms of the loss: "
+        "it should draw together pairs that are alike", PAIRS, record()),
+    Row("pairs-reversed", "Another learning rate learns the reverse faster", PAIRS,
+        replace(PAIRS, rates=LOW)),
     Row("loss-reversed", "The loss is 0.1 if the outputs contradict all targets, and 0.9 if they "
         "agree with all: training makes the predictions worse", REVERSED, OF_DISTANCES),
     Row("loss-reversed", "unless they are distances or energies, training makes them worse",

@@ -23,14 +23,15 @@ from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.experiments import backward, exchange, modules, operands
-from adiv_monitor.audit.experiments import data as experiments_data
-from adiv_monitor.audit.experiments.probes import (
-    bounded_logits,
-    logits_as_probabilities,
-    loss_reversed,
-    targets_misplaced,
+from adiv_monitor.audit.experiments import (
+    answers,
+    backward,
+    exchange,
+    loss_inputs,
+    modules,
+    operands,
 )
+from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
@@ -545,6 +546,20 @@ def taken_back(share: float) -> Any:
     return lambda model, batch: loss(model, batch) - share * loss(model, batch)
 
 
+def slow(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.02)
+
+
+def of_pairs(model: nn.Module, batch: Any, alike: bool) -> Tensor:
+    """Return the contrastive loss of neighbours in the order of classes, with a margin of 1."""
+    order = batch[1].argsort()
+    x, y = batch[0][order], batch[1][order]
+    z, other = (functional.normalize(model(part), dim=1) for part in (x, x.roll(1, 0)))
+    distance = ((z - other).square().sum(1) + 1e-9).sqrt()
+    is_drawn = (y == y.roll(1, 0)) == alike
+    return torch.where(is_drawn, distance, (1 - distance).relu()).square().mean()
+
+
 def with_setup(**changes: Any) -> Callable[[], Setup]:
     return lambda: replace(HEALTHY.setup(), **changes)
 
@@ -788,7 +803,7 @@ PICTURES: dict[str, Picture] = {
         "a dice loss of the outputs; the healthy one has a softmax first",
         with_setup(loss=lambda model, batch: dice(model(batch[0]), batch[1])),
         {"share of the outputs outside 0 and 1": of_fact("logits-as-probabilities", "outside")},
-        (logits_as_probabilities, ("PERFECT", "LOWER", "OUTSIDE")),
+        (answers, ("PERFECT", "LOWER", "OUTSIDE")),
         with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
     ),
     "targets-misplaced": Picture(
@@ -796,14 +811,22 @@ PICTURES: dict[str, Picture] = {
         with_setup(loss=lambda model, batch: functional.cross_entropy(
             model(batch[0]), batch[1].flip(0))),
         {},
-        (targets_misplaced, ("ITS_SHARE",)),
+        (answers, ("ITS_SHARE",)),
     ),
     "loss-reversed": Picture(
         "the dice coefficient itself is minimised; the healthy loss is 1 minus it",
         with_setup(loss=lambda model, batch: 1 - dice(model(batch[0]).softmax(1), batch[1])),
         {},
-        (loss_reversed, ("LOGIT", "LOWER")),
+        (answers, ("LOGIT", "LOWER")),
         with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
+    ),
+    "pairs-reversed": Picture(
+        "pairs of one class are pushed apart, and others drawn together",
+        with_setup(loss=partial(of_pairs, alike=False), optimizer=slow),
+        {"share of couples in which the pair drawn together is nearer":
+             of_fact("pairs-reversed", "share")},
+        (targets, ("REVERSED", "CERTAINLY")),
+        with_setup(loss=partial(of_pairs, alike=True), optimizer=slow),
     ),
     "softmax-of-one": Picture(
         "one output for \"is it odd?\", behind a softmax; the healthy one's is behind a sigmoid",
@@ -988,7 +1011,7 @@ PICTURES: dict[str, Picture] = {
         "the logits are cosines; the healthy one's are 20 times them",
         lambda: slower(with_model(lambda model: Cosine(model, 1.0))()),
         {"share of the logits within ±1": of_fact("bounded-logits", "share")},
-        (bounded_logits, ("CLASSES", "MOST")),
+        (loss_inputs, ("CLASSES", "MOST")),
         lambda: slower(with_model(lambda model: Cosine(model, 20.0))()),
     ),
     "unbounded-loss": Picture(

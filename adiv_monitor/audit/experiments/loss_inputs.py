@@ -581,8 +581,8 @@ def _activation(call: Call) -> str:
 
 # Logits within ±1, like cosines without a temperature
 
-_MANY = 8  # fewest classes: with fewer, the lowest loss is not far from zero
-_MOST = 0.9  # share of the logits
+CLASSES = 8  # fewest classes: with fewer, the lowest loss is not far from zero
+MOST = 0.9  # share of the logits
 _LARGER = 10.0
 _GROWN = 3.0  # small logits without bounds grow at least as the last layer's weights
 
@@ -598,11 +598,11 @@ def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
                 p.mul_(factor)
             calls = those(fork, lambda call: call.name == "cross_entropy")
         logits = [x.float() for call in calls if (x := call.argument(0, "input")).ndim > 1]
-        if not logits or logits[0].shape[1] < _MANY:
+        if not logits or logits[0].shape[1] < CLASSES:
             return ()
         shares.append(min(float((x.abs() <= 1).float().mean()) for x in logits))
         sizes.append(max(float(x.square().mean()) ** 0.5 for x in logits))
-    if min(shares) <= _MOST or not 0 < sizes[1] < _GROWN * sizes[0]:
+    if min(shares) <= MOST or not 0 < sizes[1] < _GROWN * sizes[0]:
         return ()
     classes = logits[0].shape[1]
     floor = math.log1p((classes - 1) * math.exp(-2))

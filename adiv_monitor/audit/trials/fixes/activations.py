@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from adiv_monitor.audit.experiments.calls import Call
 from adiv_monitor.audit.experiments.loss_inputs import activation, leave_out
 from adiv_monitor.audit.experiments.operands import maps_that_run
 from adiv_monitor.audit.training.setup import Fork
