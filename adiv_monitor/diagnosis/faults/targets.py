@@ -483,4 +483,6 @@ def compared_with_itself(record: Record) -> Iterator[Finding]:
             f"{facts[0].place} compares a tensor with itself: both sides are equal to the last "
             "digit, also after training. This term of the loss is a constant and teaches nothing.",
             "No learning rate makes a constant teach.",
+            0,
+            RATES,
         )
