@@ -87,7 +87,7 @@ def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
     """Return targets of zeros and ones, or classes as such, in the output's shape; else None."""
     if output.ndim < 1 or x.is_complex():
         return None
-    if x.numel() == output.numel() and {*x.unique().tolist()} == {0, 1}:
+    if x.numel() == output.numel() and {*torch.unique(x).tolist()} == {0, 1}:
         return x.reshape(output.shape).to(output)
     if output.ndim < 2 or x.is_floating_point() or x.dtype is torch.bool:
         return None

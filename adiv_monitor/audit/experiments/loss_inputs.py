@@ -496,7 +496,7 @@ class Normalised(_Behind):
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the means and the standard deviations of outputs and targets."""
         for call, output, target in self.found.values():
-            numbers = {}
+            numbers: dict[str, float] = {}
             for name, x in (("", output.detach().double()), ("target ", target.double())):
                 numbers |= {f"{name}mean": float(x.mean()), f"{name}std": float(x.std())}
             yield Fact(call.place, numbers, {"function": call.name})
