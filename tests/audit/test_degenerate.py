@@ -24,6 +24,8 @@ SHARES = ("idle_share", "common_share", "harmed_fraction", "bias_share")
 NUMBERS = (
     *("samples", "unread", "read", "outputs"),
     *("samples", "value"),
+    *("errors", "drawn", "pushed"),
+    "samples",
     *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
     *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
     *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
