@@ -1122,13 +1122,6 @@ PICTURES: dict[str, Picture] = {
         (targets, ("OTHER_SCALE", "OTHER_MEAN")),
         lambda: of_digits(nn.Identity()),
     ),
-    : Picture(
-        "a contrastive loss of two views, with the similarities of each view with itself",
-        with_setup(loss=of_views(masked=False)),
-        {"share of the gradient at the diagonal": of_fact("share")},
-        None,
-        with_setup(loss=of_views(masked=True)),
-    ),
     "term-without-graph": Picture(
         "the mean square of the weights is added to the loss as a number; the healthy run's has a "
         "graph",

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.experiments import probes  # noqa: F401  (registers the questions)
 from adiv_monitor.audit.experiments.answers import double_softmax
 from adiv_monitor.audit.experiments.averages import averages
 from adiv_monitor.audit.experiments.backward import descent_share

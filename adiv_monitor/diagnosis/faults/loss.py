@@ -108,6 +108,25 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+@finds()
+def compared_with_itself(record: Record) -> Iterator[Finding]:
+    """Find a term of a loss that compares a tensor with itself, beside others with a gradient."""
+    facts = record.found_by("zero-gradient")
+    if facts and any(record.gradient_norms):
+        yield Finding(
+            "zero-gradient",
+            (),
+            "act",
+            (Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
+            (Advice("compare the model's outputs with the targets, such as a teacher's outputs"),),
+            f"{facts[0].place} compares a tensor with itself: both sides are equal to the last "
+            "digit, also after training. This term of the loss is a constant and teaches nothing.",
+            "No learning rate makes a constant teach.",
+            0,
+            RATES,
+        )
+
+
 @fault("label-smoothing", "Label smoothing that is too strong", explains=LEARNING)
 def label_smoothing(record: Record) -> Iterator[Finding]:
     """Find label smoothing that leaves the right class less weight than all others together."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
@@ -467,22 +467,3 @@ def pairs_reversed(record: Record) -> Iterator[Finding]:
                 0,
                 RATES,
             )  # fmt: skip
-
-
-@finds()
-def compared_with_itself(record: Record) -> Iterator[Finding]:
-    """Find a term of a loss that compares a tensor with itself, beside others with a gradient."""
-    facts = record.found_by("zero-gradient")
-    if facts and any(record.gradient_norms):
-        yield Finding(
-            "zero-gradient",
-            (),
-            "act",
-            (Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
-            (Advice("compare the model's outputs with the targets, such as a teacher's outputs"),),
-            f"{facts[0].place} compares a tensor with itself: both sides are equal to the last "
-            "digit, also after training. This term of the loss is a constant and teaches nothing.",
-            "No learning rate makes a constant teach.",
-            0,
-            RATES,
-        )
