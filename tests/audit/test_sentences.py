@@ -726,6 +726,7 @@ ROWS: list[Row] = [
         "the same batch differ", in_eval(2), record()),
     Row("dropout-in-eval", "Number of further such places: 1.", in_eval(2), in_eval(1)),
     Row("running-statistics", "consist to 99% of the last batch's", running(0.99), running(0.0)),
+    Row("running-statistics", "have a momentum of 0.99: 'a'", running(0.99), record()),
     Row("running-statistics", "stay 0 and 1, whatever the data are", running(0.0), running(0.99)),
     Row("epsilon-dominates", "The optimizer divides the gradient by √v + ε. For 90% of the "
         "entries, its ε (1) is larger than √v (typically 0.0015): ε shortens their steps, which "

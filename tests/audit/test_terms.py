@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from adiv_monitor.diagnosis.rules.loss import AGAINST
 from torch import Tensor, nn
 from torch.nn import functional
 from trial_setups import answer, loss, setup
 
+from adiv_monitor.diagnosis.faults.loss import AGAINST
 from adiv_monitor.diagnosis.record import Fact
 
 
