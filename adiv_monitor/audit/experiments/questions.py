@@ -100,7 +100,7 @@ def asked(setup: Setup, trained: Fork, names: Collection[str] = ()) -> dict[str,
     found = _looked({name: LOOKS[name] for name in LOOKS if name in wanted}, setup)
     for name in ASKS:
         if name in wanted:
-            found[name] = _answer(lambda: ASKS[name](setup, trained))  # noqa: B023
+            found[name] = _answer(ASKS[name], setup, trained)
     return found
 
 
@@ -124,15 +124,16 @@ def _looked(looks: Mapping[str, Callable[[Fork], Look]], setup: Setup) -> dict[s
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run has shown them
             loss = see_calls(fork, see, change=undropped)
-            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            if loss.requires_grad:
+                loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     except Exception as error:
         return found | {name: _failed(error) for name in made}
-    return found | {name: _answer(lambda: look.facts(loss)) for name, look in made.items()}  # noqa: B023
+    return found | {name: _answer(look.facts, loss) for name, look in made.items()}
 
 
-def _answer(facts: Callable[[], Iterable[Fact]]) -> Probed:
+def _answer(ask: Callable[..., Iterable[Fact]], *given: Any) -> Probed:
     try:
-        return Probed(tuple(facts()))
+        return Probed(tuple(ask(*given)))
     except Exception as error:  # a copy may not run with the question's inputs
         return _failed(error)
 
