@@ -1,0 +1,54 @@
+"""No part of the package grows beyond its ceiling: what is added replaces something."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "adiv_monitor"
+# Part: its folders and files, and the most code lines that it may have. A ceiling only goes down.
+CEILINGS: dict[str, tuple[Sequence[str], int]] = {
+    "audit and diagnosis": (("audit", "diagnosis"), 14_000),
+    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 3_400),
+    "max_lr": (("max_lr",), 1_600),
+    "core": (("alignment", "capture", "features", "maths", "rerun", "step"), 17_600),
+    "report and top level": ((), 2_300),  # the rest
+}
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_lines(source: str) -> int:
+    """Return the number of lines that are not blank, and hold more than comments and docstrings."""
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docs |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docs)
+
+
+def part_of(path: Path) -> str:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    named = (name for name, (rooms, _) in CEILINGS.items() if room in rooms)
+    return next(named, "report and top level")
+
+
+def test_blanks_comments_and_docstrings_are_no_code() -> None:
+    assert code_lines('"""What."""\n\n# Why.\nx = (1,\n     2)\n\ndef f():\n    """Do."""\n') == 3
+
+
+@pytest.mark.parametrize("part", CEILINGS)
+def test_a_part_stays_below_its_ceiling(part: str) -> None:
+    paths = [path for path in PACKAGE.rglob("*.py") if part_of(path) == part]
+    lines = sum(code_lines(path.read_text(encoding="utf-8")) for path in paths)
+    assert paths and lines <= CEILINGS[part][1], f"{part} has {lines} code lines"
