@@ -125,8 +125,9 @@ def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
     return (
         Finding(
             "input-scale",
-            tuple(layers[:1]),
             "act",
+            "Inputs are 6 times as large as is usual, so that the first layer learns 40 times "
+            "faster than all others.",
             (
                 Evidence("input_std", 6.3, 3.0),
                 Evidence("scale_mean", 812.5, 64.0, layers[0], 0),
@@ -137,21 +138,21 @@ def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
                 Advice("Give the first layer a norm-like map", "norm-like", failed),
                 Advice("Look at the code that loads the data"),
             ),
-            "Inputs are 6 times as large as is usual, so that the first layer learns 40 times "
-            "faster than all others.",
             "A lower learning rate for the whole model starves the other layers.",
-            0,
+            layers=tuple(layers[:1]),
+            since=0,
+            against=(),
         ),
         Finding(
             "dead-units",
-            tuple(layers[1:]),
             "watch",
+            "5 of 32 units gave zero for every sample of 10 batches.",
             (Evidence("dead", 5, 3, layers[-1]),),
             (Advice("Use LeakyReLU in place of ReLU", "leaky-relu"),),
-            "5 of 32 units gave zero for every sample of 10 batches.",
+            layers=tuple(layers[1:]),
             since=12,
         ),
-        Finding("frozen", (), "note", (), (), "One parameter does not take part in training."),
+        Finding("frozen", "note", "One parameter does not take part in training."),
     )
 
 

@@ -80,7 +80,16 @@ def of(name: str) -> StepReport:
 
 def found(name: str) -> Finding:
     advice = (Advice(f"Give {name} another one", None),)
-    return Finding("exploding", (name,), "act", (), advice, f"{name} explodes.", f"Not {name}.")
+    return Finding(
+        "exploding",
+        "act",
+        f"{name} explodes.",
+        (),
+        advice,
+        f"Not {name}.",
+        layers=(name,),
+        against=(),
+    )
 
 
 def record_of(one: StepReport) -> Record:

@@ -47,7 +47,7 @@ def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Finding
 
 def _behind(finding: Finding) -> Finding:
     strength = "watch" if finding.strength == "act" else finding.strength
-    return replace(finding, strength=strength, advice=FIRST_THAT, not_advised="", against=())
+    return replace(finding, strength=strength, advice=FIRST_THAT, not_advised="")
 
 
 def explained(findings: Sequence[Finding]) -> list[Finding]:

@@ -229,25 +229,29 @@ class Finding:
 
     Attributes:
         name: stable name, e.g. "input-scale"; each has its page in the docs.
-        layers: affected layers, worst first; empty: the whole model.
         strength: "act": it harms the training, fix it; "watch": it may; "note": good to know.
+        summary: one sentence in plain words.
         evidence: the numbers that support the finding.
         advice: suggested fixes, the best first.
-        summary: one sentence in plain words.
         not_advised: an apparent fix that would not help, in one sentence; "" if there is none.
-        against: names of the fixes that `not_advised` is about.
+        layers: affected layers, worst first; empty: the whole model.
         since: first measured step that shows the finding.
+        against: names of the fixes that `not_advised` is about; empty without it.
     """
 
     name: str
-    layers: tuple[str, ...]
     strength: Strength
-    evidence: tuple[Evidence, ...]
-    advice: tuple[Advice, ...]
     summary: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    advice: tuple[Advice, ...] = ()
     not_advised: str = ""
+    layers: tuple[str, ...] = ()
     since: int | None = None
-    against: tuple[str, ...] = ()
+    against: tuple[str, ...] = RATES
+
+    def __post_init__(self) -> None:
+        if not self.not_advised:
+            object.__setattr__(self, "against", ())
 
     def layers_for(self, advice: Advice) -> tuple[str, ...]:
         """Return the layers that an advice is for; empty: all, as for a learning rate."""
@@ -267,4 +271,4 @@ def red_layers(findings: Iterable[Finding]) -> set[str]:
 def unrefuted(finding: Finding, trials: Iterable[Trial]) -> Finding:
     """Remove `not_advised` from a finding if a trial of one of these fixes paid."""
     paid = {trial.fix for trial in trials if trial.pays}
-    return replace(finding, not_advised="", against=()) if paid & {*finding.against} else finding
+    return replace(finding, not_advised="") if paid & {*finding.against} else finding

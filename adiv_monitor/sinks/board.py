@@ -147,7 +147,7 @@ def _panels(known: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str
     """Choose the overview's measures; the last defaults make room for evidence of findings.
 
     >>> from adiv_monitor.diagnosis.finding import Evidence, Finding
-    >>> scale = Finding("input-scale", (), "act", (Evidence("scale_mean", 1e6),), ())
+    >>> scale = Finding("input-scale", "act", "", (Evidence("scale_mean", 1e6),))
     >>> _panels(dict.fromkeys(HEALTH), [scale])
     ('update_ratio', 'gradient', 'idle_share', 'scale_mean')
     """

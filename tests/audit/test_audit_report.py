@@ -68,11 +68,11 @@ def audited() -> AuditReport:
     trial = Trial("rate*0.1", 9, math.inf, 0.1, None, math.nan)
     finding = Finding(
         "input-scale",
-        ("a", "<b>&\u2028é"),
         "act",
+        "It is so.",
         (Evidence("scale_cv", math.inf, 1.0, "a", 3), Evidence("loss", math.nan)),
         (Advice("Fix it", "rate*0.1", trial), Advice("Or so")),
-        "It is so.",
+        layers=("a", "<b>&\u2028é"),
         since=2,
     )
     made = replace(

@@ -22,7 +22,17 @@ def many_findings(names: list[str]) -> tuple[Finding, ...]:
     evidence = tuple(Evidence("scale_mean", 812.5, 64.0, name, 3) for name in names[:40])
     advice = tuple(Advice(f"do `this` *number* {i}\n# not a heading") for i in range(10))
     return tuple(
-        Finding(f"made-up-{i}", tuple(names), "act", evidence, advice, "It <is> so.", "That.", i)
+        Finding(
+            f"made-up-{i}",
+            "act",
+            "It <is> so.",
+            evidence,
+            advice,
+            "That.",
+            layers=tuple(names),
+            since=i,
+            against=(),
+        )
         for i in range(20)
     )
 

@@ -116,8 +116,8 @@ def test_a_rule_that_compares_nothing_is_an_error(rule: str, why: str) -> None:
 
 def test_findings_by_name_and_by_strength() -> None:
     findings = (
-        Finding("rate-too-high", (), "act", (), ()),
-        Finding("dead-units", ("enc.a", "dec.b"), "watch", (), ()),
+        Finding("rate-too-high", "act"),
+        Finding("dead-units", "watch", layers=("enc.a", "dec.b")),
     )
     made = report({"a": reading(0.5)}, findings=findings)
 

@@ -41,7 +41,7 @@ def advised() -> AuditReport:
     """One advice for each trial of the grid, and those that were not tried."""
     untried = (Advice("do 1000", "clip", untried=NO_TIME), Advice("do 1001"))
     tried = tuple(Advice(f"do {i}", trial.fix, trial) for i, trial in enumerate(GRID))
-    return AuditReport((Finding("exploding", (), "act", (), (*tried, *untried)),), SMALL.record)
+    return AuditReport((Finding("exploding", "act", advice=(*tried, *untried)),), SMALL.record)
 
 
 def in_the_terminal(report: AuditReport) -> dict[str, tuple[str, str]]:
@@ -102,7 +102,7 @@ def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
     assert outcome(trial).words == f"{words} (1.39)"
     within_noise = replace(trial, loss=1.3, loss_error=0.1)
     assert not within_noise.helps and replace(within_noise, loss_error=0.01).helps
-    finding = Finding("rate-too-low", (), "act", (), (Advice("more", "rate*10", trial),), "Slow.")
+    finding = Finding("rate-too-low", "act", "Slow.", (), (Advice("more", "rate*10", trial),))
     verdict = AuditReport((finding,), SMALL.record).verdict
     assert "To fix it" not in verdict and "None of its fixes helped in a trial" in verdict
 
@@ -131,7 +131,7 @@ def test_the_terminal_names_the_option_where_time_was_short() -> None:
 
 
 def test_the_model_itself_has_a_name_in_the_terminal() -> None:
-    finding = Finding("dead-units", ("", "net.5"), "watch", (), ())
+    finding = Finding("dead-units", "watch", layers=("", "net.5"))
     console = Console(file=io.StringIO(), width=1000)
     show(AuditReport((finding,), SMALL.record), console)
     assert "dead-units · the model itself, 'net.5'" in console.file.getvalue()

@@ -137,7 +137,7 @@ def test_a_headline_does_not_say_nothing_to_fix_of_a_run_that_trains_otherwise()
     report = audited(own_losses=losses(1e-4))
     assert headline((), report.record) == "The copy does not train as your run did"
     assert headline((), replace(report.record, own_losses={})) == "Nothing to fix"
-    act = Finding("not-held", (), "act", (), ())
+    act = Finding("not-held", "act")
     said = headline((act,), report.record)
     assert said == "One thing to fix, and the copy does not train as your run did"
 

@@ -222,7 +222,7 @@ def test_what_findings_rest_on_is_shown_first() -> None:
     record = seen(StepReport(0, {"a": reading(update_ratio=0.1, scale_cv=3.0)}, {}, 1.0))
     evidence = (Evidence("scale_cv", 3.0, 1.0, "a"),)
     for strength, first in (("act", "scale_cv"), ("note", "update_ratio")):
-        found = Finding("row-spread", ("a",), strength, evidence, ())
+        found = Finding("row-spread", strength, evidence=evidence, layers=("a",))
         assert heat_measures(record, [found])[0] == first
 
 

@@ -1603,7 +1603,7 @@ def told(*findings: Finding, of: Record | None = None) -> Diagnosis:
 
 def fault(*trials_of: Trial | None, name: str = "rate-too-high", strength: Any = "act") -> Finding:
     advice = tuple(Advice("Do", "clip", trial) for trial in trials_of)
-    return Finding(name, (), strength, (), advice, "It is so.")
+    return Finding(name, strength, "It is so.", (), advice)
 
 
 PAYS = Trial("clip", 50, 0.5, 1.0, None, 0.01)

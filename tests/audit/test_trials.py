@@ -29,7 +29,7 @@ from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, T
 
 def finding(*fixes: str | None, name: str = "something", strength: Any = "act") -> Finding:
     advice = tuple(Advice(f"do {fix}", fix) for fix in fixes)
-    return Finding(name, (), strength, (), advice)
+    return Finding(name, strength, advice=advice)
 
 
 def with_rates(of: Setup) -> Any:

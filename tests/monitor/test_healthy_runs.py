@@ -129,8 +129,8 @@ def test_what_has_settled_does_not_depend_on_the_interval(every: int) -> None:
 
 def test_pictures_draw_names_in_red_only_of_layers_that_may_harm() -> None:
     findings = [
-        Finding("a", ("x",), "act", (), ()),
-        Finding("b", ("y", "x"), "watch", (), ()),
-        Finding("c", ("z",), "note", (), ()),
+        Finding("a", "act", layers=("x",)),
+        Finding("b", "watch", layers=("y", "x")),
+        Finding("c", "note", layers=("z",)),
     ]
     assert red_layers(findings) == {"x", "y"}

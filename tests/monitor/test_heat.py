@@ -255,7 +255,7 @@ def test_an_overview_is_readable_at_the_default_width_of_a_card(
 
 def test_at_most_ten_names_are_red() -> None:
     paths = tuple(f"{i}.linear" for i in range(60))
-    some = [Finding("a", paths[5:8], "act", (), ()), Finding("b", paths, "watch", (), ())]
+    some = [Finding("a", "act", layers=paths[5:8]), Finding("b", "watch", layers=paths)]
     assert red_layers(some) == {*paths[:8], *paths[8:10]}
     assert red_layers([replace(finding, strength="note") for finding in some]) == set()
 
@@ -288,7 +288,7 @@ def test_an_overview_has_the_losses_over_the_first() -> None:
 
 
 def finding(*measures: str) -> Finding:
-    return Finding("some", (), "act", tuple(Evidence(m, 1.0) for m in measures), ())
+    return Finding("some", "act", evidence=tuple(Evidence(m, 1.0) for m in measures))
 
 
 def test_the_overview_shows_what_findings_rest_on() -> None:

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from adiv_monitor.diagnosis.course import course, end, is_measure, noise, smoothed
 from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, fault
 from adiv_monitor.diagnosis.faults.remedies import optimizer_of
-from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.phases import at_peak, learning_rate
 from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, these
@@ -36,35 +36,22 @@ SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 
 
-@fault(
-    "not-held",
-    "Parameters that the optimizer does not hold",
-    of="monitor",
-    about="loop",
-    certain=True,
-    explains=LEARNING,
-)
+@fault("not-held", "Parameters that the optimizer does not hold", of="monitor", about="loop",
+       certain=True, explains=LEARNING)  # fmt: skip
 def _not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that no optimizer has changed in any measured step."""
     layers = _share_of(record, "not_held", record.reports[1:])
     if layers is None:
         return
     paths, share = layers
-    yield Finding(
-        "not-held",
-        paths,
-        _strength(record),
+    yield Finding("not-held", _strength(record),
+        f"The optimizer does not hold the parameters of {these(record, paths)}, {percent(share)} "
+        "of the trainable ones: they have a gradient, and nothing changes them.",
         (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
-        (
-            Advice("pass these parameters to the optimizer: create it after the model is complete, "
-                   "or add a parameter group"),
-            Advice("set requires_grad=False, if these parameters should not be trained"),
-        ),
-        f"The optimizer does not hold the parameters of {these(record, paths)}, "
-        f"{percent(share)} of the trainable ones: they have a gradient, and nothing changes them.",
-        "Another learning rate does not train them.",
-        against=RATES,
-    )  # fmt: skip
+        (Advice("pass these parameters to the optimizer: create it after the model is complete, or "
+                "add a parameter group"),
+         Advice("set requires_grad=False, if these parameters should not be trained")),
+        "Another learning rate does not train them.", layers=paths)  # fmt: skip
 
 
 def _strength(record: Record) -> Strength:
@@ -83,44 +70,27 @@ def _share_of(
     return (paths, share) if share >= LEAST_SHARE else None
 
 
-@fault(
-    "unreached",
-    "Parameters that no gradient reaches",
-    of="monitor",
-    about="loop",
-    certain=True,
-    explains=LEARNING,
-)
+@fault("unreached", "Parameters that no gradient reaches", of="monitor", about="loop", certain=True,
+       explains=LEARNING)  # fmt: skip
 def _cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
     layers = _share_of(record, "cut_off", record.reports)
     if layers is None:
         return
     paths, share = layers
-    yield Finding(
-        "unreached",
-        paths,
-        _strength(record),
-        (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
-        (
-            Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax behind the last "
-                   "of these layers"),
-            Advice("set requires_grad=False, if these parameters should not be trained"),
-        ),
+    yield Finding("unreached", _strength(record),
         f"No gradient reaches {these(record, paths)}, with {percent(share)} of the trainable "
         "parameters: they run in each measured step, but what the next layer gets has no gradient.",
+        (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
+        (Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax behind the last of "
+                "these layers"),
+         Advice("set requires_grad=False, if these parameters should not be trained")),
         "No optimizer and no learning rate can train parameters without a gradient.",
-        against=RATES,
-    )  # fmt: skip
+        layers=paths)  # fmt: skip
 
 
-@fault(
-    "not-zeroed",
-    "Gradients are not zeroed between steps",
-    of="monitor",
-    about="loop",
-    explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"),
-)
+@fault("not-zeroed", "Gradients are not zeroed between steps", of="monitor", about="loop",
+       explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"))  # fmt: skip
 def _not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
 
@@ -141,26 +111,19 @@ def _not_zeroed(record: Record) -> Iterator[Finding]:
         return
     layers = tuple(kept)
     largest = max(layers, key=lambda path: kept[path])
-    yield Finding(
-        "not-zeroed",
-        layers,
-        "act",
+    yield Finding("not-zeroed", "act",
+        f"The gradients of {these(record, layers)} are not zeroed between optimizer steps: before "
+        "the first backward pass of a step through these layers, `.grad` holds a gradient, of "
+        f"earlier steps or of another loss. Its norm is {kept[largest]:.3g} times that of the "
+        "gradient that the optimizer used.",
         (Evidence("norm of the gradient kept from earlier steps, over that of the gradient used",
                   kept[largest], KEPT, largest),),
-        (
-            Advice("call optimizer.zero_grad() once for every optimizer step, before the step's "
-                   "first backward pass, even if several backward passes are added up for a step; "
-                   "if you do, and another loss, such as a penalty, goes backward before the "
-                   "forward pass, all is well"),
-        ),
-        f"The gradients of {these(record, layers)} are not zeroed between optimizer steps: "
-        "before the first backward pass of a step through these layers, `.grad` holds a gradient, "
-        f"of earlier steps or of another loss. Its norm is {kept[largest]:.3g} times that of the "
-        "gradient that the optimizer used.",
+        (Advice("call optimizer.zero_grad() once for every optimizer step, before the step's first "
+                "backward pass, even if several backward passes are added up for a step; if you "
+                "do, and another loss, such as a penalty, goes backward before the forward pass, "
+                "all is well"),),
         "At a lower learning rate, the optimizer still follows the sum of all gradients so far.",
-        record.reports[1].step,
-        LOWER_RATES,
-    )  # fmt: skip
+        layers=layers, since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
 
 @fault("zeroed-early", "Gradients are zeroed before the step uses them", of="monitor", about="loop")
@@ -187,26 +150,14 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
         advice = "call optimizer.zero_grad() once for every optimizer step, not for each backward"
     else:
         return
-    yield Finding(
-        "zeroed-early",
-        paths,
-        _strength(record),
+    yield Finding("zeroed-early", _strength(record), said,
         (evidence,),
         (Advice(advice),),
-        said,
-        "Another learning rate does not bring these gradients back.",
-        against=RATES,
-    )
+        "Another learning rate does not bring these gradients back.", layers=paths)  # fmt: skip
 
 
-@fault(
-    "left-in-eval",
-    "Layers left in eval mode",
-    of="monitor",
-    about="loop",
-    explains=LEARNING,
-    acts_below=1.0,
-)
+@fault("left-in-eval", "Layers left in eval mode", of="monitor", about="loop", explains=LEARNING,
+       acts_below=1.0)  # fmt: skip
 def _left_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
@@ -215,38 +166,25 @@ def _left_in_eval(record: Record) -> Iterator[Finding]:
     ):
         return
     paths = record.reports[-1].evaluated
-    yield Finding(
-        "left-in-eval",
-        paths,
-        _strength(record),
-        (Evidence("dropouts and normalisations in eval mode", len(paths), 0),),
-        (Advice("call model.train() before the training, and again after each evaluation"),),
+    yield Finding("left-in-eval", _strength(record),
         "The whole model is in eval mode as it trains: dropouts drop nothing, and normalisations "
         "use their running statistics, which no step updates.",
-        since=last[-1].step,
-    )
+        (Evidence("dropouts and normalisations in eval mode", len(paths), 0),),
+        (Advice("call model.train() before the training, and again after each evaluation"),),
+        layers=paths, since=last[-1].step)  # fmt: skip
 
 
-@fault(
-    "same-batch",
-    "The same batch is repeated",
-    of="monitor",
-    certain=True,
-    explains=("cannot-overfit", "behind-reference"),
-)
+@fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
+       explains=("cannot-overfit", "behind-reference"))  # fmt: skip
 def _same_batch(record: Record) -> Iterator[Finding]:
     """Find inputs that are equal in all measured steps, and in the step after each."""
     sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}
     if len(record.reports) < FEWEST_SAME or len(sums) > 1 or not sums.pop():
         return
-    yield Finding(
-        "same-batch",
-        (),
-        "note",
-        (Evidence("different batches in the measured steps", 1, 1),),
-        (Advice("check that the data loader is asked for a new batch in each step"),),
+    yield Finding("same-batch", "note",
         "Every measured step saw the same batch. That is meant, if these are all your data.",
-    )
+        (Evidence("different batches in the measured steps", 1, 1),),
+        (Advice("check that the data loader is asked for a new batch in each step"),))  # fmt: skip
 
 
 @fault("clipping-always", "Most gradients are clipped", of="monitor", about="loop")
@@ -273,33 +211,20 @@ def _clipped(record: Record) -> Iterator[Finding]:
         return
     scale = median(fmean(r.loss_gradients) for r in record.reports if r.loss_gradients)
     scaled = scale > 1
-    yield Finding(
-        "clipping-always",
-        (),
-        "act",
-        (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
-        (
-            *([Advice("call scaler.unscale_(optimizer) before the gradients are clipped")]
-              * scaled),
-            Advice("clip at a higher norm, or not at all"),
-        ),
+    yield Finding("clipping-always", "act",
         f"Clipping takes the step: the optimizer gets {median(shares):.2g} times the gradient, and "
         "its steps are as much shorter."
-        + f" The gradients are clipped while they are still multiplied by the scale {scale:g} of "
-        "the mixed-precision scaler." * scaled,
-        "A higher learning rate makes up for it only while the gradients keep their length.",
-        against=RATES,
-    )  # fmt: skip
+        + (f" The gradients are clipped while they are still multiplied by the scale {scale:g} of "
+           "the mixed-precision scaler.") * scaled,
+        (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
+        (*[Advice("call scaler.unscale_(optimizer) before the gradients are clipped")] * scaled,
+         Advice("clip at a higher norm, or not at all")),
+        "A higher learning rate makes up for it only while the gradients keep their "
+        "length.")  # fmt: skip
 
 
-@fault(
-    "rate-zero",
-    "A learning rate of zero",
-    of="monitor",
-    about="loop",
-    certain=True,
-    explains=LEARNING,
-)
+@fault("rate-zero", "A learning rate of zero", of="monitor", about="loop", certain=True,
+       explains=LEARNING)  # fmt: skip
 @fault("rate-gone", "The learning rate is gone before the end", of="monitor", about="loop")
 @fault("rate-rises", "The learning rate rises until the loss does", of="monitor", about="loop")
 def _schedule(record: Record) -> Iterator[Finding]:
@@ -309,31 +234,22 @@ def _schedule(record: Record) -> Iterator[Finding]:
         return
     peak, (first, *_, last) = max(rates.values()), rates
     if peak == 0:
-        yield Finding(
-            "rate-zero",
-            (),
-            "act",
-            (Evidence("learning rate", 0.0, 0.0),),
-            (Advice("give the optimizer, or its scheduler, a learning rate above zero"),),
+        yield Finding("rate-zero", "act",
             "The learning rate is zero in all measured steps.",
-        )
+            (Evidence("learning rate", 0.0, 0.0),),
+            (Advice("give the optimizer, or its scheduler, a learning rate above "
+                    "zero"),))  # fmt: skip
         return
     low = [step for step, rate in rates.items() if rate < GONE * peak]
     since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
     if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
-        yield Finding(
-            "rate-gone",
-            (),
-            _strength(record),
+        yield Finding("rate-gone", _strength(record),
+            "The schedule brings the learning rate below a millionth of its peak by step "
+            f"{since:,}: from then on nothing is learnt.",
             (Evidence("learning rate over its peak", rates[last] / peak, GONE, step=last),),
             (Advice("make the schedule as long as the training: is it stepped once per batch, and "
                     "counted in epochs?"),),
-            "The schedule brings the learning rate below a millionth of its peak by step "
-            f"{since:,}: from then on nothing is learnt.",
-            "A higher base learning rate decays as soon.",
-            since,
-            RATES,
-        )  # fmt: skip
+            "A higher base learning rate decays as soon.", since=since)  # fmt: skip
     yield from _rising(record, rates)
 
 
@@ -350,17 +266,12 @@ def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
     before_it = replace(record, losses=record.losses[: lowest + 1])
     learnt = record.losses[0] - smooth[lowest] > 2 * noise(before_it)
     if times >= RISEN and learnt and risen and long and end(record) > 2 * abs(smooth[lowest]):
-        yield Finding(
-            "rate-rises",
-            (),
-            "act" if is_measure(record) else "note",
-            (Evidence("learning rate over that at the lowest loss", times, RISEN, step=last),),
-            (Advice("end the schedule's rise before the loss rises, near step "
-                    f"{there:,}, or lower its peak"),),
-            f"The learning rate rises, and so does the loss: since the lowest loss, near step "
+        yield Finding("rate-rises", "act" if is_measure(record) else "note",
+            "The learning rate rises, and so does the loss: since the lowest loss, near step "
             f"{there:,}, it has grown {times:.3g} times.",
-            since=there,
-        )  # fmt: skip
+            (Evidence("learning rate over that at the lowest loss", times, RISEN, step=last),),
+            (Advice(f"end the schedule's rise before the loss rises, near step {there:,}, or lower "
+                    "its peak"),), since=there)  # fmt: skip
 
 
 @fault("weights-set-back", "Weights are set back between steps", of="monitor", about="loop")
@@ -374,28 +285,19 @@ def _set_back(record: Record) -> Iterator[Finding]:
     ):
         return
     share = median(back)
-    yield Finding(
-        "weights-set-back",
-        (),
-        _strength(record),
-        (Evidence("share of the weights' way that is undone", share, SET_BACK),),
-        (Advice("look for load_state_dict, copy_ or a moving average that writes to the weights of "
-                "the model in training, and is not undone"),),
+    yield Finding("weights-set-back", _strength(record),
         "The weights are set back between the optimizer's steps: "
         + ("measured steps begin with those of an earlier one." if wholly > len(back) / 2 else
            f"measured steps begin after {percent(share)} of the way since an earlier one is "
            "undone."),
-        "No learning rate helps while other code undoes the steps.",
-        against=RATES,
-    )  # fmt: skip
+        (Evidence("share of the weights' way that is undone", share, SET_BACK),),
+        (Advice("look for load_state_dict, copy_ or a moving average that writes to the weights of "
+                "the model in training, and is not undone"),),
+        "No learning rate helps while other code undoes the steps.")  # fmt: skip
 
 
-@fault(
-    "gradients-summed",
-    "Gradients of micro-batches are summed, not averaged",
-    of="monitor",
-    about="loop",
-)
+@fault("gradients-summed", "Gradients of micro-batches are summed, not averaged", of="monitor",
+       about="loop")  # fmt: skip
 def _summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
     counts = {len(report.loss_gradients) for report in record.reports}
@@ -408,39 +310,25 @@ def _summed(record: Record) -> Iterator[Finding]:
     steps = (replace(record, reports=(report,)) for report in record.reports)
     if not any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values()):
         return
-    yield Finding(
-        "gradients-summed",
-        (),
-        "act",
-        (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
-        (
-            Advice(f"divide the loss of each micro-batch by {k}"),
-            Advice(f"learning rate × {1 / k:.3g}, if the sum is meant"),
-        ),
+    yield Finding("gradients-summed", "act",
         f"The gradients of {k} micro-batches are summed, not averaged: the steps are {k} times as "
         "long as those of their mean, and too long for this loss.",
-    )
+        (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
+        (Advice(f"divide the loss of each micro-batch by {k}"),
+         Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
 
 
-@fault(
-    "unbounded-loss",
-    "A loss without a lower bound",
-    of="monitor",
-    explains=(*LEARNING, *LONG_STEPS),
-)
+@fault("unbounded-loss", "A loss without a lower bound", of="monitor",
+       explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
 def _negated(record: Record) -> Iterator[Finding]:
     """Find steps that go up the loss, which then has no bound."""
     seen = [report.loss_gradients for report in record.reports if report.loss_gradients]
     if not seen or not all(max(gradients) < 0 for gradients in seen) or not seen[0]:
         return
-    yield Finding(
-        "unbounded-loss",
-        (),
+    yield Finding("unbounded-loss",
         "act" if course(record) == "rises" and is_measure(record) else "note",
-        (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
-        (Advice("call backward() on the loss itself, not on its negative"),),
         "The steps raise the loss, since backward() begins at its negative: it has no bound in "
         "that direction.",
-        "A lower learning rate only goes up more slowly.",
-        against=RATES,
-    )
+        (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
+        (Advice("call backward() on the loss itself, not on its negative"),),
+        "A lower learning rate only goes up more slowly.")  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
@@ -28,12 +28,8 @@ FITS, BETTER = 0.2, 0.5
 EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
 
 
-@fault(
-    "constant-data",
-    "Data without differences",
-    certain=True,
-    explains=(*LEARNING, "exploding", "labels-unrelated", "non-finite", "same-batch"),
-)
+@fault("constant-data", "Data without differences", certain=True, explains=(
+       *LEARNING, "exploding", "labels-unrelated", "non-finite", "same-batch"))  # fmt: skip
 def constant_data(record: Record) -> Iterator[Finding]:
     """Find data without any difference to learn from: in inputs, labels, or the targets left."""
     for fact in record.found_by("constant-data"):
@@ -84,17 +80,10 @@ def constant_data(record: Record) -> Iterator[Finding]:
                     "default of -100"
                 ),
             )
-        yield Finding(
-            "constant-data",
-            (),
-            "act",
-            (Evidence("different values", 1.0, 1.0, step=0),),
-            check,
-            said,
+        yield Finding("constant-data", "act", said,
+            (Evidence("different values", 1.0, 1.0, step=0),), check,
             "Another learning rate or model does not help: there is nothing to learn.",
-            0,
-            RATES,
-        )  # fmt: skip
+            since=0)  # fmt: skip
 
 
 def _constant_part(fact: Fact) -> Finding:
@@ -108,20 +97,11 @@ def _constant_part(fact: Fact) -> Finding:
             f"The features of {name} with index {words['at']} are the same in {samples}, while "
             "the others vary: they tell nothing."
         )
-    return Finding(
-        "constant-data",
-        (),
-        "note" if words["type"] == "integer" else "watch",
+    return Finding("constant-data", "note" if words["type"] == "integer" else "watch", said,
         (Evidence("different values", 1.0, 1.0, step=0),),
-        (
-            Advice(
-                "unless it is meant to be constant, look for the step of the preparation after "
-                "which it is: a column that was never filled, or a division of whole numbers"
-            ),
-        ),
-        said,
-        since=0,
-    )
+        (Advice("unless it is meant to be constant, look for the step of the preparation after "
+                "which it is: a column that was never filled, or a division of whole numbers"),),
+        since=0)  # fmt: skip
 
 
 @finds()
@@ -130,43 +110,30 @@ def same_batch(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("same-batch"):
         if fact.words["of"] == "samples":
             share = fact.numbers["share"]
-            yield Finding(
-                "same-batch",
-                (),
-                "watch",
+            yield Finding("same-batch", "watch",
+                f"At most {share:.0%} of the samples of a batch differ from each other; the rest "
+                "repeat them.",
                 (Evidence("share of a batch's samples that differ", share, 0.5),),
                 (Advice("check whether the dataset uses its index, and what the sampler returns, "
                         "unless samples are repeated on purpose"),),
-                f"At most {share:.0%} of the samples of a batch differ from each other; the rest "
-                "repeat them.",
                 "Larger batches of the same samples teach no more.",
-                against=("larger-batch",),
-            )  # fmt: skip
+                against=("larger-batch",))  # fmt: skip
             continue
         if fact.words["of"] == "one":
-            yield Finding(
-                "same-batch",
-                (),
-                "watch",
+            yield Finding("same-batch", "watch",
+                f"All {fact.numbers['batches']:.0f} batches are the same one.",
                 (Evidence("different batches", 1.0, 2.0),),
                 (Advice("if this is no test of overfitting, take a new batch for each step: "
-                        "next(iter(loader)) begins the loader again each time"),),
-                f"All {fact.numbers['batches']:.0f} batches are the same one.",
-            )  # fmt: skip
+                        "next(iter(loader)) begins the loader again each time"),))  # fmt: skip
             continue
         different, given = fact.numbers["different"], fact.numbers["batches"]
-        yield Finding(
-            "same-batch",
-            (),
-            "act",
+        yield Finding("same-batch", "act",
+            f"The number of different batches is {different:.0f}, out of {given:.0f}: the model "
+            "never sees the rest of the data. What it would learn from the rest is not known.",
             (Evidence("different batches", different, 2.0),),
             (Advice("check which samples the loader returns: it returns the same ones each time; "
                     "set shuffle=True"),),
-            f"The number of different batches is {different:.0f}, out of {given:.0f}: "
-            "the model never sees the rest of the data. What it would learn from the rest is not "
-            "known.",
-            "More steps repeat the same samples.",
-        )  # fmt: skip
+            "More steps repeat the same samples.", against=())  # fmt: skip
 
 
 @fault("unshuffled", "The data are not shuffled", certain=True)
@@ -175,24 +142,18 @@ def unshuffled(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("unshuffled"):
         ratio, z = fact.numbers["ratio"], fact.numbers["z"]
         if ratio < UNSHUFFLED and z < -DEVIATIONS:
-            yield Finding(
-                "unshuffled",
-                (),
-                "act" if ratio < SORTED else "watch",
-                (
-                    Evidence("variance of labels within a batch, over that in shuffled batches",
-                             ratio, UNSHUFFLED),
-                    Evidence("distance from shuffled batches, in standard deviations", z,
-                             -DEVIATIONS),
-                ),
-                (Advice("shuffle the samples before they are split into batches (shuffle=True), "
-                        "unless the model should learn their order"),),
+            yield Finding("unshuffled", "act" if ratio < SORTED else "watch",
                 f"The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: "
                 "the data are sorted. Each step learns the labels of its batch and forgets the "
                 "others.",
+                (Evidence("variance of labels within a batch, over that in shuffled batches", ratio,
+                          UNSHUFFLED),
+                 Evidence("distance from shuffled batches, in standard deviations", z,
+                          -DEVIATIONS)),
+                (Advice("shuffle the samples before they are split into batches (shuffle=True), "
+                        "unless the model should learn their order"),),
                 "Larger batches of sorted data are sorted too.",
-                against=("larger-batch",),
-            )  # fmt: skip
+                against=("larger-batch",))  # fmt: skip
 
 
 @fault("target-leak", "A feature that is the target")
@@ -201,17 +162,14 @@ def target_leak(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("target-leak"):
         share, feature = fact.numbers["share"], fact.numbers["feature"]
         if share > DETERMINED:
-            yield Finding(
-                "target-leak",
-                (),
-                "watch",
-                (Evidence("share of the target's variance that a feature explains", share,
-                          DETERMINED),),
-                (Advice("leave the target's column out of the inputs, and what was made of it"),),
+            yield Finding("target-leak", "watch",
                 f"Feature {feature:.0f} of {fact.place} determines the target of all "
                 f"{fact.numbers['samples']:.0f} samples: the model can copy it. A low loss does "
                 "not show that it predicts well.",
-            )  # fmt: skip
+                (Evidence("share of the target's variance that a feature explains", share,
+                          DETERMINED),),
+                (Advice("leave the target's column out of the inputs, and what was made of "
+                        "it"),))  # fmt: skip
 
 
 @fault("targets-moved", "Targets that are transposed or flipped", explains=LEARNING)
@@ -220,17 +178,13 @@ def targets_moved(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("targets-moved"):
         own, best = fact.numbers["own"], fact.numbers["best"]
         if best > FITS and own < BETTER * best:
-            yield Finding(
-                "targets-moved",
-                (),
-                "act" if suffers(record) else "watch",
+            yield Finding("targets-moved", "act" if suffers(record) else "watch",
+                f"The targets of pixels fit the images better {MOVED[fact.words['move']]}: their "
+                f"correlation is then {best:.2g} instead of {own:.2g}.",
                 (Evidence("correlation of the pixels with their targets", own, BETTER * best),),
                 (Advice("look at an image with its target over it, and compare the order of their "
                         "axes, and the transforms that each gets"),),
-                f"The targets of pixels fit the images better {MOVED[fact.words['move']]}: "
-                f"their correlation is then {best:.2g} instead of {own:.2g}.",
-                "More steps only teach the model to move its outputs.",
-            )  # fmt: skip
+                "More steps only teach the model to move its outputs.", against=())  # fmt: skip
 
 
 @fault("labels-unrelated", "Labels that no model predicts")
@@ -240,64 +194,11 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
         reference, own, error = (fact.numbers[name] for name in ("reference", "model", "error"))
         enough = fact.numbers["per class"] >= PER_CLASS
         if enough and reference <= error and own <= max(error, LEARNT):
-            yield Finding(
-                "labels-unrelated",
-                (),
-                "watch",
-                (Evidence("share of unseen labels that a small network explains", reference,
-                          error),),
-                (Advice("look at ten samples and their labels"),),
+            yield Finding("labels-unrelated", "watch",
                 "Neither a small network nor this model predicts the labels of "
                 f"{fact.numbers['held out']:.0f} samples better than a constant prediction does. "
                 "Check whether the labels belong to their inputs. If they do, the task is too hard "
                 "to learn from so few samples.",
-                against=(),
-            )  # fmt: skip
-
-
-@fault("state-carried", "Outputs that depend on the batch before")
-def state_carried(record: Record) -> Iterator[Finding]:
-    """Find outputs that depend on the batch before.
-
-    A queue and running statistics are meant to, and so is the state of series that go on.
-    """
-    for fact in record.found_by("state-carried"):
-        of, goes_on = fact.words["of"], fact.words.get("goes on")
-        if goes_on == "yes":
-            continue
-        badly = suffers(record)
-        strength: Strength = "watch" if of == "sample" or badly else "note"
-        yield Finding(
-            "state-carried",
-            (),
-            "act" if goes_on == "no" and badly else strength,
-            (Evidence("share of outputs that change with a sample of the batch before",
-                      fact.numbers["outputs"], 0.0, step=0),),
-            (Advice("begin each batch with a fresh state, or let each batch go on where the one "
-                    "before ended" if of == "sample" else
-                    "look for what the model keeps from one call to the next, unless it is meant "
-                    "to, as a queue or running statistics are"),),
-            "The outputs for a batch depend on the batch before it, with the same weights: the "
-            "model carries a state from call to call."
-            + " Each sample takes over the state of the sample at its place in the batch before"
-              f"{', which is another series' if goes_on == 'no' else ''}." * (of == "sample"),
-            since=0,
-        )  # fmt: skip
-
-
-@fault("batch-part-unread", "A part of the batch that the loss never reads")
-def batch_part_unread(record: Record) -> Iterator[Finding]:
-    """Find a tensor of the batch that the loss never reads, like another that it does read."""
-    for fact in record.found_by("batch-part-unread"):
-        unread, read = (f"{fact.numbers[name]:.0f}" for name in ("unread", "read"))
-        yield Finding(
-            "batch-part-unread",
-            (),
-            "watch",
-            (Evidence("tensors of the batch that the loss never reads", 1.0, 0.0, step=0),),
-            (Advice("look for a place in the loss that uses one of the two twice, where it should "
-                    "use both, unless it is left out on purpose"),),
-            f"The loss never reads tensor {unread} of the batch, of the same shape as tensor "
-            f"{read}, which it reads (shape {fact.words['shape']}): changing it changes no loss.",
-            since=0,
-        )  # fmt: skip
+                (Evidence("share of unseen labels that a small network explains", reference,
+                          error),),
+                (Advice("look at ten samples and their labels"),))  # fmt: skip

@@ -11,14 +11,7 @@ from adiv_monitor.diagnosis.faults.parameters import _places
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT
-from adiv_monitor.diagnosis.finding import (
-    HIGHER_RATES,
-    LOWER_RATES,
-    RATES,
-    Advice,
-    Evidence,
-    Finding,
-)
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import heard, looked_up, maps, named, of_same_rows, typical
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
@@ -73,28 +66,18 @@ def batch_norm_starved(record: Record) -> Iterator[Finding]:
     facts = record.found_by("batch-norm-starved")
     if facts:
         values = min(fact.numbers["values"] for fact in facts)
-        yield Finding(
-            "batch-norm-starved",
-            tuple(fact.place for fact in facts),
-            "act" if suffers(record) else "watch",
-            (Evidence("values of a channel", values, 4, facts[0].place, 0),),
-            (
-                Advice("use LayerNorm or GroupNorm instead", "group-norm"),
-                Advice("use larger batches", "larger-batch"),
-            ),
+        yield Finding("batch-norm-starved", "act" if suffers(record) else "watch",
             f"These batch normalisations compute mean and variance from {values:.0f} values in "
             f"each channel: {_places(facts)}. From so few values, both change strongly from batch "
             "to batch.",
-            since=0,
-        )
+            (Evidence("values of a channel", values, 4, facts[0].place, 0),),
+            (Advice("use LayerNorm or GroupNorm instead", "group-norm"),
+             Advice("use larger batches", "larger-batch")),
+            layers=tuple(fact.place for fact in facts), since=0)  # fmt: skip
 
 
-@fault(
-    "dropout-too-high",
-    "Dropout rate too high",
-    explains=("cannot-overfit", "behind-reference"),
-    acts_below=0.5,
-)
+@fault("dropout-too-high", "Dropout rate too high", explains=("cannot-overfit", "behind-reference"),
+       acts_below=0.5)  # fmt: skip
 def dropout_too_high(record: Record) -> Iterator[Finding]:
     """Find dropout that drops more than it keeps, and compare the losses with and without it."""
     facts = record.found_by("dropout-too-high")
@@ -106,20 +89,11 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
             f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
             "without."
         ) * (math.isfinite(with_it) and math.isfinite(without))
-        yield Finding(
-            "dropout-too-high",
-            (),
-            "act" if suffers(record) or costs else "watch",
-            (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
-            (
-                Advice(
-                    "use a dropout rate of 0.1: the argument is the share to drop, not to keep",
-                    "dropout-0.1",
-                ),
-            ),
+        yield Finding("dropout-too-high", "act" if suffers(record) or costs else "watch",
             f"{worst.place} drops {rate:.0%} of its input.{losses}",
-            since=0,
-        )
+            (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
+            (Advice("use a dropout rate of 0.1: the argument is the share to drop, not to keep",
+                    "dropout-0.1"),), since=0)  # fmt: skip
 
 
 @fault("one-sided-weights", "Initial weights of one sign", acts_below=1.0)
@@ -140,16 +114,11 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
                 f"The initial values of {names}{more} are all equal: all units of such a layer "
                 "return the same value, and learn the same."
             )
-        yield Finding(
-            "one-sided-weights",
-            tuple(fact.place for fact in facts),
-            "act" if suffers(record) else "watch",
+        yield Finding("one-sided-weights", "act" if suffers(record) else "watch", said,
             (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
             (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
                     "instead of torch.rand", "centred-weights"),),
-            said,
-            since=0,
-        )  # fmt: skip
+            layers=tuple(fact.place for fact in facts), since=0)  # fmt: skip
 
 
 @fault("attention-saturated", "Attention that begins saturated", acts_below=0.95, often_meant=True)
@@ -161,23 +130,14 @@ def attention_saturated(record: Record) -> Iterator[Finding]:
     if facts:
         worst = max(facts, key=lambda fact: fact.numbers["spread"])
         size, largest = worst.numbers["spread"], worst.numbers["largest"]
-        yield Finding(
-            "attention-saturated",
-            (),
-            "watch",
-            (
-                Evidence("standard deviation of a query's scores", size, SPREAD, worst.place, 0),
-                Evidence("largest weight of a query, mean", largest, None, worst.place, 0),
-            ),
-            (
-                Advice("divide the scores by the square root of the width of the queries, and "
-                       "normalise the inputs of the attention", "unit-scores"),
-            ),
+        yield Finding("attention-saturated", "watch",
             f"Before training, the scores of a query at {worst.place} have a standard deviation of "
             f"{size:.3g}, and the softmax gives {largest:.0%} of the weight to one key: so hard a "
             "choice passes little gradient to queries and keys.",
-            since=0,
-        )  # fmt: skip
+            (Evidence("standard deviation of a query's scores", size, SPREAD, worst.place, 0),
+             Evidence("largest weight of a query, mean", largest, None, worst.place, 0)),
+            (Advice("divide the scores by the square root of the width of the queries, and "
+                    "normalise the inputs of the attention", "unit-scores"),), since=0)  # fmt: skip
 
 
 @fault("bad-initialisation", "Unsuitable initialisation")
@@ -198,20 +158,12 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     harmful = far or (unusual and suffers(record)) or dies
     again = Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
                    "tanh)", "reinitialise")  # fmt: skip
-    yield Finding(
-        "bad-initialisation",
-        layers,
-        "act" if harmful else "watch",
-        evidence,
-        (
-            *(() if _is_drawn(record) and not layers else (again,)),
-            Advice("add layer normalisation in front of the layers", "layer-norm"),
-        ),
-        "The initial weights are unsuitable: " + "; ".join(_said(record, evidence)) + ".",
-        "With a lower learning rate, training needs longer to undo a bad start.",
-        0,
-        LOWER_RATES,
-    )  # fmt: skip
+    yield Finding("bad-initialisation", "act" if harmful else "watch",
+        "The initial weights are unsuitable: " + "; ".join(_said(record, evidence)) + ".", evidence,
+        (*(() if _is_drawn(record) and not layers else (again,)),
+         Advice("add layer normalisation in front of the layers", "layer-norm")),
+        "With a lower learning rate, training needs longer to undo a bad start.", layers=layers,
+        since=0, against=LOWER_RATES)  # fmt: skip
 
 
 def _is_drawn(record: Record) -> bool:
@@ -291,9 +243,8 @@ def _layer(record: Record, evidence: Evidence) -> str:
     return named(record, evidence.layer or "")
 
 
-@fault(
-    "outputs-constant", "The same outputs for all samples", explains=(*LEARNING, "input-ignored")
-)
+@fault("outputs-constant", "The same outputs for all samples",
+       explains=(*LEARNING, "input-ignored"))  # fmt: skip
 def outputs_constant(record: Record) -> Iterator[Finding]:
     """Find the module from which on nothing varies over samples, unless all its units are dead."""
     facts = record.found_by("outputs-constant")
@@ -304,18 +255,15 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
     if by == "zeros" and dead_share(record) > ALL_DEAD:
         return
     stands = is_long_enough(record) and bool(record.losses) and not fell(record)
-    yield Finding(
-        "outputs-constant",
-        (fact.place,),
-        "act" if stands or suffers(record) else "watch",
-        (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place, 0),),
-        (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it is "
-                                      "too small to make a difference")),),
+    yield Finding("outputs-constant", "act" if stands or suffers(record) else "watch",
         f"At the start, the outputs of {fact.words['class']} '{fact.place}' are the same for all "
         "samples, although its inputs are not. The model's outputs are the same, too: what follows "
         "this module can only learn a constant.",
-        since=0,
-    )  # fmt: skip
+        (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place, 0),),
+        (Advice(FROM_CONSTANT.get(by,
+                                  "look at what reaches this layer: next to its bias, it is too "
+                                  "small to make a difference")),), layers=(fact.place,),
+        since=0)  # fmt: skip
 
 
 @fault("collapsed", "All samples get the same outputs", explains=LEARNING)
@@ -326,21 +274,16 @@ def collapsed(record: Record) -> Iterator[Finding]:
     """
     for fact in record.found_by("collapsed"):
         before, after = fact.numbers["before"], fact.numbers["after"]
-        yield Finding(
-            "collapsed",
-            (),
-            "act" if after < COLLAPSED * before else "watch",
-            (Evidence("share of the outputs that varies", after, COLLAPSED * before),),
-            (Advice("add what keeps the outputs of different samples apart: negative pairs, a "
-                    "term for their variance, or a stop-gradient on one of two views behind a "
-                    "predictor"),),
+        yield Finding("collapsed", "act" if after < COLLAPSED * before else "watch",
             f"The outputs of different samples become alike: {before:.2g} of their mean square "
             f"varies between samples at the start, {after:.2g} after training. If all samples had "
             f"the same outputs, whichever these are, the loss would be {fact.numbers['loss']:.3g}, "
             "as low as after training: it does not keep samples apart.",
-            "Another learning rate leads to the same outputs, sooner or later.",
-            against=RATES,
-        )  # fmt: skip
+            (Evidence("share of the outputs that varies", after, COLLAPSED * before),),
+            (Advice("add what keeps the outputs of different samples apart: negative pairs, a term "
+                    "for their variance, or a stop-gradient on one of two views behind a "
+                    "predictor"),),
+            "Another learning rate leads to the same outputs, sooner or later.")  # fmt: skip
 
 
 @fault("input-ignored", "The inputs make no difference", certain=True)
@@ -358,21 +301,14 @@ def input_lost(record: Record) -> Iterator[Finding]:
 def _ignored(record: Record) -> Iterator[Finding]:
     matters = record.wiring.input_matters
     if matters < INPUT_MATTERS:
-        yield Finding(
-            "input-ignored",
-            (),
-            "act",
-            (Evidence("input_matters", matters, INPUT_MATTERS),),
-            (
-                Advice("follow one batch through forward(): look for inputs that are multiplied by "
-                       "zero, overwritten or not used"),
-            ),
+        yield Finding("input-ignored", "act",
             "The outputs hardly change when inputs are exchanged between samples: the model does "
             "not use its inputs.",
+            (Evidence("input_matters", matters, INPUT_MATTERS),),
+            (Advice("follow one batch through forward(): look for inputs that are multiplied by "
+                    "zero, overwritten or not used"),),
             "With more steps or another learning rate, the model can only learn how frequent each "
-            "answer is.",
-            against=RATES,
-        )  # fmt: skip
+            "answer is.")  # fmt: skip
 
 
 @fault("vanishing", "Vanishing gradients")
@@ -392,27 +328,19 @@ def vanishing(record: Record) -> Iterator[Finding]:
         if largest == 0 and _is_cut_off(record, first, norms):
             yield _zero_gradient(record, report, first, norms)
             return
-        yield Finding(
-            "vanishing",
-            tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
-            "act" if suffers(record) else "watch",
+        yield Finding("vanishing", "act" if suffers(record) else "watch",
+            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
+            f"{named(record, last)}: the first layers receive almost no gradient.",
             _evidence(norms, first, ratio, VANISHED),
-            (
-                _everywhere("add layer normalisation in front of all layers", "layer-norm"),
-                _everywhere("add batch normalisation in front of all layers", "batch-norm"),
-                _AGAIN,
-                Advice(
-                    "use ReLU-like activation functions instead of sigmoids, or add residual "
-                    "connections"
-                ),
-            ),
-            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that "
-            f"at {named(record, last)}: the first layers receive almost no gradient.",
+            (_everywhere("add layer normalisation in front of all layers", "layer-norm"),
+             _everywhere("add batch normalisation in front of all layers", "batch-norm"),
+             _AGAIN,
+             Advice("use ReLU-like activation functions instead of sigmoids, or add residual "
+                    "connections")),
             "With a higher learning rate for all layers, the last layers move too far before the "
             "first ones move at all.",
-            report.step,
-            HIGHER_RATES,
-        )
+            layers=tuple(p for p in norms if norms[p] < VANISHED * norms[last]), since=report.step,
+            against=HIGHER_RATES)  # fmt: skip
 
 
 def _is_cut_off(record: Record, first: str, norms: dict[str, float]) -> bool:
@@ -429,22 +357,15 @@ def _zero_gradient(
     """Return the finding of a gradient that is zero before one place; dead units may be why."""
     after = next(path for path in norms if norms[path] > 0)
     is_dead = dead_share(record) > DEAD_ACT
-    return Finding(
-        "zero-gradient",
-        tuple(path for path in norms if norms[path] == 0),
-        "act" if suffers(record) and not is_dead else "watch",
-        _evidence(norms, first, 0.0, VANISHED),
-        (
-            Advice("look between these layers for rounding, sign, argmax, comparisons and clamps, "
-                   "whose derivative is 0, and for units that are flat for all rows"),
-        ),
+    return Finding("zero-gradient", "act" if suffers(record) and not is_dead else "watch",
         f"The gradient at {named(record, first)} is exactly 0 in all steps, and that at "
         f"{named(record, after)} is not: a function between them has a derivative of 0, so what "
         "comes before it learns nothing.",
+        _evidence(norms, first, 0.0, VANISHED),
+        (Advice("look between these layers for rounding, sign, argmax, comparisons and clamps, "
+                "whose derivative is 0, and for units that are flat for all rows"),),
         "No learning rate moves weights without a gradient.",
-        report.step,
-        RATES,
-    )  # fmt: skip
+        layers=tuple(path for path in norms if norms[path] == 0), since=report.step)  # fmt: skip
 
 
 def _evidence(
@@ -507,22 +428,16 @@ def exploding(record: Record) -> Iterator[Finding]:
         report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
         norms = heard(record, report)
         first, last = _first(report, norms), list(norms)[-1]
-        yield Finding(
-            "exploding",
-            tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
-            "act" if ratio > FAR * EXPLODED and suffers(record) else "watch",
+        yield Finding("exploding", "act" if ratio > FAR * EXPLODED and suffers(record) else "watch",
+            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
+            f"{named(record, last)}.",
             _evidence(norms, first, ratio, EXPLODED),
-            (
-                _AGAIN,
-                _everywhere("add layer normalisation in front of all layers", "layer-norm"),
-                Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip"),
-            ),
-            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that "
-            f"at {named(record, last)}.",
+            (_AGAIN,
+             _everywhere("add layer normalisation in front of all layers", "layer-norm"),
+             Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip")),
             "Clipping alone does not change the ratio of the layers' gradients.",
-            report.step,
-            ("clip",),
-        )
+            layers=tuple(p for p in norms if norms[p] > EXPLODED * norms[last]), since=report.step,
+            against=("clip",))  # fmt: skip
 
 
 @finds()

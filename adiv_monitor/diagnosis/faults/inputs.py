@@ -8,14 +8,7 @@ from adiv_monitor.diagnosis.course import is_unbounded, start
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, _dead_shares
-from adiv_monitor.diagnosis.finding import (
-    LOWER_RATES,
-    RATES,
-    Advice,
-    Evidence,
-    Finding,
-    Strength,
-)
+from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.readings import (
     Typical,
     by_layer,
@@ -128,22 +121,14 @@ def _first_map(record: Record) -> str | None:
 def _scale_finding(
     first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str, *, large: bool
 ) -> Finding:
-    return Finding(
-        "input-scale",
-        (first,) if first is not None else (),
-        strength,
-        evidence,
-        (
-            Advice("standardise the inputs: subtract the mean of each feature (channel), and "
-                   "divide by its standard deviation", "standardise-inputs"),
-            Advice("divide the inputs by one constant", "scale-inputs"),
-            Advice("use an affine-like layer as the first layer: it divides each row by its "
-                   "length", "affine-like"),
-        ),
-        said,
+    return Finding("input-scale", strength, said, evidence,
+        (Advice("standardise the inputs: subtract the mean of each feature (channel), and divide "
+                "by its standard deviation", "standardise-inputs"),
+         Advice("divide the inputs by one constant", "scale-inputs"),
+         Advice("use an affine-like layer as the first layer: it divides each row by its length",
+                "affine-like")),
         "A lower learning rate suits the first layer, and slows down all others." * large,
-        against=LOWER_RATES * large,
-    )  # fmt: skip
+        layers=(first,) if first is not None else (), against=LOWER_RATES)  # fmt: skip
 
 
 def _mostly_mean(record: Record, first: str) -> Typical | None:
@@ -263,21 +248,15 @@ def _mean_by_measures(record: Record) -> Iterator[Finding]:
 def _mean_finding(
     first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str
 ) -> Finding:
-    return Finding(
-        "input-mean",
-        (first,) if first is not None else (),
-        strength,
-        evidence,
-        (
-            Advice("subtract the mean of each feature (channel) over the training data",
-                   "centre-inputs"),
-            Advice("standardise the inputs", "standardise-inputs"),
-        ),
+    return Finding("input-mean", strength,
         f"{said} is due to the mean, which all samples share: each step moves all samples in the "
-        "same direction.",
+        "same direction.", evidence,
+        (Advice("subtract the mean of each feature (channel) over the training data",
+                "centre-inputs"),
+         Advice("standardise the inputs", "standardise-inputs")),
         "Dividing by a constant or by each row's length does not remove the mean.",
-        against=("scale-inputs", "affine-like", "norm-like"),
-    )  # fmt: skip
+        layers=(first,) if first is not None else (),
+        against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
 
 
 def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
@@ -303,22 +282,15 @@ def target_scale(record: Record) -> Iterator[Finding]:
         return
     if record.chance is not None and record.chance > LARGE_TARGETS:
         faulty = suffers(record) or not all(map(math.isfinite, record.losses))
-        yield Finding(
-            "target-scale",
-            (),
-            "act" if faulty else "note",
-            (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
-            (
-                Advice("standardise the targets, or use the mean of the loss instead of its sum"),
-                *(() if scale_free(record.facts) else (Advice("learning rate × 0.1", "rate*0.1"),
-                                                       _ADAMW)),
-            ),
+        yield Finding("target-scale", "act" if faulty else "note",
             f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
             "are in large units, or the loss is a sum.",
-            "Clipping the gradient's norm makes all steps equally long.",
-            0,
-            ("clip",),
-        )  # fmt: skip
+            (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
+            (Advice("standardise the targets, or use the mean of the loss instead of its sum"),
+             *(() if scale_free(record.facts) else
+               (Advice("learning rate × 0.1", "rate*0.1"), _ADAMW))),
+            "Clipping the gradient's norm makes all steps equally long.", since=0,
+            against=("clip",))  # fmt: skip
 
 
 @fault("row-spread", "Rows of very different length", about="inputs")
@@ -334,24 +306,16 @@ def row_spread(record: Record) -> Iterator[Finding]:
     far = spread.above(LENGTH_CV_ACT)
     otherwise: Strength = "watch" if suffers(record) else "note"
     count = ": a few long rows determine each step, and the others hardly count" * far
-    yield Finding(
-        "row-spread",
-        (first,) if first is not None else (),
-        "act" if far else otherwise,
-        (
-            Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, first, spread.since),
-            *(Evidence("length_cv of inputs", cv) for cv in lengths),
-        ),
-        (
-            Advice("use an affine-like layer as the first layer: it divides each row by its length",
-                   "affine-like"),
-            Advice("look at the longest samples: they may be outliers, or a heavy-tailed feature "
-                   "may need a logarithm or clipping"),
-            Advice("use a norm-like layer as the first layer", "norm-like"),
-        ),
-        f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its mean"
-        f"{count}.",
+    yield Finding("row-spread", "act" if far else otherwise,
+        f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its "
+        f"mean{count}.",
+        (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, first, spread.since),
+         *(Evidence("length_cv of inputs", cv) for cv in lengths)),
+        (Advice("use an affine-like layer as the first layer: it divides each row by its length",
+                "affine-like"),
+         Advice("look at the longest samples: they may be outliers, or a heavy-tailed feature may "
+                "need a logarithm or clipping"),
+         Advice("use a norm-like layer as the first layer", "norm-like")),
         "Neither one constant scale nor another learning rate makes the rows more alike.",
-        spread.since,
-        ("scale-inputs", *RATES),
-    )  # fmt: skip
+        layers=(first,) if first is not None else (), since=spread.since,
+        against=("scale-inputs", *RATES))  # fmt: skip

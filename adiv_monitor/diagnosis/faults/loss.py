@@ -3,16 +3,11 @@
 import math
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.course import (
-    FAR_BELOW,
-    FEWEST,
-    falls_ever_faster,
-    is_unbounded,
-)
+from adiv_monitor.diagnosis.course import FAR_BELOW, FEWEST, falls_ever_faster, is_unbounded
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.states import cannot_overfit
-from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.record import Record
 
 # ε of label smoothing; 0.1 is usual. From 0.5 on, at most about half of a target's weight is left
@@ -34,46 +29,32 @@ STUCK = 0.2
 AGAINST, ALIKE = -0.95, 0.5
 
 
-@fault(
-    "zero-slope",
-    "A function that stops the gradient",
-    explains=(*LEARNING, "stands-still", "target-scale", "vanishing"),
-)
+@fault("zero-slope", "A function that stops the gradient",
+       explains=(*LEARNING, "stands-still", "target-scale", "vanishing"))  # fmt: skip
 def zero_slope(record: Record) -> Iterator[Finding]:
     """Find functions of zero slope that keep the gradient from what comes before them."""
     facts = record.found_by("zero-slope")
     steps = [fact for fact in facts if fact.words["kind"] == "step"]
     if steps:
-        yield Finding(
-            "zero-slope",
-            record.wiring.zero_gradient,
-            "act" if record.wiring.zero_gradient else "watch",
+        yield Finding("zero-slope", "act" if record.wiring.zero_gradient else "watch",
+            f"The slope of {steps[0].place} is zero everywhere: no gradient passes it.",
             (Evidence("functions whose slope is zero", len(steps), 0.0, step=0),),
             (Advice("use a smooth function in training, such as a sigmoid in place of rounding, or "
                     "pass the gradient through: x + (f(x) - x).detach()"),),
-            f"The slope of {steps[0].place} is zero everywhere: no gradient passes it.",
             "No learning rate trains layers that receive no gradient.",
-            0,
-            RATES,
-        )  # fmt: skip
+            layers=record.wiring.zero_gradient, since=0)  # fmt: skip
     for fact in facts:
         share = fact.numbers.get("share", 0.0)
         if share > STUCK:
-            yield Finding(
-                "zero-slope",
-                (),
-                "act" if suffers(record) else "watch",
+            yield Finding("zero-slope", "act" if suffers(record) else "watch",
+                f"{fact.place} clips the outputs, and its slope is zero where it does: after "
+                f"training, {share:.0%} of the outputs with a gradient are clipped although the "
+                "loss would pull them back into the range.",
                 (Evidence("share of the entries that get no gradient back", share, STUCK),),
                 (Advice("give the loss the outputs as they are, or those of a smooth function, "
                         "such as a sigmoid for values from 0 to 1; clip them only where they are "
                         "used"),),
-                f"{fact.place} clips the outputs, and its slope is zero where it does: after "
-                f"training, {share:.0%} of the outputs with a gradient are clipped although the "
-                "loss would pull them back into the range.",
-                "No learning rate moves an output that receives no gradient.",
-                0,
-                RATES,
-            )  # fmt: skip
+                "No learning rate moves an output that receives no gradient.", since=0)  # fmt: skip
 
 
 @fault("zero-gradient", "Gradients of exactly zero", certain=True, explains=())
@@ -89,23 +70,14 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
         if facts
         else ""
     )
-    yield Finding(
-        "zero-gradient",
-        (),
-        "act",
-        (Evidence("largest norm of a gradient", 0.0, 0.0),),
-        (
-            Advice("compare the outputs with the targets of the batch")
-            if facts else
-            Advice("look in the loss for a comparison of the outputs with themselves, for rounding "
-                   "and clamps, and for a margin that every sample already satisfies"),
-        ),
+    yield Finding("zero-gradient", "act",
         f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps, so "
         f"no step has a direction.{where}",
-        "No learning rate moves weights without a gradient.",
-        0,
-        RATES,
-    )  # fmt: skip
+        (Evidence("largest norm of a gradient", 0.0, 0.0),),
+        (Advice("compare the outputs with the targets of the batch") if facts else
+         Advice("look in the loss for a comparison of the outputs with themselves, for rounding "
+                "and clamps, and for a margin that every sample already satisfies"),),
+        "No learning rate moves weights without a gradient.", since=0)  # fmt: skip
 
 
 @finds()
@@ -133,18 +105,12 @@ def label_smoothing(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("label-smoothing"):
         share, classes = fact.numbers["share"], fact.numbers["classes"]
         if share > SMOOTH:
-            yield Finding(
-                "label-smoothing",
-                (),
-                _of_weights(record),
-                (Evidence("label smoothing", share, SMOOTH, step=0),),
-                (Advice("use label_smoothing=0.1 or less"),),
+            yield Finding("label-smoothing", _of_weights(record),
                 f"{fact.place} uses a label smoothing of {share:.3g}: of {classes:.0f} classes, "
                 f"the right one gets {1 - share + share / classes:.0%} of the target's weight.",
-                "Another learning rate does not make the targets clearer.",
-                0,
-                RATES,
-            )  # fmt: skip
+                (Evidence("label smoothing", share, SMOOTH, step=0),),
+                (Advice("use label_smoothing=0.1 or less"),),
+                "Another learning rate does not make the targets clearer.", since=0)  # fmt: skip
 
 
 def _of_weights(record: Record) -> Strength:
@@ -159,20 +125,15 @@ def class_weights(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("class-weights"):
         numbers, words = fact.numbers, fact.words
         if numbers["slope"] > GROWS and numbers["correlation"] > CORRELATED:
-            yield Finding(
-                "class-weights",
-                (),
-                _of_weights(record),
-                (Evidence("slope of log weight over log count, of classes", numbers["slope"],
-                          GROWS, step=0),),
-                (Advice("weight each class by the inverse of its count: counts.sum() / counts; "
-                        "for pos_weight, the number of negative targets over that of positive "
-                        "ones"),),
+            yield Finding("class-weights", _of_weights(record),
                 f"{fact.place} weights class {words['common']} {numbers['times']:.3g} times as "
-                f"much as class {words['rare']}, of which there are fewer samples already, "
-                f"by {numbers['more']:.3g} times: the weights grow with the counts.",
-                since=0,
-            )  # fmt: skip
+                f"much as class {words['rare']}, of which there are fewer samples already, by "
+                f"{numbers['more']:.3g} times: the weights grow with the counts.",
+                (Evidence("slope of log weight over log count, of classes", numbers["slope"], GROWS,
+                          step=0),),
+                (Advice("weight each class by the inverse of its count: counts.sum() / counts; for "
+                        "pos_weight, the number of negative targets over that of positive ones"),),
+                since=0)  # fmt: skip
 
 
 @fault("class-untaught", "Classes without a gradient", explains=LEARNING)
@@ -182,18 +143,14 @@ def class_untaught(record: Record) -> Iterator[Finding]:
     if facts:
         named = ", ".join(f"{fact.numbers['class']:g}" for fact in facts)
         samples = sum(fact.numbers["samples"] for fact in facts)
-        yield Finding(
-            "class-untaught",
-            (),
-            _of_weights(record),
+        yield Finding("class-untaught", _of_weights(record),
+            f"No sample with label {named} has a gradient at the outputs, neither before nor after "
+            f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
             (Advice("check what the loss expects as labels, such as −1 and 1 instead of 0 and 1, "
                     "and whether a weight, a mask or an ignore_index leaves these samples out"),),
-            f"No sample with label {named} has a gradient at the outputs, neither before nor after "
-            f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
-            "More samples of these labels would teach nothing either.",
-            0,
-        )  # fmt: skip
+            "More samples of these labels would teach nothing either.", since=0,
+            against=())  # fmt: skip
 
 
 @fault("padding-counts", "Padding counts in the loss")
@@ -202,18 +159,14 @@ def padding_counts(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("padding-counts"):
         share = fact.numbers["share"]
         if share > PADDING:
-            yield Finding(
-                "padding-counts",
-                (),
-                "watch",
+            yield Finding("padding-counts", "watch",
+                f"{share:.0%} of the places that count in the loss are padding, whose targets are "
+                "all the same: the loss is lower than that of the real places.",
                 (Evidence("share of padding in the places that count", share, PADDING, step=0),),
                 (Advice("leave padding out of the loss: ignore_index, or the sum over real places "
                         "divided by their number"),),
-                f"{share:.0%} of the places that count in the loss are padding, whose targets are "
-                "all the same: the loss is lower than that of the real places.",
-                "A lower loss does not show that the real places are predicted better.",
-                since=0,
-            )  # fmt: skip
+                "A lower loss does not show that the real places are predicted better.", since=0,
+                against=())  # fmt: skip
 
 
 @fault("penalty-dominates", "A penalty dominates the loss", explains=LEARNING)
@@ -223,22 +176,16 @@ def penalty_dominates(record: Record) -> Iterator[Finding]:
         numbers = fact.numbers
         run, copy = numbers["with"], numbers["without"]
         if copy > LEARNABLE * abs(numbers["others"]) and run < LEARNT * copy:
-            yield Finding(
-                "penalty-dominates",
-                (),
-                _of_weights(record),
-                (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
-                (Advice("give these terms far smaller weights, or raise them from zero over "
-                        "the first steps; check whether they are sums where the others are "
-                        "means"),),
+            yield Finding("penalty-dominates", _of_weights(record),
                 "The terms of the loss that do not depend on which input belongs to which target, "
                 f"{numbers['penalty']:.3g} at first and {numbers['penalty after']:.3g} at the end, "
                 "keep the others from learning it: if inputs are exchanged between samples, the "
                 f"others rise by {run:.2g}, but by {copy:.2g} in a copy that was trained without "
                 "these terms.",
-                "Another learning rate does not change the weights of the terms.",
-                against=RATES,
-            )  # fmt: skip
+                (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
+                (Advice("give these terms far smaller weights, or raise them from zero over the "
+                        "first steps; check whether they are sums where the others are means"),),
+                "Another learning rate does not change the weights of the terms.")  # fmt: skip
 
 
 @finds()
@@ -257,25 +204,18 @@ def unbounded(record: Record) -> Iterator[Finding]:
         if negative == 1
         else (f"{negative} samples of the first batch have a")
     )
-    yield Finding(
-        "unbounded-loss",
-        (),
-        "watch" if negative else "act",
-        (evidence,),
-        (
-            Advice("if the weights are rewards or advantages, judge the training by the mean "
-                   "reward, and draw new samples from the policy after each step or bound its "
-                   "change (PPO); else look where the signs come from" if negative
-                   else "look for a term with the wrong sign (an error or a penalty that is "
-                   "subtracted instead of added), and for a learnt variance or temperature without "
-                   "a lower limit"),
-        ),
+    yield Finding("unbounded-loss", "watch" if negative else "act",
         f"{summary} {samples} negative weight: the lower what it multiplies, the lower the loss, "
-        "without end." if negative
-        else f"{summary} A lower loss does not show that the model learns.",
-        "Another learning rate only changes how fast the loss falls.",
-        against=RATES,
-    )  # fmt: skip
+        "without end." if negative else
+        f"{summary} A lower loss does not show that the model learns.",
+        (evidence,),
+        (Advice("if the weights are rewards or advantages, judge the training by the mean reward, "
+                "and draw new samples from the policy after each step or bound its change (PPO); "
+                "else look where the signs come from" if negative else
+                "look for a term with the wrong sign (an error or a penalty that is subtracted "
+                "instead of added), and for a learnt variance or temperature without a lower "
+                "limit"),),
+        "Another learning rate only changes how fast the loss falls.")  # fmt: skip
 
 
 def _fall(record: Record) -> tuple[str, Evidence]:
@@ -304,80 +244,20 @@ def _fall(record: Record) -> tuple[str, Evidence]:
     )
 
 
-@fault(
-    "loss-reversed",
-    "The loss rewards wrong outputs",
-    certain=True,
-    explains=(*LEARNING, "vanishing"),
-)
+@fault("loss-reversed", "The loss rewards wrong outputs", certain=True,
+       explains=(*LEARNING, "vanishing"))  # fmt: skip
 def loss_reversed(record: Record) -> Iterator[Finding]:
     """Find a loss that is lower, the more the outputs contradict the targets."""
     for fact in record.found_by("loss-reversed"):
         right, wrong = fact.numbers["right"], fact.numbers["wrong"]
         is_signed = fact.words["outputs"] == "signed"
-        yield Finding(
-            "loss-reversed",
-            (),
-            "act" if is_signed else "watch",
-            (Evidence("loss of outputs that contradict all targets", wrong, right),),
-            (Advice("look for a wrong sign: an overlap or a likelihood that is minimised, where 1 "
-                    "minus the overlap, or the negative, should be; labels that are read the "
-                    "wrong way round"),),
+        yield Finding("loss-reversed", "act" if is_signed else "watch",
             f"The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if "
             "they agree with all: "
-            + ("training makes the predictions worse." if is_signed
-               else "unless they are distances or energies, training makes them worse."),
-            "Another learning rate does not turn the loss round.",
-            0,
-            RATES,
-        )  # fmt: skip
-
-
-@fault(
-    "term-without-graph",
-    "A term of the loss without a gradient",
-    explains=(*LEARNING, "unbounded-loss"),
-)
-def term_without_graph(record: Record) -> Iterator[Finding]:
-    """Find terms of the loss that depend on parameters and have no gradient."""
-    for fact in record.found_by("term-without-graph"):
-        value, loss = fact.numbers["value"], fact.numbers["loss"]
-        yield Finding(
-            "term-without-graph",
-            (),
-            "act" if suffers(record) or is_unbounded(record) else "watch",
-            (Evidence("value of the term that has no gradient", value, step=0),),
-            (Advice("compute the term with a graph: no detach(), item() or no_grad() on its way, "
-                    "and create_graph=True in the torch.autograd.grad() of a gradient penalty; if "
-                    "only its value is wanted, log it and leave it out of the loss"),),
-            f"{fact.place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on "
-            "the parameters, but has no gradient: it changes the loss, and no step.",
-            "No learning rate makes a term count that has no gradient.",
-            0,
-            RATES,
-        )  # fmt: skip
-
-
-@fault("terms-opposed", "Terms of the loss that cancel each other", explains=LEARNING)
-def terms_opposed(record: Record) -> Iterator[Finding]:
-    """Find two terms of the loss whose gradients cancel each other."""
-    for fact in record.found_by("terms-opposed"):
-        numbers, other = fact.numbers, fact.words["other"]
-        if numbers["largest"] < AGAINST and numbers["ratio"] > ALIKE:
-            places = fact.place if fact.place == other else f"{fact.place} and {other}"
-            yield Finding(
-                "terms-opposed",
-                (),
-                "act",
-                (Evidence("largest cosine of the two gradients, of a parameter tensor",
-                          numbers["largest"], AGAINST, step=0),),
-                (Advice("give each player its own loss: detach the generated samples in the "
-                        "discriminator's loss, and let the generator's loss train the generator "
-                        "only; else look for a term that is added with both signs"),),
-                f"Two terms of the loss are opposed, from {places}: the cosine of their gradients "
-                f"is {numbers['cosine']:.3g}, and the shorter one has {numbers['ratio']:.0%} of "
-                "the other's length. They cancel each other.",
-                "Another learning rate does not change what is left of two opposed gradients.",
-                0,
-                RATES,
-            )  # fmt: skip
+            + ("training makes the predictions worse." if is_signed else
+               "unless they are distances or energies, training makes them worse."),
+            (Evidence("loss of outputs that contradict all targets", wrong, right),),
+            (Advice("look for a wrong sign: an overlap or a likelihood that is minimised, where 1 "
+                    "minus the overlap, or the negative, should be; labels that are read the wrong "
+                    "way round"),),
+            "Another learning rate does not turn the loss round.", since=0)  # fmt: skip

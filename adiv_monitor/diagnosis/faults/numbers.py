@@ -61,16 +61,11 @@ def _finding(record: Record) -> Finding:
                 "named here"
             ),
         )
-    return Finding(
-        "non-finite",
-        (),
-        "act",
-        (Evidence(where, bad, step=step),),
-        advice,
+    return Finding("non-finite", "act",
         f"{_seen_when(record, step)}. The first one is in: {where}.",
-        "Replacing NaN by 0 (nan_to_num) hides where they come from.",
-        step,
-    )
+        (Evidence(where, bad, step=step),), advice,
+        "Replacing NaN by 0 (nan_to_num) hides where they come from.", since=step,
+        against=())  # fmt: skip
 
 
 def _since(record: Record) -> int | None:
@@ -100,31 +95,22 @@ def _seen_when(record: Record, step: int | None) -> str:
     return f"Some values are not finite after {step or len(record.losses)} steps"
 
 
-@fault(
-    "unsafe-division",
-    "Division by numbers close to zero",
-    explains=(*LEARNING, "exploding", "non-finite", "row-spread"),
-)
+@fault("unsafe-division", "Division by numbers close to zero",
+       explains=(*LEARNING, "exploding", "non-finite", "row-spread"))  # fmt: skip
 def unsafe_division(record: Record) -> Iterator[Finding]:
     """Find divisors of both signs, some close to zero, which make a few results huge."""
     for fact in record.found_by("unsafe-division"):
         close, times = fact.numbers["close"], fact.numbers["times"]
         uneven = any(finding.strength == "act" for finding in row_spread(record))
         if close < CLOSE and times > HUGE:
-            yield Finding(
-                "unsafe-division",
-                (),
-                "act" if suffers(record) or uneven else "watch",
-                (
-                    Evidence("smallest size of the divisors over the median one", close, CLOSE,
-                             step=0),
-                    Evidence("largest result over the median one", times, HUGE, step=0),
-                ),
-                (Advice("divide by something positive: a norm, a standard deviation, or "
-                        "softplus(x) + 0.1"),),
+            yield Finding("unsafe-division", "act" if suffers(record) or uneven else "watch",
                 f"{fact.place} divides by numbers of both signs, some of them close to zero: the "
                 f"largest result is {times:.3g} times the median one, and changes its sign with "
                 "the least change of the divisor.",
-                "A small constant added to the divisors only moves the zero.",
-                since=0,
-            )  # fmt: skip
+                (Evidence("smallest size of the divisors over the median one", close, CLOSE,
+                          step=0),
+                 Evidence("largest result over the median one", times, HUGE, step=0)),
+                (Advice("divide by something positive: a norm, a standard deviation, or "
+                        "softplus(x) + 0.1"),),
+                "A small constant added to the divisors only moves the zero.", since=0,
+                against=())  # fmt: skip

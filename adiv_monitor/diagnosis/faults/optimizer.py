@@ -9,13 +9,7 @@ from adiv_monitor.diagnosis.faults.fault import fault
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import USUAL, less_momentum
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import (
-    Typical,
-    at_first,
-    by_layer,
-    named,
-    worst_first,
-)
+from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.diagnosis.record import Record
 
 # Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.
@@ -53,27 +47,17 @@ def decay_fights(record: Record) -> Iterator[Finding]:
         return  # other code shrinks the weights
     if not (pull > DECAY_WATCH or shrunk < SHRUNK):
         return
-    yield Finding(
-        "decay-fights",
-        (),
+    yield Finding("decay-fights",
         "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
-        (
-            *((Evidence("pull of the weight decay over that of the gradient", pull, DECAY_WATCH,
-                        step=0),)
-              if decay else ()),
-            Evidence("norm of the parameters, last over first", shrunk, SHRUNK),
-        ),
-        (
-            Advice("use no weight decay", "no-decay"),
-            Advice("use a tenth of the weight decay", "less-decay"),
-        )
-        if decay
-        else (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
         _decay_words(decay, pull, shrunk),
+        (*((Evidence("pull of the weight decay over that of the gradient", pull, DECAY_WATCH,
+                     step=0),) if decay else ()),
+         Evidence("norm of the parameters, last over first", shrunk, SHRUNK)),
+        (Advice("use no weight decay", "no-decay"),
+         Advice("use a tenth of the weight decay", "less-decay")) if decay else
+        (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
         "A lower learning rate weakens gradient and decay alike: their ratio stays the same."
-        * (pull > DECAY_WATCH),
-        against=LOWER_RATES * (pull > DECAY_WATCH),
-    )  # fmt: skip
+        * (pull > DECAY_WATCH), against=LOWER_RATES)  # fmt: skip
 
 
 def _decay_words(decay: float, pull: float, shrunk: float) -> str:
@@ -126,26 +110,17 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         else _within_words(record, layers[0], -within[layers[0]])
     )
     worst = layers[:3]
-    yield Finding(
-        "projection-fights",
-        layers,
-        "act" if uphill or suffers(record) else "watch",
-        (
-            *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
-            *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
-              for p in worst if p in within and hidden),
-            *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
-        ),
-        (
-            Advice("train without the code that changes the weights besides the optimizer (a trial "
-                   "can remove hooks of the optimizer and max_norm, but not changes by the loss or "
-                   "by forward())", "no-projection"),
-            Advice("project the gradient onto the constraint before the step"),
-        ),
-        said,
+    yield Finding("projection-fights", "act" if uphill or suffers(record) else "watch", said,
+        (*(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
+         *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
+           for p in worst if p in within and hidden),
+         *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied)),
+        (Advice("train without the code that changes the weights besides the optimizer (a trial "
+                "can remove hooks of the optimizer and max_norm, but not changes by the loss or by "
+                "forward())", "no-projection"),
+         Advice("project the gradient onto the constraint before the step")),
         "With a higher learning rate, the other code undoes more of each step." * bool(undone),
-        against=HIGHER_RATES * bool(undone),
-    )  # fmt: skip
+        layers=layers, against=HIGHER_RATES)  # fmt: skip
 
 
 def _within_words(record: Record, layer: str, cosine: float) -> str:
@@ -225,19 +200,12 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     else:
         return
     layers = worst_first(turned)
-    yield Finding(
-        "optimizer-turns",
-        layers,
-        "act" if suffers(record) or outlasts else "watch",
-        (
-            *((Evidence("share of steps uphill", uphill, half),) if by_steps else ()),
-            *((Evidence("momentum", _momentum(record), LONG_MOMENTUM),) if stale else ()),
-            Evidence("parameter_cosine, second half of the run", late, STALE),
-            *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3]),
-        ),
-        tuple(_straightened(record)),
-        said,
-    )
+    yield Finding("optimizer-turns", "act" if suffers(record) or outlasts else "watch", said,
+        (*((Evidence("share of steps uphill", uphill, half),) if by_steps else ()),
+         *((Evidence("momentum", _momentum(record), LONG_MOMENTUM),) if stale else ()),
+         Evidence("parameter_cosine, second half of the run", late, STALE),
+         *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3])),
+        tuple(_straightened(record)), layers=layers)  # fmt: skip
 
 
 def _straightened(record: Record) -> Iterator[Advice]:

@@ -6,16 +6,8 @@ from collections.abc import Iterator
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts
-from adiv_monitor.diagnosis.finding import (
-    LOWER_RATES,
-    RATES,
-    Advice,
-    Evidence,
-    Finding,
-)
-from adiv_monitor.diagnosis.readings import (
-    named,
-)
+from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.readings import named
 from adiv_monitor.diagnosis.record import Fact, Record
 
 # The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
@@ -39,25 +31,15 @@ def not_held(record: Record) -> Iterator[Finding]:
     """Find trainable parameters with a gradient that the optimizer does not hold."""
     names = record.wiring.not_held
     if names:
-        yield Finding(
-            "not-held",
-            names,
-            "act",
-            (Evidence("parameters not held", len(names), 0),),
-            (
-                Advice(
-                    "pass these parameters to the optimizer: create it after the model is "
-                    "complete, or add a parameter group",
-                    "hold-parameters",
-                ),
-                Advice("set requires_grad=False, if these parameters should not be trained"),
-            ),
+        yield Finding("not-held", "act",
             f"The optimizer does not hold {_several(names)}. The loss has a gradient for "
             f"{'them' if len(names) > 1 else 'it'}, but the optimizer never changes "
             f"{'them' if len(names) > 1 else 'it'}.",
-            "Another learning rate does not train them.",
-            against=RATES,
-        )
+            (Evidence("parameters not held", len(names), 0),),
+            (Advice("pass these parameters to the optimizer: create it after the model is "
+                    "complete, or add a parameter group", "hold-parameters"),
+             Advice("set requires_grad=False, if these parameters should not be trained")),
+            "Another learning rate does not train them.", layers=names)  # fmt: skip
 
 
 def _several(names: tuple[str, ...]) -> str:
@@ -71,39 +53,24 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
     """Find parameters in plain lists or tensors, and parameters that forward() makes anew."""
     anew = [fact for fact in record.found_by("hidden-parameters") if "made" in fact.words]
     if anew:
-        yield Finding(
-            "hidden-parameters",
-            (),
-            "act",
-            (Evidence("share of all parameters", anew[0].numbers["share"], 0),),
-            (Advice("make the module or the parameter once, in __init__(), then the optimizer"),),
+        yield Finding("hidden-parameters", "act",
             f"{anew[0].place} uses a parameter that forward() makes anew in each step: its values "
             "are random each time, and no step trains them."
-            + f" Number of further such places: {len(anew) - 1}."
-            * (len(anew) > 1),
-            "No learning rate trains a parameter that lives for one step.",
-            0,
-            RATES,
-        )
+            + f" Number of further such places: {len(anew) - 1}." * (len(anew) > 1),
+            (Evidence("share of all parameters", anew[0].numbers["share"], 0),),
+            (Advice("make the module or the parameter once, in __init__(), then the optimizer"),),
+            "No learning rate trains a parameter that lives for one step.", since=0)  # fmt: skip
     facts = [fact for fact in record.found_by("hidden-parameters") if "made" not in fact.words]
     if facts:
         share = sum(fact.numbers["share"] for fact in facts)
-        yield Finding(
-            "hidden-parameters",
-            (),
-            "act",
+        yield Finding("hidden-parameters", "act",
+            f"forward() uses {_places(facts)}, but the model does not register them as parameters: "
+            "torch finds no parameters in plain lists, dictionaries and tensors. The optimizer "
+            "does not change them.",
             (Evidence("share of all parameters", share, 0),),
-            (
-                Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into "
-                       "nn.Parameter, then make the optimizer", "register-parameters"),
-            ),
-            f"forward() uses {_places(facts)}, but the model does not register them as "
-            "parameters: torch finds no parameters in plain lists, dictionaries and tensors. The "
-            "optimizer does not change them.",
-            "Another learning rate does not train them.",
-            0,
-            RATES,
-        )  # fmt: skip
+            (Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into "
+                    "nn.Parameter, then make the optimizer", "register-parameters"),),
+            "Another learning rate does not train them.", since=0)  # fmt: skip
 
 
 def _places(facts: tuple[Fact, ...] | list[Fact]) -> str:
@@ -122,33 +89,24 @@ def unreached(record: Record) -> Iterator[Finding]:
     names = tuple(n for n in record.wiring.unreached if n not in unused)
     if names:
         where = ", ".join(fact.place for fact in cuts(record)[:3])
-        yield Finding(
-            "unreached",
-            names,
-            "act",
-            (Evidence("parameters without a gradient", len(names), 0),),
-            (
-                Advice(f"remove the detach(), .data or torch.no_grad() at {where}", "uncut")
-                if where else
-                Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax between "
-                       "these layers and the loss"),
-            ),
+        yield Finding("unreached", "act",
             f"The loss depends on {_several(names)}, but no gradient comes back: the graph is cut"
             + (f" at {where}." if where else "."),
+            (Evidence("parameters without a gradient", len(names), 0),),
+            (Advice(f"remove the detach(), .data or torch.no_grad() at {where}", "uncut")
+             if where else
+             Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax between these "
+                    "layers and the loss"),),
             "No optimizer and no learning rate can train parameters without a gradient.",
-            against=RATES,
-        )  # fmt: skip
+            layers=names)  # fmt: skip
     unused_names = record.wiring.unused
     if unused_names:
-        yield Finding(
-            "unreached",
-            unused_names,
-            "watch",
-            (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
-            (Advice("use the outputs of these modules in forward(), or remove the modules"),),
+        yield Finding("unreached", "watch",
             f"The loss does not depend on {_several(unused_names)}: no step trains "
             f"{'them' if len(unused_names) > 1 else 'it'}.",
-        )
+            (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
+            (Advice("use the outputs of these modules in forward(), or remove the modules"),),
+            layers=unused_names)  # fmt: skip
 
 
 @fault("frozen", "Frozen parameters", certain=True, explains=("cannot-overfit", "behind-reference"))
@@ -162,19 +120,14 @@ def frozen(record: Record) -> Iterator[Finding]:
         path: w.gain for path, w in record.weights.items()
         if path in paths and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED
     }  # fmt: skip
-    yield Finding(
-        "frozen",
-        names,
-        "act" if untrained and suffers(record) else "watch",
-        (
-            Evidence("frozen parameters", len(names)),
-            *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items()),
-        ),
-        (Advice("set requires_grad=True, unless these parameters should stay frozen", "unfreeze"),),
+    yield Finding("frozen", "act" if untrained and suffers(record) else "watch",
         f"No step trains {_several(names)}: requires_grad is False."
         + (f" The weights of {named(record, next(iter(untrained)))} look like torch's "
            "initialisation, so they were probably never trained." if untrained else ""),
-    )  # fmt: skip
+        (Evidence("frozen parameters", len(names)),
+         *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items())),
+        (Advice("set requires_grad=True, unless these parameters should stay frozen", "unfreeze"),),
+        layers=names)  # fmt: skip
 
 
 @finds()
@@ -188,21 +141,13 @@ def rate_zero(record: Record) -> Iterator[Finding]:
             " A scheduler set it to 0 and does not raise it within the steps of the audit: look "
             "for an integer division."
         ) * scheduled
-        yield Finding(
-            "rate-zero",
-            (),
-            "act",
-            (Evidence("share of the parameters", share, 0),),
-            (
-                Advice("give this parameter group a learning rate, or set requires_grad=False",
-                       "rate-as-others"),
-            ),
+        yield Finding("rate-zero", "act",
             f"The learning rate is 0 for {share:.0%} of the parameters (the first is "
             f"'{facts[0].place}'). They receive a gradient, but no step changes them.{source}",
-            "Any multiple of a learning rate of zero is zero.",
-            0,
-            RATES,
-        )  # fmt: skip
+            (Evidence("share of the parameters", share, 0),),
+            (Advice("give this parameter group a learning rate, or set requires_grad=False",
+                    "rate-as-others"),),
+            "Any multiple of a learning rate of zero is zero.", since=0)  # fmt: skip
 
 
 def _rises(record: Record, fact: Fact) -> bool:
@@ -217,50 +162,32 @@ def rounded_away(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("rounded-away"):
         share = fact.numbers["share"]
         if share > ROUNDED_AWAY:
-            yield Finding(
-                "rounded-away",
-                (),
-                "act" if suffers(record) else "watch",
-                (Evidence("share of entries that a step leaves unchanged", share, ROUNDED_AWAY),),
-                (
-                    Advice("keep the weights in float32, and compute in 16 bits under "
-                           "torch.autocast", "float32-weights"),
-                ),
+            yield Finding("rounded-away", "act" if suffers(record) else "watch",
                 f"A step leaves {share:.0%} of the entries that have a gradient unchanged to the "
                 f"last bit: the weights are {fact.words['dtype']}, and the step is smaller than "
                 "their last digit.",
+                (Evidence("share of entries that a step leaves unchanged", share, ROUNDED_AWAY),),
+                (Advice("keep the weights in float32, and compute in 16 bits under torch.autocast",
+                        "float32-weights"),),
                 "With a lower learning rate, even more steps are smaller than the weights' last "
-                "digit.",
-                0,
-                LOWER_RATES,
-            )  # fmt: skip
+                "digit.", since=0, against=LOWER_RATES)  # fmt: skip
 
 
-@fault(
-    "epsilon-dominates",
-    "Steps shortened by the optimizer's epsilon",
-    explains=LEARNING,
-    acts_below=1.0,
-)
+@fault("epsilon-dominates", "Steps shortened by the optimizer's epsilon", explains=LEARNING,
+       acts_below=1.0)  # fmt: skip
 def epsilon_dominates(record: Record) -> Iterator[Finding]:
     """Find an epsilon that is larger than the roots it is added to, so that it sets the step."""
     for fact in record.found_by("epsilon-dominates"):
         share, epsilon, root = (fact.numbers[name] for name in ("share", "epsilon", "root"))
         if share > EPSILON:
-            yield Finding(
-                "epsilon-dominates",
-                (),
-                "act" if suffers(record) else "watch",
-                (
-                    Evidence("share of entries whose root is below ε", share, EPSILON),
-                    Evidence("ε", epsilon),
-                    Evidence("median root of the mean squared gradient", root),
-                ),
-                (Advice("use the default eps of 1e-8", "usual-epsilon"),),
+            yield Finding("epsilon-dominates", "act" if suffers(record) else "watch",
                 f"The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, "
                 f"its ε ({epsilon:g}) is larger than √v (typically {root:.2g}): ε shortens their "
                 "steps, which are no longer adapted to the size of their gradients.",
-            )
+                (Evidence("share of entries whose root is below ε", share, EPSILON),
+                 Evidence("ε", epsilon),
+                 Evidence("median root of the mean squared gradient", root)),
+                (Advice("use the default eps of 1e-8", "usual-epsilon"),))  # fmt: skip
 
 
 @fault("gradient-hooks", "Hooks that change the gradient", explains=LEARNING, acts_below=1.0)
@@ -270,26 +197,17 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
         ratio, cosine = fact.numbers["ratio"], fact.numbers["cosine"]
         if 1 / CHANGED_LENGTH <= ratio <= CHANGED_LENGTH and cosine >= TURNED:
             continue
-        yield Finding(
-            "gradient-hooks",
-            (),
-            "act" if suffers(record) else "watch",
-            (
-                Evidence("gradient's length after the hooks, over that before them", ratio,
-                         CHANGED_LENGTH if ratio > 1 else 1 / CHANGED_LENGTH, step=0),
-                Evidence("cosine of the gradients before and after the hooks", cosine, TURNED,
-                         step=0),
-            ),
-            (
-                Advice("remove the hooks that change gradients (register_hook, "
-                       "register_full_backward_hook, register_step_pre_hook)", "without-hooks"),
-            ),
+        yield Finding("gradient-hooks", "act" if suffers(record) else "watch",
             "Hooks change the gradient between backward() and the optimizer's step: its length "
             f"becomes {ratio:.3g} times as large, and its cosine with the original gradient is "
             f"{cosine:.3g}.",
-            "",
-            0,
-        )  # fmt: skip
+            (Evidence("gradient's length after the hooks, over that before them", ratio,
+                      CHANGED_LENGTH if ratio > 1 else 1 / CHANGED_LENGTH, step=0),
+             Evidence("cosine of the gradients before and after the hooks", cosine, TURNED,
+                      step=0)),
+            (Advice("remove the hooks that change gradients (register_hook, "
+                    "register_full_backward_hook, register_step_pre_hook)", "without-hooks"),),
+            since=0)  # fmt: skip
 
 
 @fault("gradient-differs", "A gradient that is not that of the loss", explains=LEARNING)
@@ -301,23 +219,16 @@ def gradient_differs(record: Record) -> Iterator[Finding]:
         if LEAST_AS_PREDICTED <= ratio <= MOST_AS_PREDICTED:
             continue
         limit = LEAST_AS_PREDICTED if ratio < 1 else MOST_AS_PREDICTED
-        yield Finding(
-            "gradient-differs",
-            (),
-            "act" if ratio < 0 and suffers(record) else "watch",
-            (Evidence("decrease of the loss along its gradient, over the predicted one", ratio,
-                      limit, step=0),),
-            (
-                Advice(f"check the backward() of {names} with torch.autograd.gradcheck, unless "
-                       "another gradient is meant") if names else
-                Advice("look for hooks on tensors (register_hook) and for values that leave the "
-                       "graph, unless another gradient is meant"),
-            ),
+        yield Finding("gradient-differs", "act" if ratio < 0 and suffers(record) else "watch",
             "The gradient that the backward pass returns is not that of the loss: along it, the "
             f"loss of the first batch falls by {ratio:.3g} times what the gradient predicts."
             + " The step goes uphill." * (ratio < 0),
-            since=0,
-        )  # fmt: skip
+            (Evidence("decrease of the loss along its gradient, over the predicted one", ratio,
+                      limit, step=0),),
+            (Advice(f"check the backward() of {names} with torch.autograd.gradcheck, unless "
+                    "another gradient is meant") if names else
+             Advice("look for hooks on tensors (register_hook) and for values that leave the "
+                    "graph, unless another gradient is meant"),), since=0)  # fmt: skip
 
 
 @finds()
@@ -326,26 +237,18 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
     facts = record.found_by("left-in-eval")
     running = [fact for fact in facts if not fact.numbers["given"]]
     if running:
-        yield Finding(
-            "left-in-eval",
-            tuple(fact.place for fact in running),
-            "act" if suffers(record) else "watch",
-            (Evidence("normalisations in evaluation mode", len(running), 0),),
-            (Advice("call train() on these modules before training", "train-mode"),),
-            f"These normalisations are in evaluation mode while the model trains: "
+        yield Finding("left-in-eval", "act" if suffers(record) else "watch",
+            "These normalisations are in evaluation mode while the model trains: "
             f"{_places(running)}. Their running mean is still 0 and their running variance 1, so "
             "they normalise nothing.",
-            since=0,
-        )
+            (Evidence("normalisations in evaluation mode", len(running), 0),),
+            (Advice("call train() on these modules before training", "train-mode"),),
+            layers=tuple(fact.place for fact in running), since=0)  # fmt: skip
     elif facts:
-        yield Finding(
-            "left-in-eval",
-            (),
-            "watch",
-            (Evidence("normalisations in evaluation mode", len(facts), 0),),
-            (Advice("call model.train() at the beginning of the training loop"),),
+        yield Finding("left-in-eval", "watch",
             "The audit received the model in evaluation mode, and the running mean and variance of "
             "its normalisations are still 0 and 1. The audit trained it in training mode; in a "
             "training loop that does not call train(), these layers normalise nothing.",
-            since=0,
-        )
+            (Evidence("normalisations in evaluation mode", len(facts), 0),),
+            (Advice("call model.train() at the beginning of the training loop"),),
+            since=0)  # fmt: skip

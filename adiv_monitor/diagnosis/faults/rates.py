@@ -25,7 +25,7 @@ from adiv_monitor.diagnosis.faults.remedies import (
     own_rates,
     rates_per_layer,
 )
-from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength, Trial
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import (
     SCALE_FREE,
@@ -83,26 +83,21 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     middle = median(t.value for t in ratios.values())
     starved = all(ratios[p].value < middle for p in layers)
     groups = _at_fault(group_rates(record, layers), record, ratios, layers)
-    yield Finding(
-        "uneven-rates",
-        layers,
-        strength,
-        tuple(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
-              for p in layers[:3]),
-        tuple(_evened(record, layers, groups)),
+    yield Finding("uneven-rates", strength,
         f"In one step, the activations of {', '.join(named(record, p) for p in layers[:3])} "
         f"{'hardly move' if starved else 'move unlike those of the other layers'}: "
         + (f"{named(record, layers[0])} moves " if layers[1:] else "")
         + f"{ratios[layers[0]].value / middle:.3g} times as far, relative to their length, as "
-        f"those of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the "
-        f"median, here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."
+          f"those of the median layer. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times the "
+          f"median, here {middle / STARVED:.3g} and {middle * OVERDRIVEN:.3g}."
         + (f" The cause is the learning rate of a parameter group: {groups.rates} in the "
-           f"optimizer's {groups.names}, and {groups.usual:g} for the other layers."
-           if groups else ""),
-        "" if groups else "No single learning rate suits both kinds of layers.",
-        record.reports[0].step,
-        () if groups else RATES,
-    )  # fmt: skip
+           f"optimizer's {groups.names}, and {groups.usual:g} for the other layers." if groups else
+           ""),
+        tuple(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
+              for p in layers[:3]),
+        tuple(_evened(record, layers, groups)),
+        "" if groups else "No single learning rate suits both kinds of layers.", layers=layers,
+        since=record.reports[0].step)  # fmt: skip
 
 
 def suffers(record: Record) -> bool:
@@ -210,10 +205,7 @@ def _evened(record: Record, layers: Sequence[str], groups: GroupRates | None) ->
 
 
 def _at_fault(
-    groups: GroupRates | None,
-    record: Record,
-    ratios: dict[str, Typical],
-    layers: Sequence[str],
+    groups: GroupRates | None, record: Record, ratios: dict[str, Typical], layers: Sequence[str]
 ) -> GroupRates | None:
     """Return the groups if these layers would move like the others at the others' learning rate."""
     if groups is None:
@@ -324,20 +316,12 @@ def _too_high(
     """Return the finding; with no factor, no learning rate is known to be better for long."""
     factors = [] if factor is None else [factor] + [f for f in (0.1, 0.3) if f != factor]
     compare = Advice("compare lower learning rates in runs as long as this one or longer", None)
-    return Finding(
-        "rate-too-high",
-        (),
-        strength,
-        evidence,
-        (
-            *(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
-            Advice("warm the learning rate up over the first steps", "warm-up"),
-            *([compare] if factor is None else []),
-        ),
-        summary,
+    return Finding("rate-too-high", strength, summary, evidence,
+        (*(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+         Advice("warm the learning rate up over the first steps", "warm-up"),
+         *([compare] if factor is None else [])),
         "More steps at this learning rate do not help."
-        * (bool(record.losses) and not fell(record)),
-    )
+        * (bool(record.losses) and not fell(record)), against=())  # fmt: skip
 
 
 def _too_high_by_measures(record: Record) -> Iterator[Finding]:

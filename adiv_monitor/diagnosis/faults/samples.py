@@ -6,7 +6,7 @@ from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
-from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
 
 SAID = 3  # most ignored parts that a finding names
@@ -15,12 +15,8 @@ OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 bet
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
-@fault(
-    "samples-mixed",
-    "Predictions depend on other samples",
-    explains=(*LEARNING, "input-partly-ignored"),
-    acts_below=1.0,
-)
+@fault("samples-mixed", "Predictions depend on other samples",
+       explains=(*LEARNING, "input-partly-ignored"), acts_below=1.0)  # fmt: skip
 def samples_mixed(record: Record) -> Iterator[Finding]:
     """Find predictions for one sample that change with another sample's input."""
     for fact in record.found_by("samples-mixed"):
@@ -30,42 +26,28 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
         share, independent = fact.numbers["share"], fact.numbers["independent"]
         ordered = "batch_first" in fact.words
         begins = f" The first function that mixes samples is {fact.place}." * bool(fact.place)
-        yield Finding(
-            "samples-mixed",
-            (),
-            "act" if suffers(record) else "watch",
-            (Evidence("share of outputs that change with one sample", share, 1.2 * independent,
-                      step=0),),
-            (
-                *((Advice("set batch_first=True, or put the samples along the second axis",
-                          "batch-first"),) if ordered else ()),
-                Advice(f"look in {'this function' if fact.place else 'forward()'} for a mean, a "
-                       "softmax, attention or a reshape over axis 0"),
-            ),
+        yield Finding("samples-mixed", "act" if suffers(record) else "watch",
             "The predictions for one sample change if the input of another sample changes "
             f"({share:.0%} of the outputs do).{begins}",
-            "Another learning rate does not separate the samples.",
-            0,
-            RATES,
-        )  # fmt: skip
+            (Evidence("share of outputs that change with one sample", share, 1.2 * independent,
+                      step=0),),
+            (*((Advice("set batch_first=True, or put the samples along the second axis",
+                       "batch-first"),) if ordered else ()),
+             Advice(f"look in {'this function' if fact.place else 'forward()'} for a mean, a "
+                    "softmax, attention or a reshape over axis 0")),
+            "Another learning rate does not separate the samples.", since=0)  # fmt: skip
 
 
 def _placed(record: Record, fact: Fact) -> Finding:
     share = fact.numbers["share"]
-    return Finding(
-        "samples-mixed",
-        (),
-        "act" if suffers(record) else "watch",
+    return Finding("samples-mixed", "act" if suffers(record) else "watch",
+        f"The predictions for a sample change if the batch is put in another order ({share:.0%} of "
+        "the outputs do): they depend on the sample's place in the batch.",
         (Evidence("share of outputs that change with the place in the batch", share, PLACED,
                   step=0),),
         (Advice("look in forward() for positions, an arange or a table that is indexed along axis "
                 "0, the axis of the samples"),),
-        f"The predictions for a sample change if the batch is put in another order ({share:.0%} of "
-        "the outputs do): they depend on the sample's place in the batch.",
-        "Another learning rate does not make the samples' order irrelevant.",
-        0,
-        RATES,
-    )  # fmt: skip
+        "Another learning rate does not make the samples' order irrelevant.", since=0)  # fmt: skip
 
 
 @fault("reshape-scrambles", "A reshape that scrambles axes", explains=LEARNING, acts_below=1.0)
@@ -78,28 +60,19 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
         others = f" Number of further such reshapes: {len(facts) - 1}." * (len(facts) > 1)
         # Positions that get to see later ones lower the loss, so that the run does not suffer.
         leaks = bool(record.found_by("future-leak"))
-        yield Finding(
-            "reshape-scrambles",
-            (),
-            "act" if suffers(record) or leaks else "watch",
-            (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
-            (
-                Advice("exchange axes with permute or transpose: view and reshape can only split "
-                       "axes and join neighbouring ones", "permute"),
-            ),
+        yield Finding("reshape-scrambles", "act" if suffers(record) or leaks else "watch",
             f"{facts[0].place} reshapes {of} to {to} across the axes: one position of the result "
-            + ("holds entries of several positions and channels." if sure
-               else "holds entries of several positions.")
-            + " If a shift is intended, this is no fault." * (not sure and not leaks)
-            + others
+            + ("holds entries of several positions and channels." if sure else
+               "holds entries of several positions.")
+            + " If a shift is intended, this is no fault." * (not sure and not leaks) + others
             + " Later positions may reach earlier ones this way (future-leak)." * leaks,
-            since=0,
-        )  # fmt: skip
+            (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
+            (Advice("exchange axes with permute or transpose: view and reshape can only split axes "
+                    "and join neighbouring ones", "permute"),), since=0)  # fmt: skip
 
 
-@fault(
-    "gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING, acts_below=0.95
-)
+@fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
+       acts_below=0.95)  # fmt: skip
 def gradient_cut(record: Record) -> Iterator[Finding]:
     """Find cuts in front of parameters that gradients still reach on other paths.
 
@@ -109,18 +82,13 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
     if not facts or set(record.wiring.unreached) - set(record.wiring.unused):
         return
     where = ", ".join(fact.place for fact in facts[:3])
-    yield Finding(
-        "gradient-cut",
-        (),
-        "watch",
+    yield Finding("gradient-cut", "watch",
+        f"The gradient is cut at {where}, in front of parameters that the loss depends on. The "
+        "layers before the cut receive no gradient on this path.",
         (Evidence("cosine with the gradient without the cut", facts[0].numbers["cosine"], TURNED,
                   step=0),),
         (Advice("remove the detach(), .data or torch.no_grad() there, unless it is intended",
-                "uncut"),),
-        f"The gradient is cut at {where}, in front of parameters that the loss depends on. The "
-        "layers before the cut receive no gradient on this path.",
-        since=0,
-    )  # fmt: skip
+                "uncut"),), since=0)  # fmt: skip
 
 
 def cuts(record: Record) -> list[Fact]:
@@ -150,32 +118,20 @@ def no_activation(record: Record) -> Iterator[Finding]:
             f"{affine[0].numbers['layers']:.0f} layers compute them: one linear layer can do the "
             "same."
         )
-    yield Finding(
-        "no-activation",
-        (),
-        "act" if suffers(record) else "watch",
-        (
-            *((Evidence("results that nothing uses", len(lost), 0.0, step=0),) if lost else ()),
-            *((Evidence("layers of an affine model", affine[0].numbers["layers"], 1.0, step=0),)
-              if affine else ()),
-        ),
-        (
-            *((Advice("assign the result: x = relu(x), not relu(x)"),) if lost else ()),
-            *((Advice("put an activation function between the layers, unless the model should be "
-                      "linear", "relu-between"),) if affine else ()),
-        ),
+    yield Finding("no-activation", "act" if suffers(record) else "watch",
         " ".join(said),
-        "More linear layers do not help: together they stay one." * bool(affine),
-        since=0,
-    )  # fmt: skip
+        (*((Evidence("results that nothing uses", len(lost), 0.0, step=0),) if lost else ()),
+         *((Evidence("layers of an affine model", affine[0].numbers["layers"], 1.0, step=0),)
+           if affine else ())),
+        (*((Advice("assign the result: x = relu(x), not relu(x)"),) if lost else ()),
+         *((Advice("put an activation function between the layers, unless the model should be "
+                   "linear", "relu-between"),) if affine else ())),
+        "More linear layers do not help: together they stay one." * bool(affine), since=0,
+        against=())  # fmt: skip
 
 
-@fault(
-    "attention-axis",
-    "Attention weights summed over another axis",
-    explains=LEARNING,
-    acts_below=0.95,
-)
+@fault("attention-axis", "Attention weights summed over another axis", explains=LEARNING,
+       acts_below=0.95)  # fmt: skip
 def attention_axis(record: Record) -> Iterator[Finding]:
     """Find attention weights that sum to 1 along another axis than the one that is summed over."""
     facts = record.found_by("attention-axis")
@@ -183,22 +139,14 @@ def attention_axis(record: Record) -> Iterator[Finding]:
         fact = facts[0]
         axis, over = fact.words["axis"], fact.words["over"]
         others = f" Number of further such softmaxes: {len(facts) - 1}." * (len(facts) > 1)
-        yield Finding(
-            "attention-axis",
-            (),
-            "watch",
-            (Evidence("softmaxes over another axis than their product", len(facts), 0.0, step=0),),
-            (
-                Advice("take the softmax over the keys, the axis that the product with the values "
-                       "sums over, usually dim=-1", "summed-axis"),
-            ),
+        yield Finding("attention-axis", "watch",
             f"{fact.place} makes weights of shape {fact.words['shape']} that sum to 1 along axis "
             f"{axis}, but {fact.words['product']} sums over axis {over}: the weights of a query do "
             f"not sum to 1, so its result is no mean of the values.{others}",
-            "Another learning rate does not change the axis.",
-            0,
-            RATES,
-        )  # fmt: skip
+            (Evidence("softmaxes over another axis than their product", len(facts), 0.0, step=0),),
+            (Advice("take the softmax over the keys, the axis that the product with the values "
+                    "sums over, usually dim=-1", "summed-axis"),),
+            "Another learning rate does not change the axis.", since=0)  # fmt: skip
 
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", acts_below=1.0)
@@ -213,22 +161,16 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         # model that is not used may be meant for others.
         flat = any(dead_units(record)) or any(saturated_units(record))
         unused = all("whole" in fact.words for fact in facts)
-        yield Finding(
-            "input-partly-ignored",
-            (),
+        yield Finding("input-partly-ignored",
             "act" if suffers(record) and not flat and not unused else "watch",
-            (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
-                      0.0, step=0),),
-            (
-                *((Advice("check the mask: does True mark the positions to keep, or those to "
-                          "ignore?", "inverted-masks"),) if masked else ()),
-                Advice("follow these parts through forward(): look for masks, slices such as "
-                       "[:, -1], overwritten tensors, and divisions of whole numbers"),
-            ),
             f"No output depends on {where}{more} (shape {facts[0].words['shape']}), neither before "
             "nor after training: exchanging these parts between samples changes no output.",
-            since=0,
-        )  # fmt: skip
+            (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
+                      0.0, step=0),),
+            (*((Advice("check the mask: does True mark the positions to keep, or those to ignore?",
+                       "inverted-masks"),) if masked else ()),
+             Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
+                    "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 
 
 @fault("order-ignored", "The order of positions is ignored", acts_below=0.8, often_meant=True)
@@ -239,13 +181,8 @@ def order_ignored(record: Record) -> Iterator[Finding]:
     """
     for fact in record.found_by("order-ignored"):
         count = fact.numbers["places"]
-        yield Finding(
-            "order-ignored",
-            (),
-            "watch",
+        yield Finding("order-ignored", "watch",
+            f"The outputs do not depend on the order of the {count:.0f} positions of an input.",
             (Evidence("positions whose order does not matter", count, step=0),),
             (Advice("add position embeddings (sinusoids, or a learnt table) to the outputs of the "
-                    "first layer, unless the inputs are sets", "positions"),),
-            f"The outputs do not depend on the order of the {count:.0f} positions of an input.",
-            since=0,
-        )  # fmt: skip
+                    "first layer, unless the inputs are sets", "positions"),), since=0)  # fmt: skip

@@ -165,16 +165,10 @@ def _moves_little(record: Record) -> bool:
 def _too_low(
     strength: Strength, evidence: tuple[Evidence, ...], summary: str, factors: Sequence[float]
 ) -> Finding:
-    return Finding(
-        "rate-too-low",
-        (),
-        strength,
-        evidence,
+    return Finding("rate-too-low", strength, summary, evidence,
         tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
-        summary,
         "More layers or units do not help: the present ones have not learnt yet."
-        * (strength == "act"),
-    )
+        * (strength == "act"), against=())  # fmt: skip
 
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
@@ -216,17 +210,13 @@ def skipped_steps(record: Record) -> Iterator[Finding]:
     """Find steps whose loss was not finite while later losses were: the weights stayed finite."""
     if record.skipped is not None and not _seen(record):
         step, count = record.skipped
-        yield Finding(
-            "non-finite",
-            (),
-            "note",
-            (Evidence("losses that are not finite", float(count), 0.0, step=step),),
-            (Advice("look at the batches of these steps, unless a gradient scaler skips them"),),
+        yield Finding("non-finite", "note",
             f"The loss was not finite in {count:,} {'steps' if count > 1 else 'step'}, first at "
             f"step {step:,}, and was finite again later: these steps were skipped, as a gradient "
             "scaler does in half precision.",
-            since=step,
-        )
+            (Evidence("losses that are not finite", float(count), 0.0, step=step),),
+            (Advice("look at the batches of these steps, unless a gradient scaler skips them"),),
+            since=step)  # fmt: skip
 
 
 @fault("cannot-overfit", "The model can't overfit one small batch", about="last", certain=True)
@@ -239,21 +229,16 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
         return
     left = trial.loss / start(record) if start(record) > 0 else math.nan
     if left > NOT_BY_HEART:
-        yield Finding(
-            "cannot-overfit",
-            (),
-            "watch" if trial.falls else "act",
-            (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
-            (
-                Advice("print the inputs and outputs of each function, from one batch to its loss: "
-                       "the audit tests for many causes, and found none of them"),
-            ),
+        yield Finding("cannot-overfit", "watch" if trial.falls else "act",
             f"After {trial.steps} steps on one small batch, the loss of this batch is still "
             f"{trial.loss:.3g}"
-            + (", and falling: the model overfits it only slowly." if trial.falls
-               else ": the model does not overfit it."),
+            + (", and falling: the model overfits it only slowly." if trial.falls else
+               ": the model does not overfit it."),
+            (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
+            (Advice("print the inputs and outputs of each function, from one batch to its loss: "
+                    "the audit tests for many causes, and found none of them"),),
             "More data do not help a model that can't learn a few samples." * (not trial.falls),
-        )  # fmt: skip
+            against=())  # fmt: skip
 
 
 @fault("behind-reference", "The model learns less than a small network", about="last")
@@ -266,20 +251,16 @@ def behind_reference(record: Record) -> Iterator[Finding]:
         # Predictions that are worse than a constant explain nothing: their share is negative.
         reference, own = fact.numbers["reference"], max(0.0, fact.numbers["model"])
         if reference > EXPLAINS and own < BEHIND * reference and not tells_nothing(record):
-            yield Finding(
-                "behind-reference",
-                (),
-                "watch",
-                (Evidence("share of the labels that the model explains", own, BEHIND * reference),),
-                (Advice("start from a model, a loss and an optimizer that work on these data, and "
-                        "exchange one of them at a time"),),
+            yield Finding("behind-reference", "watch",
                 f"A small network explains {reference:.0%} of the labels of samples that it was "
                 f"not trained on. This model explains {own:.0%} of them, although it was trained "
                 "on them. So the fault is in the model, the loss or the optimizer, not in the "
                 "data; the audit can't tell in which of them.",
+                (Evidence("share of the labels that the model explains", own, BEHIND * reference),),
+                (Advice("start from a model, a loss and an optimizer that work on these data, and "
+                        "exchange one of them at a time"),),
                 "More data do not help: a small network learns from these.",
-                against=(),
-            )  # fmt: skip
+                against=())  # fmt: skip
 
 
 @fault("loss-stuck", "The loss does not fall, or hardly", about="symptom")
@@ -313,14 +294,9 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         advice = (Advice("run adiv-audit: it looks for the cause, and tries learning rates"),)
     told = record.is_audited or is_measure(record)
     little = not record.is_audited and fell_little(record)
-    yield Finding(
-        "loss-stuck",
-        (),
-        "note" if unclear or rises or little or not told else "watch",
-        (Evidence("loss", end(record), start(record)), *_overfits(record)),
-        advice,
+    yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
         _stuck(record, no_lower=no_lower) + RISES_YET * rises + _NO_MEASURE * (not told),
-    )
+        (Evidence("loss", end(record), start(record)), *_overfits(record)), advice)  # fmt: skip
 
 
 def _stuck(record: Record, *, no_lower: bool) -> str:
@@ -365,21 +341,15 @@ def interference(record: Record) -> Iterator[Finding]:
     if lost:
         layers = tuple(sorted(lost, key=lambda path: lost[path]))
         worst = layers[0]
-        yield Finding(
-            "interference",
-            layers,
-            "note",
-            (
-                Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),
-                Evidence("attainable_cosine", ceilings[worst].value, layer=worst),
-            ),
-            () if _reads_tokens(record) else (_NORMALISE,),
+        yield Finding("interference", "note",
             f"In {named(record, worst)}, the rows of a batch disturb each other: a gradient step "
             f"moves the activations with a cosine of {lost[worst]:.3g} to straight downhill, but "
             f"the best possible step reaches {ceilings[worst].value:.3g}.",
-            "Corrected layers remove differences in scale, not interference.",
-            against=("affine-like", "norm-like"),
-        )
+            (Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),
+             Evidence("attainable_cosine", ceilings[worst].value, layer=worst)),
+            () if _reads_tokens(record) else (_NORMALISE,),
+            "Corrected layers remove differences in scale, not interference.", layers=layers,
+            against=("affine-like", "norm-like"))  # fmt: skip
 
 
 def _reads_tokens(record: Record) -> bool:
@@ -508,15 +478,11 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
         said += RISES_YET
     elif strength == "note":
         said += " The loss still falls: in fine-tuning, layers need not move far."
-    return Finding(
-        "stands-still",
-        paths,
-        strength,
+    return Finding("stands-still", strength, said,
         tuple(Evidence("update_ratio", layers[p].value, health.healthy[0], p) for p in paths[:5]),
-        advice,
-        said,
-        since=min((t.since for t in layers.values() if t.since is not None), default=None),
-    )
+        advice, layers=paths,
+        since=min((t.since for t in layers.values() if t.since is not None),
+                  default=None))  # fmt: skip
 
 
 def _of_readings(record: Record) -> Strength:
@@ -532,32 +498,21 @@ def _times(layers: Mapping[str, Typical]) -> float:
 
 
 def _tells_nothing(record: Record, paths: tuple[str, ...]) -> Finding:
-    return Finding(
-        "stands-still",
-        paths,
-        _of_readings(record),
-        (),
-        (Advice("check whether gradients are zero, or are cleared before the step"),),
+    return Finding("stands-still", _of_readings(record),
         f"The move of the activations of {these(record, paths)} is not known: in no measured step "
-        "were both their gradients and their outputs nonzero.",
-    )
+        "were both their gradients and their outputs nonzero.", (),
+        (Advice("check whether gradients are zero, or are cleared before the step"),),
+        layers=paths)  # fmt: skip
 
 
 def _does_not_move(record: Record, paths: tuple[str, ...]) -> Finding:
-    return Finding(
-        "stands-still",
-        paths,
-        _of_readings(record),
-        tuple(Evidence("update_ratio", 0.0, HEALTH["update_ratio"].healthy[0], p)
-              for p in paths[:5]),
-        (
-            Advice("give these layers' parameters a learning rate above zero, unless they should "
-                   "not be trained"),
-        ),
+    return Finding("stands-still", _of_readings(record),
         f"The steps do not move the activations of {these(record, paths)} at all: the learning "
         "rate is zero, or other code resets the weights.",
-        since=_low_since(record, paths),
-    )  # fmt: skip
+        tuple(Evidence("update_ratio", 0.0, HEALTH["update_ratio"].healthy[0], p)
+              for p in paths[:5]),
+        (Advice("give these layers' parameters a learning rate above zero, unless they should not "
+                "be trained"),), layers=paths, since=_low_since(record, paths))  # fmt: skip
 
 
 def _low_since(record: Record, paths: Sequence[str]) -> int | None:
@@ -574,17 +529,12 @@ def _low_since(record: Record, paths: Sequence[str]) -> int | None:
 def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
     paths = tuple(sorted(layers, key=lambda path: layers[path].value))
     low = HEALTH["update_ratio"].healthy[0]
-    return Finding(
-        "settled",
-        paths,
-        "note",
-        tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]),
-        (),
+    return Finding("settled", "note",
         f"The activations of {these(record, paths)} first moved as far as in healthy layers, and "
         f"later by less than {low:g} times their length in a typical step. That is usual as a loss "
         "falls.",
-        since=_low_since(record, paths),
-    )
+        tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]), (),
+        layers=paths, since=_low_since(record, paths))  # fmt: skip
 
 
 def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
@@ -635,14 +585,12 @@ def _outside_healthy(
         said.append(_WORDS[measure, is_high].format(these(record, paths), f"{limit:g}"))
         evidence += [Evidence(measure, layers[p].value, limit, p) for p in paths[:3]]
     faulty = any(measure in _TELL_FAULTS for measure, _ in outside)
-    return Finding(
-        "outside-healthy",
-        tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),
-        _of_readings(record) if faulty else "note",
+    return Finding("outside-healthy", _of_readings(record) if faulty else "note",
+        "Some readings typically lie outside the healthy range: " + "; ".join(said) + ".",
         tuple(evidence),
         (Advice("run adiv-audit: it looks for the cause, and tries fixes"),),
-        "Some readings typically lie outside the healthy range: " + "; ".join(said) + ".",
-    )
+        layers=tuple(dict.fromkeys(path
+                                   for layers in outside.values() for path in layers)))  # fmt: skip
 
 
 def _decayed(record: Record) -> Iterator[Finding]:
@@ -657,14 +605,9 @@ def _decayed(record: Record) -> Iterator[Finding]:
         return
     peak = max(learning_rate(report) or 0.0 for report in record.reports)
     share = (learning_rate(last) or 0.0) / peak
-    yield Finding(
-        "rate-decayed",
-        (),
-        "note",
-        (Evidence("learning rate over its peak", share, step=last.step),),
-        (),
-        f"Since step {since:,}, the learning rate is below half of its peak (at step "
-        f"{last.step:,} it is {share:.3g} times the peak), so the layers move less. The findings "
-        "use the steps near the peak.",
-        since=max(since, first.step),
-    )
+    yield Finding("rate-decayed", "note",
+        f"Since step {since:,}, the learning rate is below half of its peak (at step {last.step:,} "
+        f"it is {share:.3g} times the peak), so the layers move less. The findings use the steps "
+        "near the peak.",
+        (Evidence("learning rate over its peak", share, step=last.step),), (),
+        since=max(since, first.step))  # fmt: skip

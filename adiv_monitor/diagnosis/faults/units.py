@@ -7,19 +7,8 @@ from statistics import fmean, median
 from adiv_monitor.diagnosis.faults.fault import fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
-from adiv_monitor.diagnosis.finding import (
-    HIGHER_RATES,
-    Advice,
-    Evidence,
-    Finding,
-    Strength,
-)
-from adiv_monitor.diagnosis.readings import (
-    maps,
-    named,
-    scale_free,
-    worst_first,
-)
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.readings import maps, named, scale_free, worst_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report.wording import listed
@@ -57,18 +46,14 @@ def bounded_logits(record: Record) -> Iterator[Finding]:
         return
     for fact in record.found_by("bounded-logits"):
         floor, classes = fact.numbers["floor"], fact.numbers["classes"]
-        yield Finding(
-            "bounded-logits",
-            (),
-            "act" if suffers(record) else "watch",
+        yield Finding("bounded-logits", "act" if suffers(record) else "watch",
+            f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
+            f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
             (Evidence("share of the logits within ±1", fact.numbers["share"], 0.9),),
             (Advice("multiply the logits by a factor of 10 to 30, or by a learnt one",
                     "logits-times-10"),),
-            f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
-            f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
             "A higher learning rate does not widen the range of the logits.",
-            against=HIGHER_RATES,
-        )  # fmt: skip
+            against=HIGHER_RATES)  # fmt: skip
 
 
 @fault("dead-units", "Dead units")
@@ -133,24 +118,13 @@ def _dead(
     said: str,
     since: int | None = None,
 ) -> Finding:
-    return Finding(
-        "dead-units",
-        layers,
-        strength,
-        evidence,
-        (
-            Advice(
-                "initialise the weights before these units again, with biases of zero",
-                "reinitialise",
-            ),
-            Advice("use leaky ReLU instead", "leaky-relu"),
-            Advice("add batch normalisation in front of these units", "batch-norm"),
-        ),
-        said,
-        "With a higher learning rate, still no gradient passes a dead unit.",
-        since,
-        HIGHER_RATES,
-    )
+    return Finding("dead-units", strength, said, evidence,
+        (Advice("initialise the weights before these units again, with biases of zero",
+                "reinitialise"),
+         Advice("use leaky ReLU instead", "leaky-relu"),
+         Advice("add batch normalisation in front of these units", "batch-norm")),
+        "With a higher learning rate, still no gradient passes a dead unit.", layers=layers,
+        since=since, against=HIGHER_RATES)  # fmt: skip
 
 
 def _function(record: Record, path: str) -> str:
@@ -171,22 +145,16 @@ def saturated_units(record: Record) -> Iterator[Finding]:
     saturated = {path: share for path, share in seen.items() if share > SATURATED_WATCH}
     if saturated:
         layers = worst_first(saturated)
-        yield Finding(
-            "saturated-units",
-            layers,
+        yield Finding("saturated-units",
             "act" if saturated[layers[0]] > SATURATED_ACT and suffers(record) else "watch",
-            tuple(
-                Evidence("saturated share", saturated[p], SATURATED_WATCH, p) for p in layers[:5]
-            ),
-            (
-                Advice("initialise the weights before these functions again", "reinitialise"),
-                Advice("add layer normalisation in front of these functions", "layer-norm"),
-            ),
             f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} are "
             "saturated: they lie where the function is flat.",
-            "A higher learning rate drives the entries further into the flat parts.",
-            against=HIGHER_RATES,
-        )
+            tuple(Evidence("saturated share", saturated[p], SATURATED_WATCH, p)
+                  for p in layers[:5]),
+            (Advice("initialise the weights before these functions again", "reinitialise"),
+             Advice("add layer normalisation in front of these functions", "layer-norm")),
+            "A higher learning rate drives the entries further into the flat parts.", layers=layers,
+            against=HIGHER_RATES)  # fmt: skip
 
 
 @finds()
@@ -201,22 +169,14 @@ def clipping_always(record: Record) -> Iterator[Finding]:
     if not share > CLIPPED_SHARE:
         return
     costs = far > CLIPPED_FAR and not scale_free(record.facts)
-    yield Finding(
-        "clipping-always",
-        (),
-        "act" if costs and suffers(record) else "watch",
-        (
-            Evidence("share of steps clipped", share, CLIPPED_SHARE),
-            Evidence("gradient norm over the clipping limit", far, CLIPPED_FAR),
-        ),
-        (
-            Advice("use no clipping", "no-clip"),
-            Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the gradient's norms"),
-            Advice("learning rate × 0.3", "rate*0.3"),
-        ),
+    yield Finding("clipping-always", "act" if costs and suffers(record) else "watch",
         f"{share:.0%} of the gradients are clipped. Their typical norm is {far:.3g} times the "
         "limit.",
-        "Another limit changes little: the steps of this optimizer do not depend on a constant "
-        "factor of the gradient." * scale_free(record.facts),
-        against=("no-clip", "clip") * scale_free(record.facts),
-    )
+        (Evidence("share of steps clipped", share, CLIPPED_SHARE),
+         Evidence("gradient norm over the clipping limit", far, CLIPPED_FAR)),
+        (Advice("use no clipping", "no-clip"),
+         Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the gradient's norms"),
+         Advice("learning rate × 0.3", "rate*0.3")),
+        ("Another limit changes little: the steps of this optimizer do not depend on a constant "
+         "factor of the gradient.") * scale_free(record.facts),
+        against=("no-clip", "clip"))  # fmt: skip
