@@ -12,6 +12,7 @@ from adiv_monitor.diagnosis.record import Fact, Record
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
 # Share of the target's variance that one feature explains; what is left may be rounding.
 DETERMINED = 0.9999
+_ONE_VALUE = Evidence("different values", 1.0, 1.0, step=0)
 MOVED = {
     "transposed": "transposed",
     "rows-reversed": "flipped vertically",
@@ -37,68 +38,41 @@ def constant_data(record: Record) -> Iterator[Finding]:
         if of in ("input", "features"):
             yield _constant_part(fact)
             continue
-        check: tuple[Advice, ...]
         if of == "inputs":
-            said = (
-                f"All inputs of {numbers['samples']:.0f} samples are equal: no model can tell the "
-                "samples apart."
-            )
-            check = (
-                Advice(
-                    "print two samples as the model receives them, and look for the step "
-                    "of the preparation after which they are equal"
-                ),
-            )
+            said = (f"All inputs of {numbers['samples']:.0f} samples are equal: no model can tell "
+                    "the samples apart.")  # fmt: skip
+            check = ("print two samples as the model receives them, and look for the step of the "
+                     "preparation after which they are equal")  # fmt: skip
         elif of == "labels":
-            said = (
-                f"All labels of {numbers['samples']:.0f} samples are {numbers['value']:g}: a "
-                "constant prediction is right, and nothing else is learned."
-            )
-            check = (
-                Advice(
-                    "print the labels where they are read, and look for the step of the "
-                    "preparation after which they are equal"
-                ),
-            )
+            said = (f"All labels of {numbers['samples']:.0f} samples are {numbers['value']:g}: a "
+                    "constant prediction is right, and nothing else is learned.")  # fmt: skip
+            check = ("print the labels where they are read, and look for the step of the "
+                     "preparation after which they are equal")  # fmt: skip
         elif of == "ignored":
-            said = (
-                f"In {numbers['share']:.0%} of the batches, the loss ignores all targets: they "
-                f"equal ignore_index ({numbers['index']:.0f}). Its mean over none is NaN."
-            )
-            check = (
-                Advice("check the mask that chooses the targets to ignore: it may be inverted"),
-            )
+            said = (f"In {numbers['share']:.0%} of the batches, the loss ignores all targets: they "
+                    f"equal ignore_index ({numbers['index']:.0f}). Its mean over none is NaN."
+                    )  # fmt: skip
+            check = "check the mask that chooses the targets to ignore: it may be inverted"
         else:
-            said = (
-                f"The loss ignores {numbers['share']:.0%} of the targets (ignore_index is "
-                f"{numbers['index']:.0f}), and all others are {numbers['value']:g}: a constant "
-                "prediction is right, and nothing else is learned."
-            )
-            check = (
-                Advice(
-                    "choose an ignore_index that is no class of the data, such as the "
-                    "default of -100"
-                ),
-            )
-        yield Finding("constant-data", "act", said,
-            (Evidence("different values", 1.0, 1.0, step=0),), check,
+            said = (f"The loss ignores {numbers['share']:.0%} of the targets (ignore_index is "
+                    f"{numbers['index']:.0f}), and all others are {numbers['value']:g}: a constant "
+                    "prediction is right, and nothing else is learned.")  # fmt: skip
+            check = ("choose an ignore_index that is no class of the data, such as the default of "
+                     "-100")  # fmt: skip
+        yield Finding("constant-data", "act", said, (_ONE_VALUE,), (Advice(check),),
             "Another learning rate or model does not help: there is nothing to learn.",
             since=0)  # fmt: skip
 
 
 def _constant_part(fact: Fact) -> Finding:
     """Return the finding of an input, or of features, that never vary beside others that do."""
-    words, numbers = fact.words, fact.numbers
-    name, samples = f"input '{words['input']}'", f"{numbers['samples']:.0f} samples"
-    if words["of"] == "input":
-        said = f"All entries of {name} are {numbers['value']:g} in {samples}: it tells nothing."
-    else:
-        said = (
-            f"The features of {name} with index {words['at']} are the same in {samples}, while "
-            "the others vary: they tell nothing."
-        )
-    return Finding("constant-data", "note" if words["type"] == "integer" else "watch", said,
-        (Evidence("different values", 1.0, 1.0, step=0),),
+    words, samples = fact.words, f"{fact.numbers['samples']:.0f} samples"
+    return Finding("constant-data", "note" if words["type"] == "integer" else "watch",
+        f"All entries of input '{words['input']}' are {fact.numbers['value']:g} in {samples}: it "
+        "tells nothing." if words["of"] == "input" else
+        f"The features of input '{words['input']}' with index {words['at']} are the same in "
+        f"{samples}, while the others vary: they tell nothing.",
+        (_ONE_VALUE,),
         (Advice("unless it is meant to be constant, look for the step of the preparation after "
                 "which it is: a column that was never filled, or a division of whole numbers"),),
         since=0)  # fmt: skip
@@ -118,22 +92,22 @@ def same_batch(record: Record) -> Iterator[Finding]:
                         "unless samples are repeated on purpose"),),
                 "Larger batches of the same samples teach no more.",
                 against=("larger-batch",))  # fmt: skip
-            continue
-        if fact.words["of"] == "one":
+        elif fact.words["of"] == "one":
             yield Finding("same-batch", "watch",
                 f"All {fact.numbers['batches']:.0f} batches are the same one.",
                 (Evidence("different batches", 1.0, 2.0),),
                 (Advice("if this is no test of overfitting, take a new batch for each step: "
                         "next(iter(loader)) begins the loader again each time"),))  # fmt: skip
-            continue
-        different, given = fact.numbers["different"], fact.numbers["batches"]
-        yield Finding("same-batch", "act",
-            f"The number of different batches is {different:.0f}, out of {given:.0f}: the model "
-            "never sees the rest of the data. What it would learn from the rest is not known.",
-            (Evidence("different batches", different, 2.0),),
-            (Advice("check which samples the loader returns: it returns the same ones each time; "
-                    "set shuffle=True"),),
-            "More steps repeat the same samples.", against=())  # fmt: skip
+        else:
+            different, given = fact.numbers["different"], fact.numbers["batches"]
+            yield Finding("same-batch", "act",
+                f"The number of different batches is {different:.0f}, out of {given:.0f}: the "
+                "model never sees the rest of the data. What it would learn from the rest is not "
+                "known.",
+                (Evidence("different batches", different, 2.0),),
+                (Advice("check which samples the loader returns: it returns the same ones each "
+                        "time; set shuffle=True"),),
+                "More steps repeat the same samples.", against=())  # fmt: skip
 
 
 @fault("unshuffled", "The data are not shuffled", certain=True)

@@ -7,9 +7,9 @@ from itertools import takewhile
 from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD, dead_share
-from adiv_monitor.diagnosis.faults.parameters import _places
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
+from adiv_monitor.diagnosis.faults.samples import places
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import heard, looked_up, maps, named, of_same_rows, typical
@@ -52,8 +52,14 @@ ALIKE = 0.5  # share of units that equal another
 # 2021), there of weights' gradients. Healthy nets read 0.03 to 3; an untrained EfficientNet 76.
 VANISHED, EXPLODED = 1e-3, 70.0
 FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
-_AGAIN = Advice(
-    "initialise all weights again, scaled by their fan-in", "reinitialise", everywhere=True
+# Gradients shrink or grow on their way through all layers, not only those that a finding names.
+_AGAIN, _LAYER_NORM, _BATCH_NORM = (
+    Advice(text, fix, everywhere=True)
+    for text, fix in (
+        ("initialise all weights again, scaled by their fan-in", "reinitialise"),
+        ("add layer normalisation in front of all layers", "layer-norm"),
+        ("add batch normalisation in front of all layers", "batch-norm"),
+    )
 )
 # Loss of the trained model with dropout over the loss without: a third of the loss is due to
 # dropout.
@@ -68,7 +74,7 @@ def batch_norm_starved(record: Record) -> Iterator[Finding]:
         values = min(fact.numbers["values"] for fact in facts)
         yield Finding("batch-norm-starved", "act" if suffers(record) else "watch",
             f"These batch normalisations compute mean and variance from {values:.0f} values in "
-            f"each channel: {_places(facts)}. From so few values, both change strongly from batch "
+            f"each channel: {places(facts)}. From so few values, both change strongly from batch "
             "to batch.",
             (Evidence("values of a channel", values, 4, facts[0].place, 0),),
             (Advice("use LayerNorm or GroupNorm instead", "group-norm"),
@@ -85,12 +91,10 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
         worst = max(facts, key=lambda fact: fact.numbers["rate"])
         rate, with_it, without = (worst.numbers[name] for name in ("rate", "with", "without"))
         costs = with_it > DROPOUT_COSTS * without > 0
-        losses = (
-            f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
-            "without."
-        ) * (math.isfinite(with_it) and math.isfinite(without))
         yield Finding("dropout-too-high", "act" if suffers(record) or costs else "watch",
-            f"{worst.place} drops {rate:.0%} of its input.{losses}",
+            f"{worst.place} drops {rate:.0%} of its input."
+            + (f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
+               "without.") * (math.isfinite(with_it) and math.isfinite(without)),
             (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
             (Advice("use a dropout rate of 0.1: the argument is the share to drop, not to keep",
                     "dropout-0.1"),), since=0)  # fmt: skip
@@ -102,19 +106,13 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
     facts = record.found_by("one-sided-weights")
     if facts and not record.trained:
         worst = max(facts, key=lambda fact: fact.numbers["share"])
-        names = ", ".join(f"'{fact.place}'" for fact in facts[:3])
-        more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
-        said = (
-            f"Nearly all initial values of {names}{more} have the same sign (abs(mean) / rms is "
+        equal = all(fact.numbers["share"] > ALL_EQUAL for fact in facts)
+        yield Finding("one-sided-weights", "act" if suffers(record) else "watch",
+            f"The initial values of {places(facts)} are all equal: all units of such a layer "
+            "return the same value, and learn the same." if equal else
+            f"Nearly all initial values of {places(facts)} have the same sign (abs(mean) / rms is "
             f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
-            "value."
-        )
-        if all(fact.numbers["share"] > ALL_EQUAL for fact in facts):
-            said = (
-                f"The initial values of {names}{more} are all equal: all units of such a layer "
-                "return the same value, and learn the same."
-            )
-        yield Finding("one-sided-weights", "act" if suffers(record) else "watch", said,
+            "value.",
             (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
             (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
                     "instead of torch.rand", "centred-weights"),),
@@ -124,11 +122,9 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
 @fault("attention-saturated", "Attention that begins saturated", acts_below=0.95, often_meant=True)
 def attention_saturated(record: Record) -> Iterator[Finding]:
     """Find attention whose scores differ so much at the beginning that one key gets all weight."""
-    facts = [
-        fact for fact in record.found_by("attention-saturated") if fact.numbers["spread"] > SPREAD
-    ]
-    if facts:
-        worst = max(facts, key=lambda fact: fact.numbers["spread"])
+    facts = record.found_by("attention-saturated")
+    worst = max(facts, key=lambda fact: fact.numbers["spread"], default=None)
+    if worst is not None and worst.numbers["spread"] > SPREAD:
         size, largest = worst.numbers["spread"], worst.numbers["largest"]
         yield Finding("attention-saturated", "watch",
             f"Before training, the scores of a query at {worst.place} have a standard deviation of "
@@ -222,25 +218,18 @@ def _alike(record: Record) -> Iterator[Evidence]:
 
 
 def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
-    measures = {e.measure: e for e in reversed(evidence)}
-    if "loss" in measures:
-        yield (
-            f"the first loss is {record.losses[0]:.3g}, but a constant prediction has a loss of "
-            f"{record.chance:.3g}"
-        )
-    if "gain" in measures:
-        found = measures["gain"]
-        yield f"{_layer(record, found)} multiplies the length of signals by {found.value:.3g}"
-    if "bias" in measures:
-        found = measures["bias"]
-        yield f"the biases of {_layer(record, found)} have an rms of {found.value:.3g}"
-    if "alike" in measures:
-        found = measures["alike"]
-        yield f"{found.value:.0%} of the units of {_layer(record, found)} equal another unit"
-
-
-def _layer(record: Record, evidence: Evidence) -> str:
-    return named(record, evidence.layer or "")
+    first = {e.measure: e for e in reversed(evidence)}
+    for measure in filter(first.get, ("loss", "gain", "bias", "alike")):
+        layer, value = named(record, first[measure].layer or ""), first[measure].value
+        if measure == "loss":
+            yield (f"the first loss is {value:.3g}, but a constant prediction has a loss of "
+                   f"{record.chance:.3g}")  # fmt: skip
+        elif measure == "gain":
+            yield f"{layer} multiplies the length of signals by {value:.3g}"
+        elif measure == "bias":
+            yield f"the biases of {layer} have an rms of {value:.3g}"
+        else:
+            yield f"{value:.0%} of the units of {layer} equal another unit"
 
 
 @fault("outputs-constant", "The same outputs for all samples",
@@ -250,8 +239,7 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
     facts = record.found_by("outputs-constant")
     if not facts or record.found_by("softmax-of-one"):
         return
-    fact = facts[0]
-    by = fact.words["by"]
+    fact, by = facts[0], facts[0].words["by"]
     if by == "zeros" and dead_share(record) > ALL_DEAD:
         return
     stands = is_long_enough(record) and bool(record.losses) and not fell(record)
@@ -260,10 +248,9 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
         "samples, although its inputs are not. The model's outputs are the same, too: what follows "
         "this module can only learn a constant.",
         (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place, 0),),
-        (Advice(FROM_CONSTANT.get(by,
-                                  "look at what reaches this layer: next to its bias, it is too "
-                                  "small to make a difference")),), layers=(fact.place,),
-        since=0)  # fmt: skip
+        (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it is "
+                                      "too small to make a difference")),),
+        layers=(fact.place,), since=0)  # fmt: skip
 
 
 @fault("collapsed", "All samples get the same outputs", explains=LEARNING)
@@ -292,9 +279,8 @@ def input_lost(record: Record) -> Iterator[Finding]:
     paths = maps(record)
     spread = typical(record, paths[0], "scale_cv") if paths else None
     silent = spread is None and record.wiring.input_matters == 0  # no row has a gradient
-    if (silent and dead_share(record) < ALL_DEAD) or (
-        spread is not None and spread.value < ALIKE_ROWS
-    ):
+    alike = spread is not None and spread.value < ALIKE_ROWS
+    if (silent and dead_share(record) < ALL_DEAD) or alike:
         yield from _ignored(record)
 
 
@@ -332,9 +318,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
             f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
             f"{named(record, last)}: the first layers receive almost no gradient.",
             _evidence(norms, first, ratio, VANISHED),
-            (_everywhere("add layer normalisation in front of all layers", "layer-norm"),
-             _everywhere("add batch normalisation in front of all layers", "batch-norm"),
-             _AGAIN,
+            (_LAYER_NORM, _BATCH_NORM, _AGAIN,
              Advice("use ReLU-like activation functions instead of sigmoids, or add residual "
                     "connections")),
             "With a higher learning rate for all layers, the last layers move too far before the "
@@ -346,9 +330,8 @@ def vanishing(record: Record) -> Iterator[Finding]:
 def _is_cut_off(record: Record, first: str, norms: dict[str, float]) -> bool:
     """Return whether a layer's gradient is zero in all steps, and none that is not is small."""
     is_zero = any(name.startswith(f"{first}.") for name in record.wiring.zero_gradient)
-    return is_zero and all(
-        n == 0 or n > VANISHED * list(norms.values())[-1] for n in norms.values()
-    )
+    *_, last = norms.values()
+    return is_zero and all(n == 0 or n > VANISHED * last for n in norms.values())
 
 
 def _zero_gradient(
@@ -377,14 +360,6 @@ def _evidence(
         Evidence("gradient of the activations", norms[first], layer=first),
         Evidence("gradient of the activations", norms[last], layer=last),
     )
-
-
-def _everywhere(text: str, fix: str) -> Advice:
-    """Return advice that concerns all layers, not only those that the finding names.
-
-    Gradients shrink or grow on their way through the other layers.
-    """
-    return Advice(text, fix, everywhere=True)
 
 
 def gradient_ratios(record: Record) -> dict[int, float]:
@@ -433,7 +408,7 @@ def exploding(record: Record) -> Iterator[Finding]:
             f"{named(record, last)}.",
             _evidence(norms, first, ratio, EXPLODED),
             (_AGAIN,
-             _everywhere("add layer normalisation in front of all layers", "layer-norm"),
+             _LAYER_NORM,
              Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip")),
             "Clipping alone does not change the ratio of the layers' gradients.",
             layers=tuple(p for p in norms if norms[p] > EXPLODED * norms[last]), since=report.step,

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.samples import cuts
+from adiv_monitor.diagnosis.faults.samples import cuts, places
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import named
 from adiv_monitor.diagnosis.record import Fact, Record
+from adiv_monitor.report.wording import listed
 
 # The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
 UNTRAINED, ABOUT = 3**-0.5, 0.03
@@ -29,12 +30,10 @@ LEAST_AS_PREDICTED, MOST_AS_PREDICTED = 0.9, 1.1
 @finds()
 def not_held(record: Record) -> Iterator[Finding]:
     """Find trainable parameters with a gradient that the optimizer does not hold."""
-    names = record.wiring.not_held
-    if names:
+    if names := record.wiring.not_held:
         yield Finding("not-held", "act",
             f"The optimizer does not hold {_several(names)}. The loss has a gradient for "
-            f"{'them' if len(names) > 1 else 'it'}, but the optimizer never changes "
-            f"{'them' if len(names) > 1 else 'it'}.",
+            f"{_them(names)}, but the optimizer never changes {_them(names)}.",
             (Evidence("parameters not held", len(names), 0),),
             (Advice("pass these parameters to the optimizer: create it after the model is "
                     "complete, or add a parameter group", "hold-parameters"),
@@ -42,17 +41,11 @@ def not_held(record: Record) -> Iterator[Finding]:
             "Another learning rate does not train them.", layers=names)  # fmt: skip
 
 
-def _several(names: tuple[str, ...]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"the {'parameters' if len(names) > 1 else 'parameter'} {shown}{more}"
-
-
 @fault("hidden-parameters", "Parameters that are not registered", certain=True, explains=LEARNING)
 def hidden_parameters(record: Record) -> Iterator[Finding]:
     """Find parameters in plain lists or tensors, and parameters that forward() makes anew."""
-    anew = [fact for fact in record.found_by("hidden-parameters") if "made" in fact.words]
-    if anew:
+    facts = record.found_by("hidden-parameters")
+    if anew := [fact for fact in facts if "made" in fact.words]:
         yield Finding("hidden-parameters", "act",
             f"{anew[0].place} uses a parameter that forward() makes anew in each step: its values "
             "are random each time, and no step trains them."
@@ -60,24 +53,15 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
             (Evidence("share of all parameters", anew[0].numbers["share"], 0),),
             (Advice("make the module or the parameter once, in __init__(), then the optimizer"),),
             "No learning rate trains a parameter that lives for one step.", since=0)  # fmt: skip
-    facts = [fact for fact in record.found_by("hidden-parameters") if "made" not in fact.words]
-    if facts:
-        share = sum(fact.numbers["share"] for fact in facts)
+    if held := [fact for fact in facts if "made" not in fact.words]:
         yield Finding("hidden-parameters", "act",
-            f"forward() uses {_places(facts)}, but the model does not register them as parameters: "
+            f"forward() uses {places(held)}, but the model does not register them as parameters: "
             "torch finds no parameters in plain lists, dictionaries and tensors. The optimizer "
             "does not change them.",
-            (Evidence("share of all parameters", share, 0),),
+            (Evidence("share of all parameters", sum(f.numbers["share"] for f in held), 0),),
             (Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into "
                     "nn.Parameter, then make the optimizer", "register-parameters"),),
             "Another learning rate does not train them.", since=0)  # fmt: skip
-
-
-def _places(facts: tuple[Fact, ...] | list[Fact]) -> str:
-    """Return the places of facts as text."""
-    shown = ", ".join(f"'{fact.place}'" for fact in facts[:3])
-    more = f" and {len(facts) - 3} more" if len(facts) > 3 else ""
-    return f"{shown}{more}"
 
 
 @finds()
@@ -85,9 +69,8 @@ def unreached(record: Record) -> Iterator[Finding]:
     """Find trainable parameters that no gradient reaches."""
     if record.losses and not math.isfinite(record.losses[0]):
         return  # no gradient was computed at all
-    unused = set(record.wiring.unused)
-    names = tuple(n for n in record.wiring.unreached if n not in unused)
-    if names:
+    unused = record.wiring.unused
+    if names := tuple(n for n in record.wiring.unreached if n not in {*unused}):
         where = ", ".join(fact.place for fact in cuts(record)[:3])
         yield Finding("unreached", "act",
             f"The loss depends on {_several(names)}, but no gradient comes back: the graph is cut"
@@ -99,21 +82,27 @@ def unreached(record: Record) -> Iterator[Finding]:
                     "layers and the loss"),),
             "No optimizer and no learning rate can train parameters without a gradient.",
             layers=names)  # fmt: skip
-    unused_names = record.wiring.unused
-    if unused_names:
+    if unused:
         yield Finding("unreached", "watch",
-            f"The loss does not depend on {_several(unused_names)}: no step trains "
-            f"{'them' if len(unused_names) > 1 else 'it'}.",
-            (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
+            f"The loss does not depend on {_several(unused)}: no step trains {_them(unused)}.",
+            (Evidence("parameters that the loss does not depend on", len(unused), 0),),
             (Advice("use the outputs of these modules in forward(), or remove the modules"),),
-            layers=unused_names)  # fmt: skip
+            layers=unused)  # fmt: skip
+
+
+def _several(names: tuple[str, ...]) -> str:
+    quoted = listed([f"'{name}'" for name in names])
+    return f"the {'parameters' if len(names) > 1 else 'parameter'} {quoted}"
+
+
+def _them(names: tuple[str, ...]) -> str:
+    return "them" if len(names) > 1 else "it"
 
 
 @fault("frozen", "Frozen parameters", certain=True, explains=("cannot-overfit", "behind-reference"))
 def frozen(record: Record) -> Iterator[Finding]:
     """Find parameters with requires_grad=False; they are unlikely to be meant if untrained."""
-    names = record.wiring.frozen
-    if not names:
+    if not (names := record.wiring.frozen):
         return
     paths = {name.rpartition(".")[0] for name in names}
     untrained = {
@@ -137,13 +126,11 @@ def rate_zero(record: Record) -> Iterator[Finding]:
     if facts:
         share = sum(fact.numbers["share"] for fact in facts)
         scheduled = any(fact.numbers["initial_lr"] > 0 for fact in facts)
-        source = (
-            " A scheduler set it to 0 and does not raise it within the steps of the audit: look "
-            "for an integer division."
-        ) * scheduled
         yield Finding("rate-zero", "act",
             f"The learning rate is 0 for {share:.0%} of the parameters (the first is "
-            f"'{facts[0].place}'). They receive a gradient, but no step changes them.{source}",
+            f"'{facts[0].place}'). They receive a gradient, but no step changes them."
+            + (" A scheduler set it to 0 and does not raise it within the steps of the audit: look "
+               "for an integer division.") * scheduled,
             (Evidence("share of the parameters", share, 0),),
             (Advice("give this parameter group a learning rate, or set requires_grad=False",
                     "rate-as-others"),),
@@ -239,7 +226,7 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
     if running:
         yield Finding("left-in-eval", "act" if suffers(record) else "watch",
             "These normalisations are in evaluation mode while the model trains: "
-            f"{_places(running)}. Their running mean is still 0 and their running variance 1, so "
+            f"{places(running)}. Their running mean is still 0 and their running variance 1, so "
             "they normalise nothing.",
             (Evidence("normalisations in evaluation mode", len(running), 0),),
             (Advice("call train() on these modules before training", "train-mode"),),

@@ -22,6 +22,7 @@ from adiv_monitor.diagnosis.faults.remedies import (
     GroupRates,
     group_rates,
     optimizer_of,
+    other_rates,
     own_rates,
     rates_per_layer,
 )
@@ -144,8 +145,7 @@ def _overtakes(record: Record, trial: Trial) -> bool:
 
 def _lower(record: Record) -> tuple[float, Trial] | None:
     """Return the best learning rate factor and its trial if it is below 1, else None."""
-    better = _better(record)
-    return better if better is not None and better[0] < 1 else None
+    return better if (better := _better(record)) is not None and better[0] < 1 else None
 
 
 def _better(record: Record) -> tuple[float, Trial] | None:
@@ -184,24 +184,19 @@ def _higher(record: Record) -> tuple[float, Trial] | None:
 
     Only one factor is best, so that no learning rate is both too high and too low.
     """
-    better = _better(record)
-    return better if better is not None and better[0] > 1 else None
+    return better if (better := _better(record)) is not None and better[0] > 1 else None
 
 
 def _evened(record: Record, layers: Sequence[str], groups: GroupRates | None) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
     if groups is not None:
-        yield Advice(
-            f"give {groups.names} the learning rate of the other layers, {groups.usual:g} instead "
-            f"of {groups.rates}",
-            "group-rate",
-        )
+        yield Advice(f"give {groups.names} the learning rate of the other layers, {groups.usual:g} "
+                     f"instead of {groups.rates}", "group-rate")  # fmt: skip
         return
     if rates_per_layer(record, layers):
         yield Advice(own_rates(record, layers), "rate-per-layer")
     if optimizer_of(record) not in SCALE_FREE:
-        text = "use AdamW with learning rate 0.001: it scales each parameter's step"
-        yield Advice(text, "adamw")
+        yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
 
 
 def _at_fault(
@@ -249,29 +244,24 @@ def rate_too_high(record: Record) -> Iterator[Finding]:
 
 
 def _too_high_by_trial(record: Record) -> Iterator[Finding]:
-    better = _lower(record)
-    if better is None:
+    if (better := _lower(record)) is None:
         return
     factor, trial = better
     share = share_of_fall(record, trial)
     left = trial.loss / trial.loss_without if _far_less_is_left(factor, trial) else None
     rough = _overtakes(record, trial)
     if share < SHARE_OF_FALL_WATCH or left is not None:
-        yield _too_high(
-            record,
+        evidence = [*_by_trial(factor, trial, share, SHARE_OF_FALL_WATCH)]
+        if left is not None:
+            evidence.append(Evidence("share of the loss that it leaves", left, LEFT_AT_A_TENTH))
+        if rough:
+            evidence.append(Evidence("loss at the end of the run", end(record), trial.loss))
+        yield _too_high(record,
             "act" if (share < SHARE_OF_FALL_ACT or left is not None) and not rough else "watch",
-            (
-                *_by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
-                *(
-                    []
-                    if left is None
-                    else [Evidence("share of the loss that it leaves", left, LEFT_AT_A_TENTH)]
-                ),
-                *([Evidence("loss at the end of the run", end(record), trial.loss)] * rough),
-            ),
-            _said_of_rates(factor, trial) + _goes_on(record) * rough,
-            None if rough else factor,
-        )
+            _said_of_rates(factor, trial)
+            + (f" The run itself goes on, and reaches {end(record):.3g} in {len(record.losses)} "
+               "steps: only its beginning is known to be rough.") * rough,
+            evidence, None if rough else factor)  # fmt: skip
 
 
 def _far_less_is_left(factor: float, trial: Trial) -> bool:
@@ -289,37 +279,22 @@ def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[
 
 
 def _said_of_rates(factor: float, trial: Trial) -> str:
-    diverges = not math.isfinite(trial.loss_without)
-    instead = (
-        "; at the current one it diverges" if diverges else f" instead of {trial.loss_without:.3g}"
-    )
-    return (
-        f"At {factor:g} times the learning rate, the loss after {trial.steps} steps is "
-        f"{trial.loss:.3g}{instead}."
-    )
-
-
-def _goes_on(record: Record) -> str:
-    return (
-        f" The run itself goes on, and reaches {end(record):.3g} in {len(record.losses)} steps: "
-        "only its beginning is known to be rough."
-    )
+    is_finite = math.isfinite(trial.loss_without)
+    without = f" instead of {trial.loss_without:.3g}" if is_finite else None
+    return (f"At {factor:g} times the learning rate, the loss after {trial.steps} steps is "
+            f"{trial.loss:.3g}{without or '; at the current one it diverges'}.")  # fmt: skip
 
 
 def _too_high(
-    record: Record,
-    strength: Strength,
-    evidence: tuple[Evidence, ...],
-    summary: str,
-    factor: float | None,
+    record: Record, strength: Strength, said: str, seen: list[Evidence], factor: float | None
 ) -> Finding:
     """Return the finding; with no factor, no learning rate is known to be better for long."""
     factors = [] if factor is None else [factor] + [f for f in (0.1, 0.3) if f != factor]
-    compare = Advice("compare lower learning rates in runs as long as this one or longer", None)
-    return Finding("rate-too-high", strength, summary, evidence,
-        (*(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+    return Finding("rate-too-high", strength, said, tuple(seen),
+        (*other_rates(factors),
          Advice("warm the learning rate up over the first steps", "warm-up"),
-         *([compare] if factor is None else [])),
+         *[Advice("compare lower learning rates in runs as long as this one or longer")]
+         * (factor is None)),
         "More steps at this learning rate do not help."
         * (bool(record.losses) and not fell(record)), against=())  # fmt: skip
 
@@ -341,23 +316,18 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     if over is not None:
         path, move = over
         evidence.append(Evidence("update_ratio", move.value, OVERSHOOTS, path, move.since))
-        said = (
-            f"Step {move.since} moved the activations of {named(record, path)} by {move.value:.3g} "
-            "times their length, and the loss rose after it."
-        )
+        said = (f"Step {move.since} moved the activations of {named(record, path)} by "
+                f"{move.value:.3g} times their length, and the loss rose after it.")  # fmt: skip
     if far:
         evidence.append(Evidence("update_ratio, median layer", moves, limit, step=0))
-        said = (
-            f"The first step moved the activations of the median layer by {moves:.3g} times their "
-            "length."
-        )
+        said = (f"The first step moved the activations of the median layer by {moves:.3g} times "
+                "their length.")  # fmt: skip
     if often:
         share = risen / len(steps)
         evidence.insert(0, Evidence("steps that raise their batch's loss", share, 0.5))
         said = f"{risen} of {len(steps)} measured steps raised the loss of their own batch."
     if evidence:
-        strength: Strength = "act" if suffers(record) else "watch"
-        yield _too_high(record, strength, tuple(evidence), said, 0.1)
+        yield _too_high(record, "act" if suffers(record) else "watch", said, evidence, 0.1)
 
 
 def overshoot(record: Record) -> tuple[str, Typical] | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from adiv_monitor.diagnosis.finding import Advice
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import at_first
 from adiv_monitor.diagnosis.record import Record
@@ -52,6 +53,11 @@ def usual_factor(moves: Iterable[float]) -> float | None:
     largest = max(moves, default=0.0)
     factor = MOVES / largest if largest > 0 else 0.0
     return 10.0 ** round(math.log10(factor)) if 0 < factor < math.inf else None
+
+
+def other_rates(factors: Iterable[float]) -> tuple[Advice, ...]:
+    """Return advice to multiply the learning rate by each of some factors."""
+    return tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors)
 
 
 def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:

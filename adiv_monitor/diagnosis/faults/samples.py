@@ -1,6 +1,6 @@
 """Faults of the model's wiring: samples, axes, positions and paths of the gradient."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
@@ -8,8 +8,8 @@ from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
+from adiv_monitor.report.wording import listed
 
-SAID = 3  # most ignored parts that a finding names
 PLACED = 0.5  # share of the outputs that depend on the place in the batch
 OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
@@ -91,6 +91,11 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
                 "uncut"),), since=0)  # fmt: skip
 
 
+def places(facts: Sequence[Fact]) -> str:
+    """Return the places of facts in quotes: three of them, and the number of further ones."""
+    return listed([f"'{fact.place}'" for fact in facts])
+
+
 def cuts(record: Record) -> list[Fact]:
     """Return where the gradient is cut, if it turns when the cut is removed.
 
@@ -154,8 +159,6 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training."""
     facts = record.found_by("input-partly-ignored")
     if facts:
-        where = ", ".join(fact.place for fact in facts[:SAID])
-        more = f" and {len(facts) - SAID} more" if len(facts) > SAID else ""
         masked = any("masked" in fact.words for fact in facts)
         # Where units are flat, no input gets through: that is another finding. An argument of the
         # model that is not used may be meant for others.
@@ -163,8 +166,9 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         unused = all("whole" in fact.words for fact in facts)
         yield Finding("input-partly-ignored",
             "act" if suffers(record) and not flat and not unused else "watch",
-            f"No output depends on {where}{more} (shape {facts[0].words['shape']}), neither before "
-            "nor after training: exchanging these parts between samples changes no output.",
+            f"No output depends on {listed([fact.place for fact in facts])} (shape "
+            f"{facts[0].words['shape']}), neither before nor after training: exchanging these "
+            "parts between samples changes no output.",
             (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
                       0.0, step=0),),
             (*((Advice("check the mask: does True mark the positions to keep, or those to ignore?",

@@ -29,8 +29,8 @@ from adiv_monitor.diagnosis.faults.rates import (
     share_of_fall,
     suffers,
 )
-from adiv_monitor.diagnosis.faults.remedies import usual_factor
-from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.faults.remedies import other_rates, usual_factor
+from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.diagnosis.phases import (
     LOOK_AGAIN,
@@ -50,6 +50,7 @@ from adiv_monitor.diagnosis.readings import (
     of_same_rows,
     readings,
     these,
+    worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
 
@@ -79,7 +80,6 @@ _WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large)
 }
 LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
 ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
-_NORMALISE = Advice("add batch normalisation in front of these layers", "batch-norm")
 # In few steps a higher learning rate gets further, as more steps would, and need not be better in
 # the end: AdamW's usual 1e-3 has 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below
 # 0.11.
@@ -107,27 +107,21 @@ def rate_too_low(record: Record) -> Iterator[Finding]:
 
 
 def _too_low_by_trial(record: Record) -> Iterator[Finding]:
-    better = _higher(record)
-    if better is None:
+    if (better := _higher(record)) is None:
         return
     factor, trial = better
     share = share_of_fall(record, trial)
-    limits: dict[Strength, float] = {
-        "act": SHARE_OF_FALL_TOO_LOW_ACT,
-        "watch": SHARE_OF_FALL_TOO_LOW_WATCH,
-        "note": SHARE_OF_FALL_TOO_LOW_NOTE,
-    }
+    of_shares = SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE
+    limits = dict(zip(STRENGTHS, of_shares, strict=True))
     strength = next((name for name, limit in limits.items() if share < limit), None)
     if strength == "act" and not _moves_little(record):
         strength = "watch"  # a run that is slow at first only looks like that, too
     if strength is not None:
-        short = " So short a run favours high learning rates: compare them in a longer one."
-        yield _too_low(
-            strength,
+        yield _too_low(strength, _said_of_rates(factor, trial)
+            + " So short a run favours high learning rates: compare them in a longer one."
+            * (strength != "act"),
             _by_trial(factor, trial, share, limits[strength]),
-            _said_of_rates(factor, trial) + short * (strength != "act"),
-            [factor, *(f for f in (10.0, 3.0) if f != factor)],
-        )
+            [factor, *(f for f in (10.0, 3.0) if f != factor)])  # fmt: skip
 
 
 def limits(record: Record, measure: str) -> tuple[float, float]:
@@ -156,17 +150,14 @@ def limits(record: Record, measure: str) -> tuple[float, float]:
 def _moves_little(record: Record) -> bool:
     """Return whether the typical layer moves less than in healthy runs, as far as it is known."""
     moves = by_layer(at_peak(record), "update_ratio")
-    return (
-        not moves
-        or median(move.value for move in moves.values()) < HEALTH["update_ratio"].healthy[0]
-    )
+    low = HEALTH["update_ratio"].healthy[0]
+    return not moves or median(move.value for move in moves.values()) < low
 
 
 def _too_low(
-    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factors: Sequence[float]
+    strength: Strength, summary: str, evidence: tuple[Evidence, ...], factors: Sequence[float]
 ) -> Finding:
-    return Finding("rate-too-low", strength, summary, evidence,
-        tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+    return Finding("rate-too-low", strength, summary, evidence, other_rates(factors),
         "More layers or units do not help: the present ones have not learnt yet."
         * (strength == "act"), against=())  # fmt: skip
 
@@ -180,22 +171,19 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     if began and not is_long_enough(record) and all(t.value >= low for t in began[0].values()):
         return  # they moved well at first, so the training has probably come to its end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
-        largest = max(moves, key=lambda path: moves[path].value)
+        path = worst_first({path: move.value for path, move in moves.items()})[0]
+        largest = moves[path].value
         # Reports alone don't distinguish a training that never began from one that has ended.
-        unsure = (". That is too little at the beginning of a training, and usual at its end") * (
-            not record.is_audited
-        )
-        factor = usual_factor(move.value for move in moves.values()) or 10.0
-        yield _too_low(
-            "act" if record.is_audited and suffers(record) else "watch",
-            (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
-            f"In a typical step, no layer's activations move by more than "
-            f"{moves[largest].value:.3g} times their length (median over the measured steps, limit "
-            f"{HARDLY_MOVES:g}){unsure}. Such moves are proportional to the learning rate: at "
-            f"{factor:g} times this one, the largest would be about "
-            f"{moves[largest].value * factor:.2g}.",
-            [factor, factor / 10 if factor > 10 else 3.0],
-        )
+        unsure = ". That is too little at the beginning of a training, and usual at its end"
+        factor = usual_factor([largest]) or 10.0
+        yield _too_low("act" if record.is_audited and suffers(record) else "watch",
+            f"In a typical step, no layer's activations move by more than {largest:.3g} times "
+            f"their length (median over the measured steps, limit {HARDLY_MOVES:g})"
+            f"{unsure * (not record.is_audited)}. Such moves are proportional to the learning "
+            f"rate: at {factor:g} times this one, the largest would be about "
+            f"{largest * factor:.2g}.",
+            (Evidence("update_ratio", largest, HARDLY_MOVES, path),),
+            [factor, factor / 10 if factor > 10 else 3.0])  # fmt: skip
 
 
 @finds()
@@ -222,19 +210,16 @@ def skipped_steps(record: Record) -> Iterator[Finding]:
 @fault("cannot-overfit", "The model can't overfit one small batch", about="last", certain=True)
 def cannot_overfit(record: Record) -> Iterator[Finding]:
     """Find a model that can't even overfit one small batch."""
-    trial = record.overfit
-    if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(start(record)):
+    trial, first = record.overfit, start(record)
+    if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(first):
         return
-    if tells_nothing(record):
-        return
-    left = trial.loss / start(record) if start(record) > 0 else math.nan
-    if left > NOT_BY_HEART:
+    if first > 0 and trial.loss / first > NOT_BY_HEART and not tells_nothing(record):
         yield Finding("cannot-overfit", "watch" if trial.falls else "act",
             f"After {trial.steps} steps on one small batch, the loss of this batch is still "
             f"{trial.loss:.3g}"
             + (", and falling: the model overfits it only slowly." if trial.falls else
                ": the model does not overfit it."),
-            (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
+            (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * first),),
             (Advice("print the inputs and outputs of each function, from one batch to its loss: "
                     "the audit tests for many causes, and found none of them"),),
             "More data do not help a model that can't learn a few samples." * (not trial.falls),
@@ -285,13 +270,13 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     factors = [0.1] if ends_higher else [10.0, 0.1] if record.is_audited else []
     if factor is not None and factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
-    advice = tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors)
     if rises:
         advice = (Advice(LOOK_AGAIN),)
     elif unclear:
         advice = (Advice("train for more steps: the mean over more batches has less noise"),)
-    elif not advice:
-        advice = (Advice("run adiv-audit: it looks for the cause, and tries learning rates"),)
+    else:
+        run = "run adiv-audit: it looks for the cause, and tries learning rates"
+        advice = other_rates(factors) or (Advice(run),)
     told = record.is_audited or is_measure(record)
     little = not record.is_audited and fell_little(record)
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
@@ -339,15 +324,15 @@ def interference(record: Record) -> Iterator[Finding]:
         and ceilings[path].value - 2 * ceilings[path].error > ROOM * abs(cosine.value)
     }
     if lost:
-        layers = tuple(sorted(lost, key=lambda path: lost[path]))
-        worst = layers[0]
+        worst, *_ = layers = tuple(sorted(lost, key=lambda path: lost[path]))
         yield Finding("interference", "note",
             f"In {named(record, worst)}, the rows of a batch disturb each other: a gradient step "
             f"moves the activations with a cosine of {lost[worst]:.3g} to straight downhill, but "
             f"the best possible step reaches {ceilings[worst].value:.3g}.",
             (Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),
              Evidence("attainable_cosine", ceilings[worst].value, layer=worst)),
-            () if _reads_tokens(record) else (_NORMALISE,),
+            () if _reads_tokens(record) else
+            (Advice("add batch normalisation in front of these layers", "batch-norm"),),
             "Corrected layers remove differences in scale, not interference.", layers=layers,
             against=("affine-like", "norm-like"))  # fmt: skip
 
@@ -423,9 +408,8 @@ def _lately(record: Record) -> dict[str, Typical]:
     reports = at_peak(record).reports
     begin = reports[-1].step - (reports[-1].step - reports[0].step) / 4 if reports else 0
     last = tuple(report for report in reports if report.step >= begin)
-    if len(last) < _SEVERAL:
-        return {}
-    return typical_values(replace(record, reports=last), "update_ratio")
+    enough = len(last) >= _SEVERAL
+    return typical_values(replace(record, reports=last), "update_ratio") if enough else {}
 
 
 def typical_values(record: Record, measure: str) -> dict[str, Typical]:
@@ -446,27 +430,24 @@ def _silent(record: Record) -> Iterator[str]:
     """Yield maps that the optimizer stepped, but whose movement no step could measure."""
     told = typical_values(record, "update_ratio")
     for path in maps(record):
-        of_layer = readings(record, path).values()
         if path not in told and all(
             r.update_ratio is not None and math.isnan(r.update_ratio) and not r.non_finite
-            for r in of_layer
+            for r in readings(record, path).values()
         ):
             yield path
 
 
 def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     paths = tuple(sorted(layers, key=lambda path: layers[path].value))
-    health = HEALTH["update_ratio"]
+    low = HEALTH["update_ratio"].healthy[0]
     least, most = layers[paths[0]].value, layers[paths[-1]].value
     moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
     typically = typical_values(at_peak(record), "update_ratio")
-    is_new = any(not typically[path].below(health.healthy[0]) for path in paths)
+    is_new = any(not typically[path].below(low) for path in paths)
     lately = " of the last quarter" if is_new else ""
-    said = (
-        f"In a typical step{lately}, the activations of {these(record, paths)} move by {moves} "
-        "times their length. Healthy layers that train from scratch move by at least "
-        f"{health.healthy[0]:g}."
-    )
+    said = (f"In a typical step{lately}, the activations of {these(record, paths)} move by {moves} "
+            "times their length. Healthy layers that train from scratch move by at least "
+            f"{low:g}.")  # fmt: skip
     strength = _of_readings(record)
     advice: tuple[Advice, ...] = (
         Advice(f"use a learning rate {_times(layers):g} times as high, for these layers or for "
@@ -479,10 +460,15 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     elif strength == "note":
         said += " The loss still falls: in fine-tuning, layers need not move far."
     return Finding("stands-still", strength, said,
-        tuple(Evidence("update_ratio", layers[p].value, health.healthy[0], p) for p in paths[:5]),
-        advice, layers=paths,
+        _moves({path: layers[path].value for path in paths}), advice, layers=paths,
         since=min((t.since for t in layers.values() if t.since is not None),
                   default=None))  # fmt: skip
+
+
+def _moves(layers: Mapping[str, float]) -> tuple[Evidence, ...]:
+    """Return evidence of the moves of five layers, beside the least healthy move."""
+    low = HEALTH["update_ratio"].healthy[0]
+    return tuple(Evidence("update_ratio", layers[path], low, path) for path in [*layers][:5])
 
 
 def _of_readings(record: Record) -> Strength:
@@ -509,8 +495,7 @@ def _does_not_move(record: Record, paths: tuple[str, ...]) -> Finding:
     return Finding("stands-still", _of_readings(record),
         f"The steps do not move the activations of {these(record, paths)} at all: the learning "
         "rate is zero, or other code resets the weights.",
-        tuple(Evidence("update_ratio", 0.0, HEALTH["update_ratio"].healthy[0], p)
-              for p in paths[:5]),
+        _moves(dict.fromkeys(paths, 0.0)),
         (Advice("give these layers' parameters a learning rate above zero, unless they should not "
                 "be trained"),), layers=paths, since=_low_since(record, paths))  # fmt: skip
 
@@ -533,8 +518,8 @@ def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
         f"The activations of {these(record, paths)} first moved as far as in healthy layers, and "
         f"later by less than {low:g} times their length in a typical step. That is usual as a loss "
         "falls.",
-        tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]), (),
-        layers=paths, since=_low_since(record, paths))  # fmt: skip
+        _moves({path: layers[path].value for path in paths}), (), layers=paths,
+        since=_low_since(record, paths))  # fmt: skip
 
 
 def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
@@ -587,21 +572,17 @@ def _outside_healthy(
     faulty = any(measure in _TELL_FAULTS for measure, _ in outside)
     return Finding("outside-healthy", _of_readings(record) if faulty else "note",
         "Some readings typically lie outside the healthy range: " + "; ".join(said) + ".",
-        tuple(evidence),
-        (Advice("run adiv-audit: it looks for the cause, and tries fixes"),),
-        layers=tuple(dict.fromkeys(path
-                                   for layers in outside.values() for path in layers)))  # fmt: skip
+        tuple(evidence), (Advice("run adiv-audit: it looks for the cause, and tries fixes"),),
+        layers=tuple(dict.fromkeys(p for layers in outside.values() for p in layers)))  # fmt: skip
 
 
 def _decayed(record: Record) -> Iterator[Finding]:
     """Find layers that pictures draw as still only since the learning rate has decayed."""
-    since = decayed_since(record.reports)
-    if since is None:
+    if (since := decayed_since(record.reports)) is None:
         return
-    health = HEALTH["update_ratio"]
     first, last = record.reports[0], record.reports[-1]
     now = [v for v in value_of(record, last, "update_ratio").values() if math.isfinite(v)]
-    if not any(value < health.healthy[0] for value in now):
+    if not any(value < HEALTH["update_ratio"].healthy[0] for value in now):
         return
     peak = max(learning_rate(report) or 0.0 for report in record.reports)
     share = (learning_rate(last) or 0.0) / peak

@@ -90,33 +90,28 @@ def no_log(record: Record) -> Iterator[Finding]:
         name, given = fact.words["function"], fact.words["given"]
         why_not = ""
         if given == "logits":
-            advice = Advice("use cross_entropy instead of nll_loss, or log_softmax before nll_loss"
-                            if name == "nll_loss" else
-                            f"use log_softmax over the classes before {name}")  # fmt: skip
-            text = (
-                "but receives logits: their exponentials do not sum to 1. This loss has no "
-                "lower bound: it falls as the outputs grow, whatever the model learns."
-            )
+            advice = ("use cross_entropy instead of nll_loss, or log_softmax before nll_loss"
+                      if name == "nll_loss" else
+                      f"use log_softmax over the classes before {name}")  # fmt: skip
+            text = ("but receives logits: their exponentials do not sum to 1. This loss has no "
+                    "lower bound: it falls as the outputs grow, whatever the model learns."
+                    )  # fmt: skip
             why_not = "With a higher learning rate, the outputs only grow faster."
         elif given == "another axis":
-            advice = Advice("take the log_softmax over the classes: they are axis 1 of the input "
-                            "of nll_loss, and the last axis of that of ctc_loss")  # fmt: skip
-            text = (
-                "whose exponentials sum to 1 over the classes. Those of its input sum to 1 "
-                "over another axis: the probabilities of one class compete with each other."
-            )
+            advice = ("take the log_softmax over the classes: they are axis 1 of the input of "
+                      "nll_loss, and the last axis of that of ctc_loss")  # fmt: skip
+            text = ("whose exponentials sum to 1 over the classes. Those of its input sum to 1 "
+                    "over another axis: the probabilities of one class compete with each other."
+                    )  # fmt: skip
         else:
-            advice = Advice("use log_softmax instead of softmax" + (
-                "" if name == "ctc_loss" else
-                ", or pass the inputs of the softmax to cross_entropy"))  # fmt: skip
-            text = (
-                "but receives probabilities: they sum to 1. The gradient of this loss is "
-                "weakest where the model is wrong."
-            )
-        yield Finding("no-log", "act",
-            f"{fact.place} expects log-probabilities, {text}",
+            advice = "use log_softmax instead of softmax" + (
+                     "" if name == "ctc_loss" else
+                     ", or pass the inputs of the softmax to cross_entropy")  # fmt: skip
+            text = ("but receives probabilities: they sum to 1. The gradient of this loss is "
+                    "weakest where the model is wrong.")  # fmt: skip
+        yield Finding("no-log", "act", f"{fact.place} expects log-probabilities, {text}",
             (Evidence("number of losses without log-probabilities", 1.0, step=0),),
-            (advice,), why_not, since=0)  # fmt: skip
+            (Advice(advice),), why_not, since=0)  # fmt: skip
 
 
 @fault("logits-as-probabilities", "The loss expects probabilities", certain=True, explains=LEARNING)
@@ -169,14 +164,11 @@ def double_softmax(record: Record) -> Iterator[Finding]:
     output = record.activated_output
     in_loss = output is not None and output.function == "softmax" and output.module is None
     if record.double_softmax or (output is not None and output.function == "softmax"):
-        given = (
-            "The loss function takes a softmax of the outputs"
-            if in_loss
-            else ("The model's outputs are already probabilities")
-        )
         yield Finding("double-softmax", "act",
-            f"{given}, and the loss applies a second softmax to them: they differ by at most 1 "
-            "between classes, so the loss can't come near zero.",
+            ("The loss function takes a softmax of the outputs" if in_loss else
+             "The model's outputs are already probabilities")
+            + ", and the loss applies a second softmax to them: they differ by at most 1 between "
+            "classes, so the loss can't come near zero.",
             (Evidence("number of softmaxes before that of the loss", 1.0),),
             (Advice("pass the inputs of the softmax to the loss, not its outputs",
                     "plain-outputs"),),
@@ -301,29 +293,23 @@ def target_is_input(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("target-is-input"):
         places = int(fact.numbers["places"])
         if fact.words.get("of") == "chosen places":
-            advice = Advice("mask the tokens whose targets count, and set the targets of the other "
-                            "places to -100")  # fmt: skip
-            text = (
-                "The loss counts chosen places only, as that of a masked language model, and "
-                "the model sees their tokens, which are the targets: it learns to copy them, "
-                "not to fill in masked ones."
-            )
+            advice = ("mask the tokens whose targets count, and set the targets of the other "
+                      "places to -100")  # fmt: skip
+            said = ("The loss counts chosen places only, as that of a masked language model, and "
+                    "the model sees their tokens, which are the targets: it learns to copy them, "
+                    "not to fill in masked ones.")  # fmt: skip
         elif places > 1:
-            advice = Advice("shift the labels once: the data set, the model and the loss may each "
-                            "shift them")  # fmt: skip
-            text = (
-                f"The target at each position is the input token {places} places after the "
-                "last one that the output depends on: the labels are shifted twice, and the "
-                "model never learns to predict the next token."
-            )
+            advice = ("shift the labels once: the data set, the model and the loss may each shift "
+                      "them")  # fmt: skip
+            said = (f"The target at each position is the input token {places} places after the "
+                    "last one that the output depends on: the labels are shifted twice, and the "
+                    "model never learns to predict the next token.")  # fmt: skip
         else:
-            advice = Advice("shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]")
+            advice = "shift the labels by one: compare outputs[:, :-1] with tokens[:, 1:]"
             seen = "the last input token" if places == 0 else "an input token before the last one"
-            text = (
-                f"The target at each position is {seen} that the output depends on: the model "
-                "learns to copy its input, not to predict the next token."
-            )
-        yield Finding("target-is-input", "watch" if places > 1 else "act", text,
+            said = (f"The target at each position is {seen} that the output depends on: the model "
+                    "learns to copy its input, not to predict the next token.")  # fmt: skip
+        yield Finding("target-is-input", "watch" if places > 1 else "act", said,
             (Evidence("places from the last token that an output depends on to its target", places,
                       1.0, step=0),),
-            (advice,), since=0)  # fmt: skip
+            (Advice(advice),), since=0)  # fmt: skip
