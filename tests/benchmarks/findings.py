@@ -1207,7 +1207,7 @@ PICTURES: dict[str, Picture] = {
         faulty(rate=1e-4),
         {"loss at the best of higher learning rates": of_rates(lambda f: f > 1),
          "largest update_ratio": extreme("update_ratio")},
-        (rates, (*(f"SHARE_OF_FALL_TOO_LOW_{s}" for s in ("NOTE", "WATCH", "ACT")),
+        (states, (*(f"SHARE_OF_FALL_TOO_LOW_{s}" for s in ("NOTE", "WATCH", "ACT")),
                  "HARDLY_MOVES")),
     ),
     "uneven-rates": Picture(

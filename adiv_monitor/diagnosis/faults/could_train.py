@@ -16,7 +16,7 @@ from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.phases import at_peak, learning_rate
-from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, these
+from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, these, worst_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import percent
@@ -40,8 +40,7 @@ SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; who
        certain=True, explains=LEARNING)  # fmt: skip
 def _not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that no optimizer has changed in any measured step."""
-    layers = _share_of(record, "not_held", record.reports[1:])
-    if layers is None:
+    if (layers := _share_of(record, "not_held", record.reports[1:])) is None:
         return
     paths, share = layers
     yield Finding("not-held", _strength(record),
@@ -74,8 +73,7 @@ def _share_of(
        explains=LEARNING)  # fmt: skip
 def _cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
-    layers = _share_of(record, "cut_off", record.reports)
-    if layers is None:
+    if (layers := _share_of(record, "cut_off", record.reports)) is None:
         return
     paths, share = layers
     yield Finding("unreached", _strength(record),
@@ -107,10 +105,9 @@ def _not_zeroed(record: Record) -> Iterator[Finding]:
         for path, shares in seen.items()
         if len(shares) >= FEWEST_MEASURED - 1 and min(shares) > KEPT
     }
-    if not kept:
+    if not (layers := tuple(kept)):
         return
-    layers = tuple(kept)
-    largest = max(layers, key=lambda path: kept[path])
+    largest = worst_first(kept)[0]
     yield Finding("not-zeroed", "act",
         f"The gradients of {these(record, layers)} are not zeroed between optimizer steps: before "
         "the first backward pass of a step through these layers, `.grad` holds a gradient, of "
@@ -134,25 +131,18 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
     if removed is not None and removed[1] > 0.5:
         paths, share = removed
         evidence = Evidence("share of the trainable parameters", share, 0.5)
-        said = (
-            "`zero_grad()`, or other code, removes the gradients between the backward pass and the "
-            f"optimizer's step: nothing of it is left for {these(record, paths)}."
-        )
+        said = ("`zero_grad()`, or other code, removes the gradients between the backward pass and "
+                f"the optimizer's step: nothing of it is left for {these(record, paths)}."
+                )  # fmt: skip
         advice = "call optimizer.zero_grad() before the backward pass, or after the step"
-    elif (
-        len(record.reports) >= FEWEST_MEASURED and len(passes) == 1 and (count := passes.pop()) > 0
-    ):
+    elif len(record.reports) >= FEWEST_MEASURED and len(passes) == 1 and (count := min(passes)) > 0:
         paths, evidence = (), Evidence("backward passes of a step that were zeroed", count, 0)
-        said = (
-            f"Gradients are zeroed between the micro-batches of a step: of {count + 1} backward "
-            "passes, the optimizer uses the last one alone."
-        )
+        said = (f"Gradients are zeroed between the micro-batches of a step: of {count + 1} "
+                "backward passes, the optimizer uses the last one alone.")  # fmt: skip
         advice = "call optimizer.zero_grad() once for every optimizer step, not for each backward"
     else:
         return
-    yield Finding("zeroed-early", _strength(record), said,
-        (evidence,),
-        (Advice(advice),),
+    yield Finding("zeroed-early", _strength(record), said, (evidence,), (Advice(advice),),
         "Another learning rate does not bring these gradients back.", layers=paths)  # fmt: skip
 
 
@@ -200,24 +190,20 @@ def _clipped(record: Record) -> Iterator[Finding]:
         and (factors := [r.gradient_factor for r in report.layers.values()
                          if r.gradient_factor > 0])
     ]  # fmt: skip
-    moves = by_layer(at_peak(record), "update_ratio")
-    low = HEALTH["update_ratio"].healthy[0]
-    if (
-        len(shares) < FEWEST_MEASURED
-        or not median(shares) < CLIPPED
-        or not moves
-        or not median(move.value for move in moves.values()) < low
-    ):
+    moves = [move.value for move in by_layer(at_peak(record), "update_ratio").values()]
+    if len(shares) < FEWEST_MEASURED or not median(shares) < CLIPPED:
+        return
+    if not moves or not median(moves) < HEALTH["update_ratio"].healthy[0]:
         return
     scale = median(fmean(r.loss_gradients) for r in record.reports if r.loss_gradients)
-    scaled = scale > 1
     yield Finding("clipping-always", "act",
         f"Clipping takes the step: the optimizer gets {median(shares):.2g} times the gradient, and "
         "its steps are as much shorter."
         + (f" The gradients are clipped while they are still multiplied by the scale {scale:g} of "
-           "the mixed-precision scaler.") * scaled,
+           "the mixed-precision scaler.") * (scale > 1),
         (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
-        (*[Advice("call scaler.unscale_(optimizer) before the gradients are clipped")] * scaled,
+        (*[Advice("call scaler.unscale_(optimizer) before the gradients are clipped")]
+         * (scale > 1),
          Advice("clip at a higher norm, or not at all")),
         "A higher learning rate makes up for it only while the gradients keep their "
         "length.")  # fmt: skip

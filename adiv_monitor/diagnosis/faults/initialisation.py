@@ -69,8 +69,7 @@ DROPOUT_COSTS = 1.5
 @fault("batch-norm-starved", "Batch normalisation of too few values", acts_below=1.0)
 def batch_norm_starved(record: Record) -> Iterator[Finding]:
     """Find batch normalisations whose statistics are computed from a handful of values."""
-    facts = record.found_by("batch-norm-starved")
-    if facts:
+    if facts := record.found_by("batch-norm-starved"):
         values = min(fact.numbers["values"] for fact in facts)
         yield Finding("batch-norm-starved", "act" if suffers(record) else "watch",
             f"These batch normalisations compute mean and variance from {values:.0f} values in "
@@ -86,8 +85,7 @@ def batch_norm_starved(record: Record) -> Iterator[Finding]:
        acts_below=0.5)  # fmt: skip
 def dropout_too_high(record: Record) -> Iterator[Finding]:
     """Find dropout that drops more than it keeps, and compare the losses with and without it."""
-    facts = record.found_by("dropout-too-high")
-    if facts:
+    if facts := record.found_by("dropout-too-high"):
         worst = max(facts, key=lambda fact: fact.numbers["rate"])
         rate, with_it, without = (worst.numbers[name] for name in ("rate", "with", "without"))
         costs = with_it > DROPOUT_COSTS * without > 0

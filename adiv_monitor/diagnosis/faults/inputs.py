@@ -1,7 +1,7 @@
 """Inputs, targets and rows of unsuitable scale."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from adiv_monitor.diagnosis.course import is_unbounded, start
@@ -44,9 +44,6 @@ LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # a model with the same answer to all inputs.
 FAR_ABOVE_CHANCE = 2.0
 _MADE_FOR = "initialisations and learning rates expect about 1"
-_ADAMW = Advice(
-    "use AdamW with learning rate 0.001: its steps do not depend on the gradient's length", "adamw"
-)
 
 
 @fault("input-scale", "Inputs of an unsuitable scale", about="inputs", acts_below=1.0)
@@ -89,46 +86,45 @@ def _scale_by_measures(record: Record) -> Iterator[Finding]:
     if not large and not (small and rms.value > 0):
         return
     far = large and rms.value > FAR_TOO_LARGE and not _is_normalised(record, first)
-    yield _scale_finding(
-        first,
-        "act" if far or suffers(record) else "watch",
-        (
-            Evidence("rms of the inputs", rms.value, LARGE_STD if large else SMALL_STD, first),
-            *((Evidence("scale_mean", length.value, layer=first),) if length else ()),
-        ),
+    evidence = (Evidence("rms of the inputs", rms.value, LARGE_STD if large else SMALL_STD, first),)
+    yield _scale_finding(record, found[:1], "act" if far or suffers(record) else "watch",
         f"The inputs of the first layer have an rms of {rms.value:.3g}; {_MADE_FOR}.",
-        large=large,
-    )
+        evidence, large=large)  # fmt: skip
 
 
 def _long_rows(record: Record) -> float:
     """Return √(mean / median) of the rows' scale: how far a few long rows raise the rms."""
-    first = _first_map(record)
-    mean, middle = (
-        typical(record, first, m) if first else None for m in ("scale_mean", "scale_p50")
-    )
-    if mean is None or middle is None or not middle.value > 0:
+    of_first = _of(_first_maps(record), record, "scale_mean", "scale_p50")
+    seen = {e.measure: e.value for e in of_first}
+    if len(seen) < 2 or not seen["scale_p50"] > 0:
         return 1.0
-    return max(1.0, math.sqrt(mean.value / middle.value))
+    return max(1.0, math.sqrt(seen["scale_mean"] / seen["scale_p50"]))
 
 
-def _first_map(record: Record) -> str | None:
-    """Return the path of the model's first map, which reads the inputs."""
-    paths = maps(record)
-    return paths[0] if paths else None
+def _first_maps(record: Record) -> tuple[str, ...]:
+    """Return the path of the model's first map, which reads the inputs; empty: there is none."""
+    return maps(record)[:1]
 
 
-def _scale_finding(
-    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str, *, large: bool
-) -> Finding:
-    return Finding("input-scale", strength, said, evidence,
+def _of(layers: Sequence[str], record: Record, *measures: str) -> Iterator[Evidence]:
+    """Yield the typical values of measures of layers, as far as they are known."""
+    for path in layers:
+        for measure in measures:
+            if (found := typical(record, path, measure)) is not None:
+                yield Evidence(measure, found.value, layer=path)
+
+
+def _scale_finding(record: Record, first: tuple[str, ...], strength: Strength, said: str,
+                   evidence: tuple[Evidence, ...], *, large: bool) -> Finding:  # fmt: skip
+    return Finding("input-scale", strength, said,
+        (*evidence, *_of(first, record, "scale_mean")),
         (Advice("standardise the inputs: subtract the mean of each feature (channel), and divide "
                 "by its standard deviation", "standardise-inputs"),
          Advice("divide the inputs by one constant", "scale-inputs"),
          Advice("use an affine-like layer as the first layer: it divides each row by its length",
                 "affine-like")),
         "A lower learning rate suits the first layer, and slows down all others." * large,
-        layers=(first,) if first is not None else (), against=LOWER_RATES)  # fmt: skip
+        layers=first, against=LOWER_RATES)  # fmt: skip
 
 
 def _mostly_mean(record: Record, first: str) -> Typical | None:
@@ -161,43 +157,31 @@ def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Itera
 def _input_scale(
     record: Record, name: str, seen: InputStatistics, evidence: tuple[Evidence, ...]
 ) -> Finding:
-    first = _first_map(record)
-    strength: Strength = "act" if _costs(record, first) else "watch"
-    scale = typical(record, first, "scale_mean") if first else None
-    if scale is not None:
-        evidence += (Evidence("scale_mean", scale.value, layer=first),)
     measures = {e.measure: e.value for e in evidence}
     said = []
     if "input std" in measures:
-        said.append(
-            f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}; "
-            f"{_MADE_FOR}."
-        )
+        said.append(f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}; "
+                    f"{_MADE_FOR}.")  # fmt: skip
     if "feature std ratio" in measures:
-        said.append(
-            f"One feature of input {name!r} has a standard deviation "
-            f"{seen.feature_std_ratio:.3g} times as large as that of the median feature."
-        )
-    large = measures.get("input std", 0.0) > LARGE_STD
-    return _scale_finding(first, strength, evidence, " ".join(said), large=large)
+        said.append(f"One feature of input {name!r} has a standard deviation "
+                    f"{seen.feature_std_ratio:.3g} times as large as that of the median feature."
+                    )  # fmt: skip
+    return _scale_finding(record, _first_maps(record), "act" if _costs(record) else "watch",
+        " ".join(said), evidence, large=measures.get("input std", 0.0) > LARGE_STD)  # fmt: skip
 
 
-def _costs(record: Record, first: str | None) -> bool:
+def _costs(record: Record) -> bool:
     """Return whether the first layer trains badly, which makes an unusual input a fault.
 
     It does not if a normalisation right behind it removes the scale, or if the optimizer's step
     does not depend on the scale while the loss begins where it should and falls.
     """
-    if first is not None and _is_normalised(record, first):
+    if any(_is_normalised(record, first) for first in _first_maps(record)):
         return False
-    bad_start = (
-        record.chance is not None
-        and bool(record.losses)
-        and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
-    )
-    if bad_start or suffers(record) or dead_share(record) > DEAD_ACT:
-        return True
-    return not scale_free(record.facts)
+    known = record.chance is not None and bool(record.losses)
+    bad_start = known and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
+    harmed = bad_start or suffers(record) or dead_share(record) > DEAD_ACT
+    return harmed or not scale_free(record.facts)
 
 
 def dead_share(record: Record) -> float:
@@ -214,16 +198,12 @@ def input_mean(record: Record) -> Iterator[Finding]:
         share = common_share(seen)
         if not share > COMMON_SHARE_WATCH or not _is_read(record, seen) or _is_centred(record):
             continue
-        act = share > COMMON_SHARE_ACT and _costs(record, _first_map(record))
         # Which layer reads which of several inputs is not known.
-        first = _first_map(record) if len(record.inputs) == 1 else None
-        evidence = Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name)
-        yield _mean_finding(
-            first,
-            "act" if act else "watch",
-            (evidence, *_ceiling(record, first)),
+        first = _first_maps(record) if len(record.inputs) == 1 else ()
+        yield _mean_finding(record, first,
+            "act" if share > COMMON_SHARE_ACT and _costs(record) else "watch",
             f"{share:.0%} of the mean square of input {name!r}",
-        )
+            Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name))  # fmt: skip
 
 
 def _is_centred(record: Record) -> bool:
@@ -235,36 +215,23 @@ def _is_centred(record: Record) -> bool:
 def _mean_by_measures(record: Record) -> Iterator[Finding]:
     if (found := entering(record)) is None:
         return
-    first = found[0]
-    if (common := _mostly_mean(record, first)) is not None:
-        yield _mean_finding(
-            first,
-            "act" if suffers(record) else "watch",
-            tuple(_ceiling(record, first)),
-            f"{common.value:.0%} of the mean square of the first layer's inputs",
-        )
+    if (common := _mostly_mean(record, found[0])) is not None:
+        yield _mean_finding(record, found[:1], "act" if suffers(record) else "watch",
+            f"{common.value:.0%} of the mean square of the first layer's inputs")  # fmt: skip
 
 
 def _mean_finding(
-    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str
+    record: Record, first: tuple[str, ...], strength: Strength, said: str, *evidence: Evidence
 ) -> Finding:
+    measures = ("common_share", "gradient_cosine", "attainable_cosine")
     return Finding("input-mean", strength,
         f"{said} is due to the mean, which all samples share: each step moves all samples in the "
-        "same direction.", evidence,
+        "same direction.", (*evidence, *_of(first, record, *measures)),
         (Advice("subtract the mean of each feature (channel) over the training data",
                 "centre-inputs"),
          Advice("standardise the inputs", "standardise-inputs")),
         "Dividing by a constant or by each row's length does not remove the mean.",
-        layers=(first,) if first is not None else (),
-        against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
-
-
-def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
-    if first is not None:
-        for measure in ("common_share", "gradient_cosine", "attainable_cosine"):
-            found = typical(record, first, measure)
-            if found is not None:
-                yield Evidence(measure, found.value, layer=first)
+        layers=first, against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
 
 
 def common_share(seen: InputStatistics) -> float:
@@ -278,9 +245,7 @@ def common_share(seen: InputStatistics) -> float:
 @fault("target-scale", "Targets, or a loss, of a very large scale", explains=LEARNING)
 def target_scale(record: Record) -> Iterator[Finding]:
     """Find a loss that is large by its unit, from large targets or a sum over the batch."""
-    if is_unbounded(record):
-        return
-    if record.chance is not None and record.chance > LARGE_TARGETS:
+    if record.chance is not None and record.chance > LARGE_TARGETS and not is_unbounded(record):
         faulty = suffers(record) or not all(map(math.isfinite, record.losses))
         yield Finding("target-scale", "act" if faulty else "note",
             f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
@@ -288,7 +253,9 @@ def target_scale(record: Record) -> Iterator[Finding]:
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (Advice("standardise the targets, or use the mean of the loss instead of its sum"),
              *(() if scale_free(record.facts) else
-               (Advice("learning rate × 0.1", "rate*0.1"), _ADAMW))),
+               (Advice("learning rate × 0.1", "rate*0.1"),
+                Advice("use AdamW with learning rate 0.001: its steps do not depend on the "
+                       "gradient's length", "adamw")))),
             "Clipping the gradient's norm makes all steps equally long.", since=0,
             against=("clip",))  # fmt: skip
 
@@ -296,8 +263,8 @@ def target_scale(record: Record) -> Iterator[Finding]:
 @fault("row-spread", "Rows of very different length", about="inputs")
 def row_spread(record: Record) -> Iterator[Finding]:
     """Find rows of very different length, of which the long ones determine the step."""
-    first = _first_map(record)
-    spread = typical(record, first, "scale_cv") if first else None
+    first = _first_maps(record)
+    spread = typical(record, first[0], "scale_cv") if first else None
     lengths = [seen.length_cv for seen in record.inputs.values()]
     if spread is None and lengths:
         spread = Typical(max(lengths), 0.0)
@@ -309,7 +276,7 @@ def row_spread(record: Record) -> Iterator[Finding]:
     yield Finding("row-spread", "act" if far else otherwise,
         f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its "
         f"mean{count}.",
-        (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, first, spread.since),
+        (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, next(iter(first), None), spread.since),
          *(Evidence("length_cv of inputs", cv) for cv in lengths)),
         (Advice("use an affine-like layer as the first layer: it divides each row by its length",
                 "affine-like"),
@@ -317,5 +284,5 @@ def row_spread(record: Record) -> Iterator[Finding]:
                 "need a logarithm or clipping"),
          Advice("use a norm-like layer as the first layer", "norm-like")),
         "Neither one constant scale nor another learning rate makes the rows more alike.",
-        layers=(first,) if first is not None else (), since=spread.since,
+        layers=first, since=spread.since,
         against=("scale-inputs", *RATES))  # fmt: skip

@@ -64,15 +64,11 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
     if len(norms) < FEWEST or any(norms) or not record.wiring.zero_gradient:
         return  # or no parameter is reached, which is another finding
     facts = record.found_by("zero-gradient")
-    where = (
-        f" {facts[0].place} compares a tensor with itself: its loss is 0 whatever the model "
-        "computes."
-        if facts
-        else ""
-    )
     yield Finding("zero-gradient", "act",
         f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps, so "
-        f"no step has a direction.{where}",
+        "no step has a direction."
+        + (f" {facts[0].place} compares a tensor with itself: its loss is 0 whatever the model "
+           "computes." if facts else ""),
         (Evidence("largest norm of a gradient", 0.0, 0.0),),
         (Advice("compare the outputs with the targets of the batch") if facts else
          Advice("look in the loss for a comparison of the outputs with themselves, for rounding "
@@ -139,8 +135,7 @@ def class_weights(record: Record) -> Iterator[Finding]:
 @fault("class-untaught", "Classes without a gradient", explains=LEARNING)
 def class_untaught(record: Record) -> Iterator[Finding]:
     """Find classes of which no sample has a gradient."""
-    facts = record.found_by("class-untaught")
-    if facts:
+    if facts := record.found_by("class-untaught"):
         named = ", ".join(f"{fact.numbers['class']:g}" for fact in facts)
         samples = sum(fact.numbers["samples"] for fact in facts)
         yield Finding("class-untaught", _of_weights(record),
@@ -199,11 +194,8 @@ def unbounded(record: Record) -> Iterator[Finding]:
     summary, evidence = _fall(record)
     facts = record.found_by("unbounded-loss")
     negative = int(facts[0].numbers.get("negative", 0)) if facts else 0
-    samples = (
-        "1 sample of the first batch has a"
-        if negative == 1
-        else (f"{negative} samples of the first batch have a")
-    )
+    samples = (f"{negative} samples of the first batch have a" if negative > 1 else
+               "1 sample of the first batch has a")  # fmt: skip
     yield Finding("unbounded-loss", "watch" if negative else "act",
         f"{summary} {samples} negative weight: the lower what it multiplies, the lower the loss, "
         "without end." if negative else
@@ -224,24 +216,18 @@ def _fall(record: Record) -> tuple[str, Evidence]:
     course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
     limit = -FAR_BELOW * max(1.0, abs(record.losses[0]))
     if falls_ever_faster(record):
-        return (
-            f"The loss falls without bound, ever faster: {course}.",
-            Evidence("loss", lowest, limit),
-        )
+        said = f"The loss falls without bound, ever faster: {course}."
+        return said, Evidence("loss", lowest, limit)
     if facts := record.found_by("unbounded-loss"):
         loss, times = facts[0].numbers["loss"], facts[0].numbers["times"]
-        return (
-            f"The loss has no lower bound: {course}, and {loss:.3g} if the weights of a copy move "
-            f"{times:.0f} times as far in the same direction.",
-            Evidence("loss of weights moved further", loss, 0.0),
-        )
+        said = (f"The loss has no lower bound: {course}, and {loss:.3g} if the weights of a copy "
+                f"move {times:.0f} times as far in the same direction.")  # fmt: skip
+        return said, Evidence("loss of weights moved further", loss, 0.0)
     rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
     far = record.rates[rate].loss
-    return (
-        f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
-        "rate.",
-        Evidence("loss at another learning rate", far, limit),
-    )
+    said = (f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
+            "rate.")  # fmt: skip
+    return said, Evidence("loss at another learning rate", far, limit)
 
 
 @fault("loss-reversed", "The loss rewards wrong outputs", certain=True,

@@ -41,29 +41,21 @@ def _finding(record: Record) -> Finding:
     where = record.first_non_finite or "loss"
     bad = next((loss for loss in record.losses if not math.isfinite(loss)), math.nan)
     step = _since(record)
-    advice: tuple[Advice, ...]
     if _not_by_training(record):
-        advice = (
-            Advice("look for NaN and infinite entries in the data, and for log(0), x/0 and sqrt(0) "
-                   "in the code of the place named here"),
-        )  # fmt: skip
+        advice = [Advice("look for NaN and infinite entries in the data, and for log(0), x/0 and "
+                         "sqrt(0) in the code of the place named here")]  # fmt: skip
     else:
-        advice = (
-            Advice("lower the learning rate", "rate*0.1"),
-            Advice(
-                "clip the gradient's norm"
-                + f" at {clip_norm(record):.2g}" * bool(record.gradient_norms),
-                "clip",
-            ),
-            *_of_the_data(record, step),
-            Advice(
-                "look for log(0), x/0, sqrt(0) and half precision in the code of the place "
-                "named here"
-            ),
-        )
+        at = f" at {clip_norm(record):.2g}" * bool(record.gradient_norms)
+        # Batches between measured steps were not observed.
+        batches = f"look for NaN and infinite entries in the batches up to step {step or 0:,}"
+        advice = [Advice("lower the learning rate", "rate*0.1"),
+                  Advice(f"clip the gradient's norm{at}", "clip"),
+                  *[Advice(batches)] * (not record.is_audited),
+                  Advice("look for log(0), x/0, sqrt(0) and half precision in the code of the "
+                         "place named here")]  # fmt: skip
     return Finding("non-finite", "act",
         f"{_seen_when(record, step)}. The first one is in: {where}.",
-        (Evidence(where, bad, step=step),), advice,
+        (Evidence(where, bad, step=step),), tuple(advice),
         "Replacing NaN by 0 (nan_to_num) hides where they come from.", since=step,
         against=())  # fmt: skip
 
@@ -74,12 +66,6 @@ def _since(record: Record) -> int | None:
         return record.non_finite_since
     losses = zip(record.steps_of_losses, record.losses, strict=True)
     return next((step for step, loss in losses if not math.isfinite(loss)), None)
-
-
-def _of_the_data(record: Record, step: int | None) -> Iterator[Advice]:
-    """Yield advice on the batches between measured steps, whose data were not observed."""
-    if not record.is_audited:
-        yield Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}")
 
 
 def _seen_when(record: Record, step: int | None) -> str:

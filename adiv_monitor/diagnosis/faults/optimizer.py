@@ -26,9 +26,6 @@ SHRUNK = 0.5  # healthy ratios are 1.1 to 2.9
 PROJECTED = 0.98
 # cos(first step, −gradient): the first step has no past, and healthy runs have 0.47 and above.
 FIRST_STEP = 0.2
-_WRONG_SIGN = Advice(
-    "look for maximize=True, or for code that changes the gradient's sign before the step"
-)
 
 
 @fault("decay-fights", "Weight decay outweighs the gradient")
@@ -37,15 +34,12 @@ def decay_fights(record: Record) -> Iterator[Finding]:
     norms = [norm for norm in record.parameter_norms if math.isfinite(norm)]
     if not norms or norms[0] == 0:
         return
-    setting = record.facts.settings.get("weight_decay")
-    decay = float(setting) if isinstance(setting, int | float) else 0.0
+    decay = _decay(record)
     pull = first_pull(record, decay)
     shrunk = norms[-1] / norms[0]
-    if decay == 0 and any(
-        t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
-    ):
-        return  # other code shrinks the weights
-    if not (pull > DECAY_WATCH or shrunk < SHRUNK):
+    kept = by_layer(record, "projection_cosine").values()
+    by_others = decay == 0 and any(cosine.below(PROJECTED) for cosine in kept)
+    if by_others or not (pull > DECAY_WATCH or shrunk < SHRUNK):
         return
     yield Finding("decay-fights",
         "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
@@ -63,10 +57,8 @@ def decay_fights(record: Record) -> Iterator[Finding]:
 def _decay_words(decay: float, pull: float, shrunk: float) -> str:
     norm = f"the norm of the parameters ends at {shrunk:.3g} times its first value"
     if pull > DECAY_WATCH:
-        return (
-            f"At the first step, weight decay ({decay:g}) pulls {pull:.3g} times as hard as the "
-            f"gradient, and {norm}."
-        )
+        return (f"At the first step, weight decay ({decay:g}) pulls {pull:.3g} times as hard as "
+                f"the gradient, and {norm}.")  # fmt: skip
     if decay:
         return f"With a weight decay of {decay:g}, {norm}."
     return f"Without weight decay, {norm}: a penalty in the loss may shrink them."
@@ -102,15 +94,12 @@ def projection_fights(record: Record) -> Iterator[Finding]:
     applied = by_layer(record, "applied_cosine")
     layers = worst_first(undone or within)
     uphill = any(p in applied and applied[p].below(0) for p in layers)
-    said = (
-        f"Code that runs after the optimizer's step changes the weights of "
-        f"{named(record, layers[0])} again: the change that remains has a cosine of "
-        f"{kept[layers[0]].value:.3g} with the optimizer's step."
-        if undone
-        else _within_words(record, layers[0], -within[layers[0]])
-    )
     worst = layers[:3]
-    yield Finding("projection-fights", "act" if uphill or suffers(record) else "watch", said,
+    yield Finding("projection-fights", "act" if uphill or suffers(record) else "watch",
+        f"Code that runs after the optimizer's step changes the weights of "
+        f"{named(record, worst[0])} again: the change that remains has a cosine of "
+        f"{kept[worst[0]].value:.3g} with the optimizer's step." if undone else
+        _within_words(record, worst[0], -within[worst[0]]),
         (*(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
          *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
            for p in worst if p in within and hidden),
@@ -131,23 +120,22 @@ def _within_words(record: Record, layer: str, cosine: float) -> str:
     """
     where, read = named(record, layer), f"has a cosine of {cosine:.3g} with its gradient"
     if record.facts.optimizer in ("SGD", "ASGD"):
-        return (
-            f"Code that runs within the step changes the weights of {where}: the first step, which "
-            f"depends on no earlier gradient, {read}."
-        )
+        return (f"Code that runs within the step changes the weights of {where}: the first step, "
+                f"which depends on no earlier gradient, {read}.")  # fmt: skip
     optimizer = record.facts.optimizer or "the optimizer"
-    return (
-        f"The first step of {where}, which depends on no earlier gradient, {read}: code within the "
-        f"step changes the weights, or {optimizer} itself turns the step because a few entries of "
-        "the gradient are far larger than the others."
-    )
+    return (f"The first step of {where}, which depends on no earlier gradient, {read}: code within "
+            f"the step changes the weights, or {optimizer} itself turns the step because a few "
+            "entries of the gradient are far larger than the others.")  # fmt: skip
 
 
 def _decay_turns(record: Record) -> bool:
     """Return whether weight decay exceeds the gradient at the first step and so turns it."""
+    return bool(record.parameter_norms) and first_pull(record, _decay(record)) > DECAY_ACT
+
+
+def _decay(record: Record) -> float:
     setting = record.facts.settings.get("weight_decay")
-    decay = float(setting) if isinstance(setting, int | float) else 0.0
-    return bool(record.parameter_norms) and first_pull(record, decay) > DECAY_ACT
+    return float(setting) if isinstance(setting, int | float) else 0.0
 
 
 def _first_cosines(record: Record) -> dict[str, Typical]:
@@ -181,22 +169,16 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * record.facts.steps
     stale = _momentum(record) > LONG_MOMENTUM and (suffers(record) or late < STALE or outlasts)
     if by_steps:
-        said = (
-            f"{uphill:.0%} of the measured steps go uphill: by the gradient of their own batch, "
-            "they raise the loss."
-        )
+        said = (f"{uphill:.0%} of the measured steps go uphill: by the gradient of their own "
+                "batch, they raise the loss.")  # fmt: skip
     elif by_layers:
-        said = (
-            f"In {len(turned)} of {len(cosines)} layers, the optimizer's step typically points "
-            "uphill with respect to the gradient of that step."
-        )
+        said = (f"In {len(turned)} of {len(cosines)} layers, the optimizer's step typically points "
+                "uphill with respect to the gradient of that step.")  # fmt: skip
     elif stale:
         there_are = f" (the run has {record.facts.steps})" * outlasts
-        said = (
-            f"A momentum of {_momentum(record):g} keeps each gradient for {lasts:.0f} "
-            f"steps{there_are}: the weights keep moving in old directions after the gradient has "
-            "turned."
-        )
+        said = (f"A momentum of {_momentum(record):g} keeps each gradient for {lasts:.0f} "
+                f"steps{there_are}: the weights keep moving in old directions after the gradient "
+                "has turned.")  # fmt: skip
     else:
         return
     layers = worst_first(turned)
@@ -212,7 +194,8 @@ def _straightened(record: Record) -> Iterator[Advice]:
     """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
     plain = record.facts.optimizer == "SGD"
     if _sign_is_wrong(record):
-        yield _WRONG_SIGN
+        yield Advice("look for maximize=True, or for code that changes the gradient's sign before "
+                     "the step")  # fmt: skip
     if _momentum(record) or not plain:
         # Another optimizer's learning rate does not carry over to plain gradient descent.
         rate = " with learning rate 0.1" * (not plain)
@@ -229,8 +212,7 @@ def _sign_is_wrong(record: Record) -> bool:
     """Return whether the first step already goes uphill, which no momentum can explain."""
     if record.facts.settings.get("maximize") is True:
         return True
-    first = _first_cosines(record)
-    if not first:
+    if not (first := _first_cosines(record)):
         return False
     descent = record.reports[0].descent
     uphill = descent is not None and descent < 0

@@ -31,8 +31,8 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             f"({share:.0%} of the outputs do).{begins}",
             (Evidence("share of outputs that change with one sample", share, 1.2 * independent,
                       step=0),),
-            (*((Advice("set batch_first=True, or put the samples along the second axis",
-                       "batch-first"),) if ordered else ()),
+            (*[Advice("set batch_first=True, or put the samples along the second axis",
+                      "batch-first")] * ordered,
              Advice(f"look in {'this function' if fact.place else 'forward()'} for a mean, a "
                     "softmax, attention or a reshape over axis 0")),
             "Another learning rate does not separate the samples.", since=0)  # fmt: skip
@@ -53,8 +53,7 @@ def _placed(record: Record, fact: Fact) -> Finding:
 @fault("reshape-scrambles", "A reshape that scrambles axes", explains=LEARNING, acts_below=1.0)
 def reshape_scrambles(record: Record) -> Iterator[Finding]:
     """Find reshapes that were meant to exchange axes."""
-    facts = record.found_by("reshape-scrambles")
-    if facts:
+    if facts := record.found_by("reshape-scrambles"):
         of, to = facts[0].words["of"], facts[0].words["to"]
         sure = facts[0].numbers["permutes"] > 0
         others = f" Number of further such reshapes: {len(facts) - 1}." * (len(facts) > 1)
@@ -78,8 +77,7 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
 
     If no path is left, `unreached` names the cut instead.
     """
-    facts = cuts(record)
-    if not facts or set(record.wiring.unreached) - set(record.wiring.unused):
+    if not (facts := cuts(record)) or set(record.wiring.unreached) - set(record.wiring.unused):
         return
     where = ", ".join(fact.place for fact in facts[:3])
     yield Finding("gradient-cut", "watch",
@@ -114,23 +112,20 @@ def no_activation(record: Record) -> Iterator[Finding]:
     affine = [fact for fact in facts if fact.words["by"] == "affine"]
     if not facts:
         return
-    said = []
+    said, evidence, advice = [], [], []
     if lost:
         said.append(f"Nothing uses the result of {lost[0].place}.")
+        evidence.append(Evidence("results that nothing uses", len(lost), 0.0, step=0))
+        advice.append(Advice("assign the result: x = relu(x), not relu(x)"))
     if affine:
-        said.append(
-            f"The outputs are an affine function of the inputs, though "
-            f"{affine[0].numbers['layers']:.0f} layers compute them: one linear layer can do the "
-            "same."
-        )
-    yield Finding("no-activation", "act" if suffers(record) else "watch",
-        " ".join(said),
-        (*((Evidence("results that nothing uses", len(lost), 0.0, step=0),) if lost else ()),
-         *((Evidence("layers of an affine model", affine[0].numbers["layers"], 1.0, step=0),)
-           if affine else ())),
-        (*((Advice("assign the result: x = relu(x), not relu(x)"),) if lost else ()),
-         *((Advice("put an activation function between the layers, unless the model should be "
-                   "linear", "relu-between"),) if affine else ())),
+        layers = affine[0].numbers["layers"]
+        said.append(f"The outputs are an affine function of the inputs, though {layers:.0f} layers "
+                    "compute them: one linear layer can do the same.")  # fmt: skip
+        evidence.append(Evidence("layers of an affine model", layers, 1.0, step=0))
+        advice.append(Advice("put an activation function between the layers, unless the model "
+                             "should be linear", "relu-between"))  # fmt: skip
+    yield Finding("no-activation", "act" if suffers(record) else "watch", " ".join(said),
+        tuple(evidence), tuple(advice),
         "More linear layers do not help: together they stay one." * bool(affine), since=0,
         against=())  # fmt: skip
 
@@ -139,8 +134,7 @@ def no_activation(record: Record) -> Iterator[Finding]:
        acts_below=0.95)  # fmt: skip
 def attention_axis(record: Record) -> Iterator[Finding]:
     """Find attention weights that sum to 1 along another axis than the one that is summed over."""
-    facts = record.found_by("attention-axis")
-    if facts:
+    if facts := record.found_by("attention-axis"):
         fact = facts[0]
         axis, over = fact.words["axis"], fact.words["over"]
         others = f" Number of further such softmaxes: {len(facts) - 1}." * (len(facts) > 1)
@@ -157,8 +151,7 @@ def attention_axis(record: Record) -> Iterator[Finding]:
 @fault("input-partly-ignored", "Parts of the inputs are ignored", acts_below=1.0)
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training."""
-    facts = record.found_by("input-partly-ignored")
-    if facts:
+    if facts := record.found_by("input-partly-ignored"):
         masked = any("masked" in fact.words for fact in facts)
         # Where units are flat, no input gets through: that is another finding. An argument of the
         # model that is not used may be meant for others.

@@ -270,13 +270,12 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     factors = [0.1] if ends_higher else [10.0, 0.1] if record.is_audited else []
     if factor is not None and factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
+    run = "run adiv-audit: it looks for the cause, and tries learning rates"
+    advice = other_rates(factors) or (Advice(run),)
     if rises:
         advice = (Advice(LOOK_AGAIN),)
     elif unclear:
         advice = (Advice("train for more steps: the mean over more batches has less noise"),)
-    else:
-        run = "run adiv-audit: it looks for the cause, and tries learning rates"
-        advice = other_rates(factors) or (Advice(run),)
     told = record.is_audited or is_measure(record)
     little = not record.is_audited and fell_little(record)
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",

@@ -62,18 +62,14 @@ def dead_units(record: Record) -> Iterator[Finding]:
     if not record.units:
         yield from _dead_by_measures(record)
     dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_NOTE}
-    if dead:
-        layers = worst_first(dead)
+    if layers := worst_first(dead):
         share = dead[layers[0]]
         act = share > ALL_DEAD or (share > DEAD_ACT and suffers(record))
-        yield _dead(
-            layers,
-            "act" if act else "watch" if share > DEAD_ACT else "note",
-            tuple(Evidence("dead share of units", dead[p], DEAD_NOTE, p) for p in layers[:5]),
+        yield _dead(layers, "act" if act else "watch" if share > DEAD_ACT else "note",
             f"{share:.0%} of the units of {_function(record, layers[0])} are dead: their values "
             "lie where the function is flat, for every row of "
             f"{record.units[layers[0]].batches} batches.",
-        )
+            [Evidence("dead share of units", dead[p], DEAD_NOTE, p) for p in layers])  # fmt: skip
 
 
 def _dead_shares(record: Record) -> dict[str, float]:
@@ -100,25 +96,16 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
         behind = alive[sum(paths.index(p) < paths.index(layers[-1]) for p in alive)]
         first = next(r for r in record.reports if layers[-1] in r.layers
                      and r.layers[layers[-1]].idle_share == 1)  # fmt: skip
-        yield _dead(
-            layers,
-            "act",
-            tuple(Evidence("idle_share", 1.0, ALL_DEAD, path) for path in layers[:5]),
+        yield _dead(layers, "act",
             f"No row sends a gradient to {listed([named(record, p) for p in layers])}, but "
             f"{named(record, behind)} receives one: all units between them are dead, or the "
             "gradient is cut there.",
-            first.step,
-        )
+            [Evidence("idle_share", 1.0, ALL_DEAD, p) for p in layers], first.step)  # fmt: skip
 
 
-def _dead(
-    layers: tuple[str, ...],
-    strength: Strength,
-    evidence: tuple[Evidence, ...],
-    said: str,
-    since: int | None = None,
-) -> Finding:
-    return Finding("dead-units", strength, said, evidence,
+def _dead(layers: tuple[str, ...], strength: Strength, said: str, seen: list[Evidence],
+          since: int | None = None) -> Finding:  # fmt: skip
+    return Finding("dead-units", strength, said, tuple(seen[:5]),
         (Advice("initialise the weights before these units again, with biases of zero",
                 "reinitialise"),
          Advice("use leaky ReLU instead", "leaky-relu"),
@@ -143,8 +130,7 @@ def saturated_units(record: Record) -> Iterator[Finding]:
         if u.function in FLAT_AT_BOTH_ENDS and u.batches >= LEAST_BATCHES
     }
     saturated = {path: share for path, share in seen.items() if share > SATURATED_WATCH}
-    if saturated:
-        layers = worst_first(saturated)
+    if layers := worst_first(saturated):
         yield Finding("saturated-units",
             "act" if saturated[layers[0]] > SATURATED_ACT and suffers(record) else "watch",
             f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} are "
