@@ -25,8 +25,8 @@ from adiv_monitor.diagnosis.record import Record
 # not caused by the learning rate. `states` come last: whatever hinders training makes a higher
 # learning rate look better.
 FAMILIES = (
-    could_train,
     parameters,
+    could_train,
     samples,
     targets,
     loss,

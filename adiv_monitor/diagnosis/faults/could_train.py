@@ -7,11 +7,10 @@ loop of its own.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import takewhile
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import course, end, is_measure, noise, smoothed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
 from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
@@ -36,55 +35,21 @@ SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 
 
-@fault("not-held", "Parameters that the optimizer does not hold", of="monitor", about="loop",
-       certain=True, explains=LEARNING)  # fmt: skip
-def _not_held(record: Record) -> Iterator[Finding]:
-    """Find parameters with a gradient that no optimizer has changed in any measured step."""
-    if (layers := _share_of(record, "not_held", record.reports[1:])) is None:
-        return
-    paths, share = layers
-    yield Finding("not-held", _strength(record),
-        f"The optimizer does not hold the parameters of {these(record, paths)}, {percent(share)} "
-        "of the trainable ones: they have a gradient, and nothing changes them.",
-        (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
-        (Advice("pass these parameters to the optimizer: create it after the model is complete, or "
-                "add a parameter group"),
-         Advice("set requires_grad=False, if these parameters should not be trained")),
-        "Another learning rate does not train them.", layers=paths)  # fmt: skip
-
-
-def _strength(record: Record) -> Strength:
+def strength(record: Record) -> Strength:
+    """Return "watch" while the loss falls, or is not known, else "act"."""
     return "watch" if course(record) in ("falls", "unknown") else "act"
 
 
-def _share_of(
+def share_of(
     record: Record, field: str, reports: tuple[StepReport, ...]
-) -> tuple[tuple[str, ...], float] | None:
-    """Return the paths that a field has in all reports, and their share; None: too few."""
+) -> tuple[tuple[str, ...], float]:
+    """Return the paths that a field has in all reports, and their share; none if it is small."""
     if len(record.reports) < FEWEST_MEASURED or not reports[-1].trainable:
-        return None
+        return (), 0.0
     of_last = getattr(reports[-1], field)
     paths = tuple(path for path in of_last if all(path in getattr(r, field) for r in reports))
     share = sum(of_last[path] for path in paths) / reports[-1].trainable
-    return (paths, share) if share >= LEAST_SHARE else None
-
-
-@fault("unreached", "Parameters that no gradient reaches", of="monitor", about="loop", certain=True,
-       explains=LEARNING)  # fmt: skip
-def _cut_off(record: Record) -> Iterator[Finding]:
-    """Find modules that ran before the first trained layer, and that no gradient reaches."""
-    if (layers := _share_of(record, "cut_off", record.reports)) is None:
-        return
-    paths, share = layers
-    yield Finding("unreached", _strength(record),
-        f"No gradient reaches {these(record, paths)}, with {percent(share)} of the trainable "
-        "parameters: they run in each measured step, but what the next layer gets has no gradient.",
-        (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
-        (Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax behind the last of "
-                "these layers"),
-         Advice("set requires_grad=False, if these parameters should not be trained")),
-        "No optimizer and no learning rate can train parameters without a gradient.",
-        layers=paths)  # fmt: skip
+    return (paths, share) if share >= LEAST_SHARE else ((), 0.0)
 
 
 @fault("not-zeroed", "Gradients are not zeroed between steps", of="monitor", about="loop",
@@ -127,9 +92,8 @@ def _not_zeroed(record: Record) -> Iterator[Finding]:
 def _zeroed_early(record: Record) -> Iterator[Finding]:
     """Find gradients that are removed between the backward pass and the step, or between passes."""
     passes = {report.zeroed_passes for report in record.reports}
-    removed = _share_of(record, "removed", record.reports)
-    if removed is not None and removed[1] > 0.5:
-        paths, share = removed
+    paths, share = share_of(record, "removed", record.reports)
+    if share > 0.5:
         evidence = Evidence("share of the trainable parameters", share, 0.5)
         said = ("`zero_grad()`, or other code, removes the gradients between the backward pass and "
                 f"the optimizer's step: nothing of it is left for {these(record, paths)}."
@@ -142,39 +106,8 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
         advice = "call optimizer.zero_grad() once for every optimizer step, not for each backward"
     else:
         return
-    yield Finding("zeroed-early", _strength(record), said, (evidence,), (Advice(advice),),
+    yield Finding("zeroed-early", strength(record), said, (evidence,), (Advice(advice),),
         "Another learning rate does not bring these gradients back.", layers=paths)  # fmt: skip
-
-
-@fault("left-in-eval", "Layers left in eval mode", of="monitor", about="loop", explains=LEARNING,
-       acts_below=1.0)  # fmt: skip
-def _left_in_eval(record: Record) -> Iterator[Finding]:
-    """Find a model that is in eval mode as a whole in more than the last half of the run."""
-    last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
-    if len(last) < FEWEST_MEASURED or not (
-        last[0].step - last[-1].step > (last[0].step - record.reports[0].step) / 2
-    ):
-        return
-    paths = record.reports[-1].evaluated
-    yield Finding("left-in-eval", _strength(record),
-        "The whole model is in eval mode as it trains: dropouts drop nothing, and normalisations "
-        "use their running statistics, which no step updates.",
-        (Evidence("dropouts and normalisations in eval mode", len(paths), 0),),
-        (Advice("call model.train() before the training, and again after each evaluation"),),
-        layers=paths, since=last[-1].step)  # fmt: skip
-
-
-@fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
-       explains=("cannot-overfit", "behind-reference"))  # fmt: skip
-def _same_batch(record: Record) -> Iterator[Finding]:
-    """Find inputs that are equal in all measured steps, and in the step after each."""
-    sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}
-    if len(record.reports) < FEWEST_SAME or len(sums) > 1 or not sums.pop():
-        return
-    yield Finding("same-batch", "note",
-        "Every measured step saw the same batch. That is meant, if these are all your data.",
-        (Evidence("different batches in the measured steps", 1, 1),),
-        (Advice("check that the data loader is asked for a new batch in each step"),))  # fmt: skip
 
 
 @fault("clipping-always", "Most gradients are clipped", of="monitor", about="loop")
@@ -209,8 +142,6 @@ def _clipped(record: Record) -> Iterator[Finding]:
         "length.")  # fmt: skip
 
 
-@fault("rate-zero", "A learning rate of zero", of="monitor", about="loop", certain=True,
-       explains=LEARNING)  # fmt: skip
 @fault("rate-gone", "The learning rate is gone before the end", of="monitor", about="loop")
 @fault("rate-rises", "The learning rate rises until the loss does", of="monitor", about="loop")
 def _schedule(record: Record) -> Iterator[Finding]:
@@ -220,16 +151,11 @@ def _schedule(record: Record) -> Iterator[Finding]:
         return
     peak, (first, *_, last) = max(rates.values()), rates
     if peak == 0:
-        yield Finding("rate-zero", "act",
-            "The learning rate is zero in all measured steps.",
-            (Evidence("learning rate", 0.0, 0.0),),
-            (Advice("give the optimizer, or its scheduler, a learning rate above "
-                    "zero"),))  # fmt: skip
-        return
+        return  # which is another finding
     low = [step for step, rate in rates.items() if rate < GONE * peak]
     since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
     if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
-        yield Finding("rate-gone", _strength(record),
+        yield Finding("rate-gone", strength(record),
             "The schedule brings the learning rate below a millionth of its peak by step "
             f"{since:,}: from then on nothing is learnt.",
             (Evidence("learning rate over its peak", rates[last] / peak, GONE, step=last),),
@@ -271,7 +197,7 @@ def _set_back(record: Record) -> Iterator[Finding]:
     ):
         return
     share = median(back)
-    yield Finding("weights-set-back", _strength(record),
+    yield Finding("weights-set-back", strength(record),
         "The weights are set back between the optimizer's steps: "
         + ("measured steps begin with those of an earlier one." if wholly > len(back) / 2 else
            f"measured steps begin after {percent(share)} of the way since an earlier one is "
@@ -302,19 +228,3 @@ def _summed(record: Record) -> Iterator[Finding]:
         (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
         (Advice(f"divide the loss of each micro-batch by {k}"),
          Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
-
-
-@fault("unbounded-loss", "A loss without a lower bound", of="monitor",
-       explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
-def _negated(record: Record) -> Iterator[Finding]:
-    """Find steps that go up the loss, which then has no bound."""
-    seen = [report.loss_gradients for report in record.reports if report.loss_gradients]
-    if not seen or not all(max(gradients) < 0 for gradients in seen) or not seen[0]:
-        return
-    yield Finding("unbounded-loss",
-        "act" if course(record) == "rises" and is_measure(record) else "note",
-        "The steps raise the loss, since backward() begins at its negative: it has no bound in "
-        "that direction.",
-        (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
-        (Advice("call backward() on the loss itself, not on its negative"),),
-        "A lower learning rate only goes up more slowly.")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
@@ -76,6 +77,19 @@ def _constant_part(fact: Fact) -> Finding:
         (Advice("unless it is meant to be constant, look for the step of the preparation after "
                 "which it is: a column that was never filled, or a division of whole numbers"),),
         since=0)  # fmt: skip
+
+
+@fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
+       explains=("cannot-overfit", "behind-reference"))  # fmt: skip
+def one_batch(record: Record) -> Iterator[Finding]:
+    """Find inputs that are equal in all measured steps, and in the step after each."""
+    sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}
+    if len(record.reports) < FEWEST_SAME or len(sums) > 1 or not sums.pop():
+        return
+    yield Finding("same-batch", "note",
+        "Every measured step saw the same batch. That is meant, if these are all your data.",
+        (Evidence("different batches in the measured steps", 1, 1),),
+        (Advice("check that the data loader is asked for a new batch in each step"),))  # fmt: skip
 
 
 @finds()

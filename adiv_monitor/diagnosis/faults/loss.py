@@ -3,8 +3,15 @@
 import math
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.course import FAR_BELOW, FEWEST, falls_ever_faster, is_unbounded
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.course import (
+    FAR_BELOW,
+    FEWEST,
+    course,
+    falls_ever_faster,
+    is_measure,
+    is_unbounded,
+)
+from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.states import cannot_overfit
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
@@ -183,6 +190,22 @@ def penalty_dominates(record: Record) -> Iterator[Finding]:
                 "Another learning rate does not change the weights of the terms.")  # fmt: skip
 
 
+@fault("unbounded-loss", "A loss without a lower bound", of="monitor",
+       explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
+def negated(record: Record) -> Iterator[Finding]:
+    """Find steps that go up the loss, which then has no bound."""
+    seen = [report.loss_gradients for report in record.reports if report.loss_gradients]
+    if not seen or not all(max(gradients) < 0 for gradients in seen) or not seen[0]:
+        return
+    yield Finding("unbounded-loss",
+        "act" if course(record) == "rises" and is_measure(record) else "note",
+        "The steps raise the loss, since backward() begins at its negative: it has no bound in "
+        "that direction.",
+        (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
+        (Advice("call backward() on the loss itself, not on its negative"),),
+        "A lower learning rate only goes up more slowly.")  # fmt: skip
+
+
 @finds()
 def unbounded(record: Record) -> Iterator[Finding]:
     """Find a loss without a lower bound: it falls ever faster, or keeps falling on a straight line.
@@ -213,19 +236,19 @@ def unbounded(record: Record) -> Iterator[Finding]:
 def _fall(record: Record) -> tuple[str, Evidence]:
     """Return how an unbounded loss falls: ever faster, at another learning rate, or on a line."""
     lowest = min(filter(math.isfinite, record.losses))
-    course = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
+    losses = f"{record.losses[0]:.3g} at first, {lowest:.3g} at the end"
     limit = -FAR_BELOW * max(1.0, abs(record.losses[0]))
     if falls_ever_faster(record):
-        said = f"The loss falls without bound, ever faster: {course}."
+        said = f"The loss falls without bound, ever faster: {losses}."
         return said, Evidence("loss", lowest, limit)
     if facts := record.found_by("unbounded-loss"):
         loss, times = facts[0].numbers["loss"], facts[0].numbers["times"]
-        said = (f"The loss has no lower bound: {course}, and {loss:.3g} if the weights of a copy "
+        said = (f"The loss has no lower bound: {losses}, and {loss:.3g} if the weights of a copy "
                 f"move {times:.0f} times as far in the same direction.")  # fmt: skip
         return said, Evidence("loss of weights moved further", loss, 0.0)
     rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
     far = record.rates[rate].loss
-    said = (f"The loss has no lowest value: {course}, and {far:.3g} at {rate:g} times the learning "
+    said = (f"The loss has no lowest value: {losses}, and {far:.3g} at {rate:g} times the learning "
             "rate.")  # fmt: skip
     return said, Evidence("loss at another learning rate", far, limit)
 

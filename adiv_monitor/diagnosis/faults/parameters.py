@@ -2,14 +2,22 @@
 
 import math
 from collections.abc import Iterator
+from itertools import takewhile
 
+from adiv_monitor.diagnosis.faults.could_train import (
+    FEWEST_MEASURED,
+    LEAST_SHARE,
+    share_of,
+    strength,
+)
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts, places
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import named
+from adiv_monitor.diagnosis.phases import learning_rate
+from adiv_monitor.diagnosis.readings import named, these
 from adiv_monitor.diagnosis.record import Fact, Record
-from adiv_monitor.report.wording import listed
+from adiv_monitor.report.wording import listed, percent
 
 # The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
 UNTRAINED, ABOUT = 3**-0.5, 0.03
@@ -27,18 +35,25 @@ CHANGED_LENGTH, TURNED = 10.0, 0.9
 LEAST_AS_PREDICTED, MOST_AS_PREDICTED = 0.9, 1.1
 
 
-@finds()
+@fault("not-held", "Parameters that the optimizer does not hold", about="loop", certain=True,
+       explains=LEARNING)  # fmt: skip
 def not_held(record: Record) -> Iterator[Finding]:
-    """Find trainable parameters with a gradient that the optimizer does not hold."""
-    if names := record.wiring.not_held:
-        yield Finding("not-held", "act",
+    """Find parameters with a gradient that are in no group, or that no measured step changed."""
+    names, audited = record.wiring.not_held, record.is_audited
+    paths, share = ((), 0.0) if audited else share_of(record, "not_held", record.reports[1:])
+    if names or paths:
+        yield Finding("not-held", strength(record) if paths else "act",
+            f"The optimizer does not hold the parameters of {these(record, paths)}, "
+            f"{percent(share)} of the trainable ones: they have a gradient, and nothing changes "
+            "them." if paths else
             f"The optimizer does not hold {_several(names)}. The loss has a gradient for "
             f"{_them(names)}, but the optimizer never changes {_them(names)}.",
-            (Evidence("parameters not held", len(names), 0),),
+            (Evidence("share of the trainable parameters", share, LEAST_SHARE) if paths else
+             Evidence("parameters not held", len(names), 0),),
             (Advice("pass these parameters to the optimizer: create it after the model is "
-                    "complete, or add a parameter group", "hold-parameters"),
+                    "complete, or add a parameter group", "hold-parameters" if audited else None),
              Advice("set requires_grad=False, if these parameters should not be trained")),
-            "Another learning rate does not train them.", layers=names)  # fmt: skip
+            "Another learning rate does not train them.", layers=paths or names)  # fmt: skip
 
 
 @fault("hidden-parameters", "Parameters that are not registered", certain=True, explains=LEARNING)
@@ -62,6 +77,24 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
             (Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into "
                     "nn.Parameter, then make the optimizer", "register-parameters"),),
             "Another learning rate does not train them.", since=0)  # fmt: skip
+
+
+@fault("unreached", "Parameters that no gradient reaches", of="monitor", about="loop", certain=True,
+       explains=LEARNING)  # fmt: skip
+def cut_off(record: Record) -> Iterator[Finding]:
+    """Find modules that ran before the first trained layer, and that no gradient reaches."""
+    paths, share = share_of(record, "cut_off", record.reports)
+    if not paths:
+        return
+    yield Finding("unreached", strength(record),
+        f"No gradient reaches {these(record, paths)}, with {percent(share)} of the trainable "
+        "parameters: they run in each measured step, but what the next layer gets has no gradient.",
+        (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
+        (Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax behind the last of "
+                "these layers"),
+         Advice("set requires_grad=False, if these parameters should not be trained")),
+        "No optimizer and no learning rate can train parameters without a gradient.",
+        layers=paths)  # fmt: skip
 
 
 @finds()
@@ -117,6 +150,18 @@ def frozen(record: Record) -> Iterator[Finding]:
          *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items())),
         (Advice("set requires_grad=True, unless these parameters should stay frozen", "unfreeze"),),
         layers=names)  # fmt: skip
+
+
+@fault("rate-zero", "A learning rate of zero", of="monitor", about="loop", certain=True,
+       explains=LEARNING)  # fmt: skip
+def rates_zero(record: Record) -> Iterator[Finding]:
+    """Find a learning rate that is zero in all measured steps."""
+    rates = [rate for r in record.reports if (rate := learning_rate(r)) is not None]
+    if len(rates) >= FEWEST_MEASURED and not any(rates):
+        yield Finding("rate-zero", "act", "The learning rate is zero in all measured steps.",
+            (Evidence("learning rate", 0.0, 0.0),),
+            (Advice("give the optimizer, or its scheduler, a learning rate above "
+                    "zero"),))  # fmt: skip
 
 
 @finds()
@@ -216,6 +261,24 @@ def gradient_differs(record: Record) -> Iterator[Finding]:
                     "another gradient is meant") if names else
              Advice("look for hooks on tensors (register_hook) and for values that leave the "
                     "graph, unless another gradient is meant"),), since=0)  # fmt: skip
+
+
+@fault("left-in-eval", "Layers left in eval mode", of="monitor", about="loop", explains=LEARNING,
+       acts_below=1.0)  # fmt: skip
+def whole_model_in_eval(record: Record) -> Iterator[Finding]:
+    """Find a model that is in eval mode as a whole in more than the last half of the run."""
+    last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
+    if len(last) < FEWEST_MEASURED or not (
+        last[0].step - last[-1].step > (last[0].step - record.reports[0].step) / 2
+    ):
+        return
+    paths = record.reports[-1].evaluated
+    yield Finding("left-in-eval", strength(record),
+        "The whole model is in eval mode as it trains: dropouts drop nothing, and normalisations "
+        "use their running statistics, which no step updates.",
+        (Evidence("dropouts and normalisations in eval mode", len(paths), 0),),
+        (Advice("call model.train() before the training, and again after each evaluation"),),
+        layers=paths, since=last[-1].step)  # fmt: skip
 
 
 @finds()
