@@ -1,7 +1,9 @@
-"""Faults of the user's own loop, which are asked about first; of monitors' runs alone.
+"""Can the loop of a monitor's run train at all? What it does with gradients, rates and weights.
 
-Each condition is exact, because each of these is also done on purpose. An audit trains a copy in a
-loop of its own.
+Asked in the order of a step: are gradients zeroed between steps, too early, or clipped away; is the
+learning rate gone, or still rising; are the weights set back; are micro-batches summed? Each
+condition is exact, because each of these is also done on purpose. An audit trains a copy in a loop
+of its own. `parameters`, `data` and `loss` ask both kinds of runs.
 """
 
 import math
@@ -54,7 +56,7 @@ def share_of(
 
 @fault("not-zeroed", "Gradients are not zeroed between steps", of="monitor", about="loop",
        explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"))  # fmt: skip
-def _not_zeroed(record: Record) -> Iterator[Finding]:
+def not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
 
     The first measured step is left out: a run may begin with gradients of other code. Several
@@ -89,15 +91,15 @@ def _not_zeroed(record: Record) -> Iterator[Finding]:
 
 
 @fault("zeroed-early", "Gradients are zeroed before the step uses them", of="monitor", about="loop")
-def _zeroed_early(record: Record) -> Iterator[Finding]:
+def zeroed_early(record: Record) -> Iterator[Finding]:
     """Find gradients that are removed between the backward pass and the step, or between passes."""
     passes = {report.zeroed_passes for report in record.reports}
     paths, share = share_of(record, "removed", record.reports)
     if share > 0.5:
         evidence = Evidence("share of the trainable parameters", share, 0.5)
         said = ("`zero_grad()`, or other code, removes the gradients between the backward pass and "
-                f"the optimizer's step: nothing of it is left for {these(record, paths)}."
-                )  # fmt: skip
+                "the optimizer's step: nothing of it is left for "
+                f"{these(record, paths)}.")  # fmt: skip
         advice = "call optimizer.zero_grad() before the backward pass, or after the step"
     elif len(record.reports) >= FEWEST_MEASURED and len(passes) == 1 and (count := min(passes)) > 0:
         paths, evidence = (), Evidence("backward passes of a step that were zeroed", count, 0)
@@ -111,7 +113,7 @@ def _zeroed_early(record: Record) -> Iterator[Finding]:
 
 
 @fault("clipping-always", "Most gradients are clipped", of="monitor", about="loop")
-def _clipped(record: Record) -> Iterator[Finding]:
+def clipped(record: Record) -> Iterator[Finding]:
     """Find clipping that leaves so little of the gradient that the layers hardly move."""
     if optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
         return
@@ -138,13 +140,13 @@ def _clipped(record: Record) -> Iterator[Finding]:
         (*[Advice("call scaler.unscale_(optimizer) before the gradients are clipped")]
          * (scale > 1),
          Advice("clip at a higher norm, or not at all")),
-        "A higher learning rate makes up for it only while the gradients keep their "
-        "length.")  # fmt: skip
+        "A higher learning rate makes up for it only while the gradients "
+        "keep their length.")  # fmt: skip
 
 
 @fault("rate-gone", "The learning rate is gone before the end", of="monitor", about="loop")
 @fault("rate-rises", "The learning rate rises until the loss does", of="monitor", about="loop")
-def _schedule(record: Record) -> Iterator[Finding]:
+def schedule(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is zero, is gone long before the end, or rises too far."""
     rates = {r.step: rate for r in record.reports if (rate := learning_rate(r)) is not None}
     if len(rates) < FEWEST_MEASURED:
@@ -187,7 +189,7 @@ def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
 
 
 @fault("weights-set-back", "Weights are set back between steps", of="monitor", about="loop")
-def _set_back(record: Record) -> Iterator[Finding]:
+def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
     wholly = sum(share >= RETURNED for share in back)
@@ -210,7 +212,7 @@ def _set_back(record: Record) -> Iterator[Finding]:
 
 @fault("gradients-summed", "Gradients of micro-batches are summed, not averaged", of="monitor",
        about="loop")  # fmt: skip
-def _summed(record: Record) -> Iterator[Finding]:
+def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
     counts = {len(report.loss_gradients) for report in record.reports}
     if len(record.reports) < FEWEST_MEASURED or len(counts) != 1 or (k := counts.pop()) < SUMMED:

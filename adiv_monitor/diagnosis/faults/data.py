@@ -1,4 +1,8 @@
-"""Faults of the data."""
+"""Can anything be learnt from the data?
+
+Do inputs and labels differ, do batches, and are they shuffled? Is the target among the features, or
+moved against its image? Last: do the labels belong to the inputs at all?
+"""
 
 from collections.abc import Iterator
 
@@ -40,8 +44,8 @@ def constant_data(record: Record) -> Iterator[Finding]:
             yield _constant_part(fact)
             continue
         if of == "inputs":
-            said = (f"All inputs of {numbers['samples']:.0f} samples are equal: no model can tell "
-                    "the samples apart.")  # fmt: skip
+            said = (f"All inputs of {numbers['samples']:.0f} samples are equal: "
+                    "no model can tell the samples apart.")  # fmt: skip
             check = ("print two samples as the model receives them, and look for the step of the "
                      "preparation after which they are equal")  # fmt: skip
         elif of == "labels":
@@ -51,15 +55,15 @@ def constant_data(record: Record) -> Iterator[Finding]:
                      "preparation after which they are equal")  # fmt: skip
         elif of == "ignored":
             said = (f"In {numbers['share']:.0%} of the batches, the loss ignores all targets: they "
-                    f"equal ignore_index ({numbers['index']:.0f}). Its mean over none is NaN."
-                    )  # fmt: skip
+                    f"equal ignore_index ({numbers['index']:.0f}). "
+                    "Its mean over none is NaN.")  # fmt: skip
             check = "check the mask that chooses the targets to ignore: it may be inverted"
         else:
             said = (f"The loss ignores {numbers['share']:.0%} of the targets (ignore_index is "
                     f"{numbers['index']:.0f}), and all others are {numbers['value']:g}: a constant "
                     "prediction is right, and nothing else is learned.")  # fmt: skip
-            check = ("choose an ignore_index that is no class of the data, such as the default of "
-                     "-100")  # fmt: skip
+            check = ("choose an ignore_index that is no class of the data, "
+                     "such as the default of -100")  # fmt: skip
         yield Finding("constant-data", "act", said, (_ONE_VALUE,), (Advice(check),),
             "Another learning rate or model does not help: there is nothing to learn.",
             since=0)  # fmt: skip
@@ -156,8 +160,8 @@ def target_leak(record: Record) -> Iterator[Finding]:
                 "not show that it predicts well.",
                 (Evidence("share of the target's variance that a feature explains", share,
                           DETERMINED),),
-                (Advice("leave the target's column out of the inputs, and what was made of "
-                        "it"),))  # fmt: skip
+                (Advice("leave the target's column out of the inputs, "
+                        "and what was made of it"),))  # fmt: skip
 
 
 @fault("targets-moved", "Targets that are transposed or flipped", explains=LEARNING)

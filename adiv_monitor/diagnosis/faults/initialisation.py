@@ -1,4 +1,8 @@
-"""The model before its first step: normalisations, weights, outputs and gradients."""
+"""Is the model fit to begin with?
+
+First normalisations, dropout and weights as they are made; then what they make of a batch: outputs
+that are the same for all samples, or become so; last the gradient on its way back.
+"""
 
 import math
 from collections.abc import Iterator

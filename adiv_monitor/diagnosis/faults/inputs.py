@@ -1,4 +1,8 @@
-"""Inputs, targets and rows of unsuitable scale."""
+"""Are inputs, targets and rows of a scale that initialisations and learning rates expect?
+
+The inputs' scale first, then their mean, the targets' scale, and the lengths of rows. What was not
+observed of the inputs, the first layer's readings tell.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -164,8 +168,8 @@ def _input_scale(
                     f"{_MADE_FOR}.")  # fmt: skip
     if "feature std ratio" in measures:
         said.append(f"One feature of input {name!r} has a standard deviation "
-                    f"{seen.feature_std_ratio:.3g} times as large as that of the median feature."
-                    )  # fmt: skip
+                    f"{seen.feature_std_ratio:.3g} times as large as that of "
+                    "the median feature.")  # fmt: skip
     return _scale_finding(record, _first_maps(record), "act" if _costs(record) else "watch",
         " ".join(said), evidence, large=measures.get("input std", 0.0) > LARGE_STD)  # fmt: skip
 

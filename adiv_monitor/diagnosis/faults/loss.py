@@ -1,4 +1,8 @@
-"""Faults of the loss: its slope, its weights, its bound."""
+"""Does the loss teach what it should?
+
+Has it a slope at all; how does it weigh labels, classes, padding and penalties; has it a lower
+bound; and is it lower for right outputs than for wrong ones?
+"""
 
 import math
 from collections.abc import Iterator
@@ -248,8 +252,8 @@ def _fall(record: Record) -> tuple[str, Evidence]:
         return said, Evidence("loss of weights moved further", loss, 0.0)
     rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
     far = record.rates[rate].loss
-    said = (f"The loss has no lowest value: {losses}, and {far:.3g} at {rate:g} times the learning "
-            "rate.")  # fmt: skip
+    said = (f"The loss has no lowest value: {losses}, and {far:.3g} at {rate:g} times "
+            "the learning rate.")  # fmt: skip
     return said, Evidence("loss at another learning rate", far, limit)
 
 

@@ -1,4 +1,7 @@
-"""Numbers that are not finite before training begins, or soon may not be."""
+"""Were numbers not finite before training began, or may they soon not be?
+
+What became not finite in training is asked about in `states`.
+"""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""What the optimizer, and code after it, make of the gradient."""
+"""What do the optimizer, and code after it, make of the gradient?
+
+Does weight decay outweigh it, does other code undo the step, does the step go another way?
+"""
 
 import math
 from collections.abc import Iterator
@@ -194,8 +197,8 @@ def _straightened(record: Record) -> Iterator[Advice]:
     """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
     plain = record.facts.optimizer == "SGD"
     if _sign_is_wrong(record):
-        yield Advice("look for maximize=True, or for code that changes the gradient's sign before "
-                     "the step")  # fmt: skip
+        yield Advice("look for maximize=True, or for code that changes the gradient's sign "
+                     "before the step")  # fmt: skip
     if _momentum(record) or not plain:
         # Another optimizer's learning rate does not carry over to plain gradient descent.
         rate = " with learning rate 0.1" * (not plain)
@@ -204,8 +207,8 @@ def _straightened(record: Record) -> Iterator[Advice]:
             yield Advice(f"use a momentum of {USUAL:g} at the same learning rate", "usual-momentum")
         yield Advice(f"use plain gradient descent{rate}", "plain-sgd")
     elif not _sign_is_wrong(record):
-        yield Advice("look for code that changes gradients or weights between backward() and the "
-                     "step")  # fmt: skip
+        yield Advice("look for code that changes gradients or weights "
+                     "between backward() and the step")  # fmt: skip
 
 
 def _sign_is_wrong(record: Record) -> bool:

@@ -1,4 +1,9 @@
-"""Faults that keep parameters from being trained."""
+"""Which parameters are not trained, and why?
+
+Along the way of a parameter: is it held, registered, reached by the gradient, meant to be trained,
+and given a learning rate; does its step survive rounding, ε and hooks; is its gradient that of the
+loss; and is its layer in training mode?
+"""
 
 import math
 from collections.abc import Iterator
@@ -160,8 +165,8 @@ def rates_zero(record: Record) -> Iterator[Finding]:
     if len(rates) >= FEWEST_MEASURED and not any(rates):
         yield Finding("rate-zero", "act", "The learning rate is zero in all measured steps.",
             (Evidence("learning rate", 0.0, 0.0),),
-            (Advice("give the optimizer, or its scheduler, a learning rate above "
-                    "zero"),))  # fmt: skip
+            (Advice("give the optimizer, or its scheduler, "
+                    "a learning rate above zero"),))  # fmt: skip
 
 
 @finds()

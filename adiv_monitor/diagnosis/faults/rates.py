@@ -1,4 +1,4 @@
-"""Learning rates that are too high, for some layers or for all."""
+"""Is a learning rate too high, for some layers or for all? And does the run suffer at all?"""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,8 @@
-"""Faults of the model's wiring: samples, axes, positions and paths of the gradient."""
+"""Does the model keep samples, axes, positions and paths of the gradient apart?
+
+In the order of the model: are samples or axes mixed, is the gradient cut, are activation functions
+or attention without effect, and are parts of the inputs, or their order, ignored?
+"""
 
 from collections.abc import Iterator, Sequence
 

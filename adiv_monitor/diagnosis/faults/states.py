@@ -1,4 +1,9 @@
-"""States of a run that other faults lead to; asked about last."""
+"""In which state is the run? Other faults lead to these states, so they are asked about last.
+
+Is the learning rate too low; did values become not finite; can the model overfit one batch, and
+learn as much as a small network; does the loss fall; do rows interfere? At the very end: which
+readings are outside the healthy range that no other finding has named?
+"""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -122,29 +127,6 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
             * (strength != "act"),
             _by_trial(factor, trial, share, limits[strength]),
             [factor, *(f for f in (10.0, 3.0) if f != factor)])  # fmt: skip
-
-
-def limits(record: Record, measure: str) -> tuple[float, float]:
-    """Return the limits of typical readings beyond which layers are reported.
-
-    They are the ends of the healthy range if the loss does not fall. If it falls, a reading outside
-    the range is unusual, but does no harm that shows: AdamW with its default learning rate moves
-    layers of small networks that learn well by 0.001 to 0.009. Then only readings beyond the ends
-    of the colour scale are reported. If the loss is not known, the same holds for layers that move
-    little, for measures that do not indicate faults, and as long as fewer than three measured steps
-    show what is typical.
-    """
-    health = HEALTH[measure]
-    falls, is_known = fell(record), is_long_enough(record)
-    (low, high), (far_low, far_high) = health.healthy, health.far
-    if is_known:
-        return (far_low, far_high) if falls else (low, high)
-    if len(record.reports) < _SEVERAL:
-        return far_low, far_high
-    return (
-        far_low if measure == "update_ratio" or measure not in _TELL_FAULTS else low,
-        high if measure in _TELL_FAULTS else far_high,
-    )
 
 
 def _moves_little(record: Record) -> bool:
@@ -537,6 +519,29 @@ def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
         if low <= value <= high
     }
     return [path for path in layers if path in moved]
+
+
+def limits(record: Record, measure: str) -> tuple[float, float]:
+    """Return the limits of typical readings beyond which layers are reported.
+
+    They are the ends of the healthy range if the loss does not fall. If it falls, a reading outside
+    the range is unusual, but does no harm that shows: AdamW with its default learning rate moves
+    layers of small networks that learn well by 0.001 to 0.009. Then only readings beyond the ends
+    of the colour scale are reported. If the loss is not known, the same holds for layers that move
+    little, for measures that do not indicate faults, and as long as fewer than three measured steps
+    show what is typical.
+    """
+    health = HEALTH[measure]
+    falls, is_known = fell(record), is_long_enough(record)
+    (low, high), (far_low, far_high) = health.healthy, health.far
+    if is_known:
+        return (far_low, far_high) if falls else (low, high)
+    if len(record.reports) < _SEVERAL:
+        return far_low, far_high
+    return (
+        far_low if measure == "update_ratio" or measure not in _TELL_FAULTS else low,
+        high if measure in _TELL_FAULTS else far_high,
+    )
 
 
 def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:

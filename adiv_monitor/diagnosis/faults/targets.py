@@ -1,4 +1,8 @@
-"""Faults between outputs and targets."""
+"""Do outputs and targets fit each other?
+
+Are they of the same tokens and samples; does the loss get logits, probabilities or their logarithms
+as it expects; and can the outputs, as they are, take the targets' values?
+"""
 
 from collections.abc import Iterator
 
@@ -94,15 +98,15 @@ def no_log(record: Record) -> Iterator[Finding]:
                       if name == "nll_loss" else
                       f"use log_softmax over the classes before {name}")  # fmt: skip
             text = ("but receives logits: their exponentials do not sum to 1. This loss has no "
-                    "lower bound: it falls as the outputs grow, whatever the model learns."
-                    )  # fmt: skip
+                    "lower bound: it falls as the outputs grow, "
+                    "whatever the model learns.")  # fmt: skip
             why_not = "With a higher learning rate, the outputs only grow faster."
         elif given == "another axis":
             advice = ("take the log_softmax over the classes: they are axis 1 of the input of "
                       "nll_loss, and the last axis of that of ctc_loss")  # fmt: skip
             text = ("whose exponentials sum to 1 over the classes. Those of its input sum to 1 "
-                    "over another axis: the probabilities of one class compete with each other."
-                    )  # fmt: skip
+                    "over another axis: the probabilities of one class "
+                    "compete with each other.")  # fmt: skip
         else:
             advice = "use log_softmax instead of softmax" + (
                      "" if name == "ctc_loss" else
@@ -299,8 +303,8 @@ def target_is_input(record: Record) -> Iterator[Finding]:
                     "the model sees their tokens, which are the targets: it learns to copy them, "
                     "not to fill in masked ones.")  # fmt: skip
         elif places > 1:
-            advice = ("shift the labels once: the data set, the model and the loss may each shift "
-                      "them")  # fmt: skip
+            advice = ("shift the labels once: the data set, the model and the loss "
+                      "may each shift them")  # fmt: skip
             said = (f"The target at each position is the input token {places} places after the "
                     "last one that the output depends on: the labels are shifted twice, and the "
                     "model never learns to predict the next token.")  # fmt: skip

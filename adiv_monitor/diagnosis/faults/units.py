@@ -1,4 +1,7 @@
-"""Units that do not take part, and gradients that are always clipped."""
+"""Do units take part?
+
+Are the logits bounded, are units dead or saturated, and are gradients always clipped?
+"""
 
 import math
 from collections.abc import Iterator
