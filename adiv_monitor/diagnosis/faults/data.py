@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
 from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.record import Fact, Record
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
@@ -194,3 +194,41 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
                 (Evidence("share of unseen labels that a small network explains", reference,
                           error),),
                 (Advice("look at ten samples and their labels"),))  # fmt: skip
+
+
+@fault("state-carried", "Outputs that depend on the batch before")
+def state_carried(record: Record) -> Iterator[Finding]:
+    """Find outputs that depend on the batch before.
+
+    A queue and running statistics are meant to, and so is the state of series that go on.
+    """
+    for fact in record.found_by("state-carried"):
+        of, goes_on = fact.words["of"], fact.words.get("goes on")
+        if goes_on == "yes":
+            continue
+        badly = suffers(record)
+        strength: Strength = "watch" if of == "sample" or badly else "note"
+        yield Finding("state-carried", "act" if goes_on == "no" and badly else strength,
+            "The outputs for a batch depend on the batch before it, with the same weights: the "
+            "model carries a state from call to call."
+            + " Each sample takes over the state of the sample at its place in the batch before"
+              f"{', which is another series' if goes_on == 'no' else ''}." * (of == "sample"),
+            (Evidence("share of outputs that change with a sample of the batch before",
+                      fact.numbers["outputs"], 0.0, step=0),),
+            (Advice("begin each batch with a fresh state, or let each batch go on where the one "
+                    "before ended" if of == "sample" else
+                    "look for what the model keeps from one call to the next, unless it is meant "
+                    "to, as a queue or running statistics are"),), since=0)  # fmt: skip
+
+
+@fault("batch-part-unread", "A part of the batch that the loss never reads")
+def batch_part_unread(record: Record) -> Iterator[Finding]:
+    """Find a tensor of the batch that the loss never reads, like another that it does read."""
+    for fact in record.found_by("batch-part-unread"):
+        unread, read = (f"{fact.numbers[name]:.0f}" for name in ("unread", "read"))
+        yield Finding("batch-part-unread", "watch",
+            f"The loss never reads tensor {unread} of the batch, of the same shape as tensor "
+            f"{read}, which it reads (shape {fact.words['shape']}): changing it changes no loss.",
+            (Evidence("tensors of the batch that the loss never reads", 1.0, 0.0, step=0),),
+            (Advice("look for a place in the loss that uses one of the two twice, where it should "
+                    "use both, unless it is left out on purpose"),), since=0)  # fmt: skip

@@ -432,20 +432,15 @@ def dropout_in_eval(record: Record) -> Iterator[Finding]:
     if facts:
         worst = max(facts, key=lambda fact: fact.numbers["rate"])
         rate, more = worst.numbers["rate"], len(facts) - 1
-        yield Finding(
-            "dropout-in-eval",
-            (),
-            "watch",
-            (Evidence("dropout rate", rate, 0, worst.place),),
-            (
-                Advice("pass training=self.training to the dropout function, or use nn.Dropout; "
-                       "for scaled_dot_product_attention, dropout_p=0.0 unless self.training"),
-            ),
+        yield Finding("dropout-in-eval", "watch",
             f"{worst.place} drops {rate:.0%} in evaluation mode, too: two evaluations of the same "
             "batch differ, and each is worse than the model without dropout."
             + f" Number of further such places: {more}." * (more > 0),
+            (Evidence("dropout rate", rate, 0, worst.place),),
+            (Advice("pass training=self.training to the dropout function, or use nn.Dropout; "
+                    "for scaled_dot_product_attention, dropout_p=0.0 unless self.training"),),
             "If outputs are to be sampled (Monte-Carlo dropout), this is no fault.",
-        )  # fmt: skip
+            against=())  # fmt: skip
 
 
 @fault("running-statistics", "Running statistics that are no average")
@@ -455,17 +450,12 @@ def running_statistics(record: Record) -> Iterator[Finding]:
     if facts:
         momentum = facts[0].numbers["momentum"]
         they = f"consist to {momentum:.0%} of the last batch's"
-        yield Finding(
-            "running-statistics",
-            tuple(fact.place for fact in facts),
-            "watch",
-            (Evidence("momentum", momentum, 0.9, facts[0].place),),
-            (
-                Advice("use a momentum of 0.1, or less: torch's is the share of the new batch, "
-                       "Keras's and TensorFlow's that of the old average"),
-            ),
-            f"These batch normalisations have a momentum of {momentum:g}: {_places(facts)}. The "
+        yield Finding("running-statistics", "watch",
+            f"These batch normalisations have a momentum of {momentum:g}: {places(facts)}. The "
             "mean and variance that they use in evaluation mode "
             f"{they if momentum else 'stay 0 and 1, whatever the data are'}.",
+            (Evidence("momentum", momentum, 0.9, facts[0].place),),
+            (Advice("use a momentum of 0.1, or less: torch's is the share of the new batch, "
+                    "Keras's and TensorFlow's that of the old average"),),
             "Training does not show it, because it uses each batch's own statistics.",
-        )  # fmt: skip
+            tuple(fact.place for fact in facts), against=())  # fmt: skip

@@ -92,18 +92,12 @@ def compared_with_itself(record: Record) -> Iterator[Finding]:
     """Find a term of a loss that compares a tensor with itself, beside others with a gradient."""
     facts = record.found_by("zero-gradient")
     if facts and any(record.gradient_norms):
-        yield Finding(
-            "zero-gradient",
-            (),
-            "act",
-            (Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
-            (Advice("compare the model's outputs with the targets, such as a teacher's outputs"),),
+        yield Finding("zero-gradient", "act",
             f"{facts[0].place} compares a tensor with itself: both sides are equal to the last "
             "digit, also after training. This term of the loss is a constant and teaches nothing.",
-            "No learning rate makes a constant teach.",
-            0,
-            RATES,
-        )
+            (Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
+            (Advice("compare the model's outputs with the targets, such as a teacher's outputs"),),
+            "No learning rate makes a constant teach.", since=0)  # fmt: skip
 
 
 @fault("label-smoothing", "Label smoothing that is too strong", explains=LEARNING)
@@ -274,3 +268,40 @@ def loss_reversed(record: Record) -> Iterator[Finding]:
                     "minus the overlap, or the negative, should be; labels that are read the wrong "
                     "way round"),),
             "Another learning rate does not turn the loss round.", since=0)  # fmt: skip
+
+
+@fault("term-without-graph", "A term of the loss without a gradient",
+       explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
+def term_without_graph(record: Record) -> Iterator[Finding]:
+    """Find terms of the loss that depend on parameters and have no gradient."""
+    for fact in record.found_by("term-without-graph"):
+        value, loss = fact.numbers["value"], fact.numbers["loss"]
+        badly = suffers(record) or is_unbounded(record)
+        yield Finding("term-without-graph", "act" if badly else "watch",
+            f"{fact.place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on "
+            "the parameters, but has no gradient: it changes the loss, and no step.",
+            (Evidence("value of the term that has no gradient", value, step=0),),
+            (Advice("compute the term with a graph: no detach(), item() or no_grad() on its way, "
+                    "and create_graph=True in the torch.autograd.grad() of a gradient penalty; if "
+                    "only its value is wanted, log it and leave it out of the loss"),),
+            "No learning rate makes a term count that has no gradient.", since=0)  # fmt: skip
+
+
+@fault("terms-opposed", "Terms of the loss that cancel each other", explains=LEARNING)
+def terms_opposed(record: Record) -> Iterator[Finding]:
+    """Find two terms of the loss whose gradients cancel each other."""
+    for fact in record.found_by("terms-opposed"):
+        numbers, other = fact.numbers, fact.words["other"]
+        if numbers["largest"] < AGAINST and numbers["ratio"] > ALIKE:
+            places = fact.place if fact.place == other else f"{fact.place} and {other}"
+            yield Finding("terms-opposed", "act",
+                f"Two terms of the loss are opposed, from {places}: the cosine of their gradients "
+                f"is {numbers['cosine']:.3g}, and the shorter one has {numbers['ratio']:.0%} of "
+                "the other's length. They cancel each other.",
+                (Evidence("largest cosine of the two gradients, of a parameter tensor",
+                          numbers["largest"], AGAINST, step=0),),
+                (Advice("give each player its own loss: detach the generated samples in the "
+                        "discriminator's loss, and let the generator's loss train the generator "
+                        "only; else look for a term that is added with both signs"),),
+                "Another learning rate does not change what is left of two opposed gradients.",
+                since=0)  # fmt: skip

@@ -317,3 +317,22 @@ def target_is_input(record: Record) -> Iterator[Finding]:
             (Evidence("places from the last token that an output depends on to its target", places,
                       1.0, step=0),),
             (Advice(advice),), since=0)  # fmt: skip
+
+
+@fault("pairs-reversed", "Pairs the wrong way round", certain=True, explains=LEARNING)
+def pairs_reversed(record: Record) -> Iterator[Finding]:
+    """Find a loss that draws together the pairs whose inputs are far apart, and parts the near."""
+    for fact in record.found_by("pairs-reversed"):
+        share, errors = fact.numbers["share"], fact.numbers["errors"]
+        if share < REVERSED and errors < -CERTAINLY:
+            yield Finding("pairs-reversed", "act",
+                f"The loss draws {fact.numbers['drawn']:.0f} pairs together and pushes "
+                f"{fact.numbers['pushed']:.0f} apart, the wrong way round: those that it pushes "
+                f"apart are nearer in the inputs in {1 - share:.0%} of the comparisons.",
+                (Evidence("share of couples in which the pair drawn together is the nearer one",
+                          share, REVERSED, step=0),
+                 Evidence("its distance from 1/2, in standard errors", errors, -CERTAINLY,
+                          step=0)),
+                (Advice("exchange the labels 0 and 1 of the pairs, or the two terms of the loss: "
+                        "it should draw together pairs that are alike"),),
+                "Another learning rate learns the reverse faster.", since=0)  # fmt: skip
