@@ -1704,6 +1704,12 @@ def test_what_a_finding_speaks_against_is_a_fix_that_can_be_tried() -> None:
             assert bool(finding.not_advised) >= bool(finding.against)
 
 
+def test_a_finding_speaks_against_learning_rates_unless_it_names_others() -> None:
+    assert Finding("a", "act").against == ()
+    assert Finding("a", "act", not_advised="No.").against == RATES
+    assert Finding("a", "act", not_advised="No.", against=("clip",)).against == ("clip",)
+
+
 def test_what_one_finding_says_of_all_layers_is_not_said_again_of_each() -> None:
     names = [finding.name for finding in diagnose(by_reports(*[SLOW] * 8, losses=STILL))]
     assert names == ["rate-too-low", "loss-stuck"]
