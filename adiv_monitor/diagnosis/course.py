@@ -27,6 +27,11 @@ def is_long_enough(record: Record) -> bool:
     return len(record.losses) >= FEWEST or not all(map(math.isfinite, record.losses))
 
 
+def is_known(record: Record) -> bool:
+    """Return whether the loss is known of enough steps, and is finite at the end."""
+    return len(record.losses) >= FEWEST and math.isfinite(record.losses[-1])
+
+
 def course(record: Record) -> Course:
     """Return what the loss does, up to where it is finite.
 

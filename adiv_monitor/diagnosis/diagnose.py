@@ -19,7 +19,7 @@ FIRST_THAT = (
 
 def fault_of(finding: Finding) -> Fault:
     """Return the fault of a finding; one that explains nothing if it is not registered."""
-    return FAULTS.get(finding.name, Fault(finding.name))
+    return FAULTS.get(finding.name, Fault(finding.name, ""))
 
 
 def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Finding]:

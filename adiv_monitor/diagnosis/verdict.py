@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 from adiv_monitor.diagnosis.course import FEWEST, course, is_long_enough, may_have_fallen
 from adiv_monitor.diagnosis.diagnose import fault_of
-from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
-from adiv_monitor.diagnosis.faults.initialisation import FEWEST_LAYERS
-from adiv_monitor.diagnosis.faults.remedies import optimizer_of
+from adiv_monitor.diagnosis.faults import FAULTS, could_show
+from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS
 from adiv_monitor.diagnosis.faults.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.finding import STRENGTHS, Finding
-from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, entering, maps
+from adiv_monitor.diagnosis.readings import by_layer, maps
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.titles import finding_title
 
@@ -21,7 +20,6 @@ _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good t
 NO_CAUSE = "Does not train; cause not found: "
 LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monitor.log_loss(…)`)"
 _AUDIT = "run `adiv-audit`"
-FEWEST_REPORTS = 3  # fewest reports that show typical values
 
 
 class Untold(NamedTuple):
@@ -65,52 +63,11 @@ def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]
     outside = (finding for finding in found if finding.name == "outside-healthy")
     measures = {evidence.measure for finding in outside for evidence in finding.evidence}
     left = left.union(*(SPEAK_OF[measure] for measure in measures))
-    return tuple(dict.fromkeys([*names, *(n for n in _could_show(record) if n not in left)]))
-
-
-def _could_show(record: Record) -> tuple[str, ...]:
-    paths, reports = maps(record), record.reports
-    passes = any(report.loss_gradients for report in reports)
-    loop = {
-        "not-held": any(report.trainable for report in reports),
-        "unreached": any(report.trainable for report in reports),
-        "zeroed-early": True,
-        "left-in-eval": True,
-        "same-batch": len(reports) >= FEWEST_SAME and any(report.batch for report in reports),
-        "clipping-always": passes and optimizer_of(record) not in SCALE_FREE,
-        "rate-gone": any(report.learning_rates for report in reports),
-        "rate-rises": any(report.learning_rates for report in reports) and _knows_loss(record),
-        "weights-set-back": any(report.weights_returned is not None for report in reports),
-        "gradients-summed": passes,
-    }
-    of_loop = tuple(name for name, told in loop.items() if told and len(reports) >= FEWEST_REPORTS)
-    if not paths:
-        return (*of_loop, "non-finite", *["loss-stuck"] * _knows_loss(record))
-    from_the_start = record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS
-    several = len(record.reports) >= FEWEST_REPORTS
-    has_steps = several and bool(by_layer(record, "parameter_cosine"))
-    names = {
-        "non-finite": True,
-        "loss-stuck": _knows_loss(record),
-        "not-zeroed": several,
-        "stands-still": has_steps,
-        "outside-healthy": True,
-        "uneven-rates": has_steps and len(paths) >= FEWEST_LAYERS,
-        "input-scale": entering(record) is not None,
-        "input-mean": entering(record) is not None,
-        "row-spread": True,
-        "vanishing": from_the_start,
-        "exploding": from_the_start,
-        "optimizer-turns": has_steps,
-        "projection-fights": bool(by_layer(record, "projection_cosine")),
-        "interference": bool(by_layer(record, "attainable_cosine")),
-    }
-    return (*of_loop, *(name for name, is_told in names.items() if is_told))
+    return tuple(dict.fromkeys([*names, *(n for n in could_show(record) if n not in left)]))
 
 
 def untold(record: Record) -> tuple[Untold, ...]:
     """Return the questions that these reports can't answer, and how to answer them."""
-    paths = maps(record)
     found = []
     if len(record.losses) < FEWEST and not record.first_non_finite:
         why = (
@@ -123,7 +80,7 @@ def untold(record: Record) -> tuple[Untold, ...]:
         found.append(
             Untold("How far layers typically move, and how the optimizer changes the step", why)
         )
-    if paths and not (record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS):
+    if maps(record) and not FAULTS["vanishing"].shown_by(record):
         found.append(
             Untold(
                 "Whether gradients vanish or explode from the start",
@@ -165,7 +122,3 @@ def loss_words(record: Record) -> str:
     if may_have_fallen(record):
         return "not clear whether it falls"
     return course(record)
-
-
-def _knows_loss(record: Record) -> bool:
-    return len(record.losses) >= FEWEST and math.isfinite(record.losses[-1])

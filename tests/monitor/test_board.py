@@ -18,7 +18,7 @@ from torch import nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis import diagnose
-from adiv_monitor.diagnosis.diagnose import SYMPTOMS
+from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
@@ -109,7 +109,7 @@ def test_findings_are_the_audits_of_the_same_run() -> None:
     for name, finding in ours.items():
         assert finding.layers == audits[name].layers
         assert finding.evidence == audits[name].evidence
-        if name in SYMPTOMS:  # give no advice beside their cause
+        if FAULTS[name].about == "symptom":  # give no advice beside their cause
             continue
         for advice, audits_own in zip(finding.advice, audits[name].advice, strict=True):
             assert advice.fix == audits_own.fix

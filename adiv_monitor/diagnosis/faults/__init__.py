@@ -39,6 +39,7 @@ FAMILIES = (
     units,
     states,
 )
+FAMILY_NAMES = [family.__name__.rpartition(".")[2] for family in FAMILIES]
 _PLACES = {family.__name__: place for place, family in enumerate(FAMILIES)}
 
 
@@ -53,8 +54,14 @@ def found(record: Record) -> list[Finding]:
     return [*findings, *states.outside_healthy(record, findings)]
 
 
+def could_show(record: Record) -> list[str]:
+    """Return the names of the faults that the record of a monitor's run could show."""
+    order = sorted(FAULTS, key=lambda name: FAMILY_NAMES.index(FAULTS[name].family))
+    return [name for name in order if FAULTS[name].shown_by(record)]
+
+
 def _place(rule: FunctionType) -> tuple[int, int]:
     return _PLACES.get(rule.__module__, len(_PLACES)), rule.__code__.co_firstlineno
 
 
-__all__ = ["FAULTS", "RULES", "Fault", "fault", "finds", "found"]
+__all__ = ["FAULTS", "RULES", "Fault", "could_show", "fault", "finds", "found"]

@@ -6,8 +6,13 @@ from types import FunctionType
 from typing import Any, Literal, TypeVar
 
 from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.readings import by_layer
+from adiv_monitor.diagnosis.record import Record
 
 _R = TypeVar("_R", bound=Callable[..., Iterable[Finding]])
+FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
+FEWEST_REPORTS = 3  # fewest reports that show typical values
+Condition = Callable[[Record], object]
 
 # What may follow from a fault in wiring or loss that exists before the first step.
 LEARNING = ("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit",
@@ -26,6 +31,9 @@ class Fault:
 
     Attributes:
         title: what pages call it.
+        family: the family that it belongs to, by the name of its file.
+        shown_by: whether the record of a monitor's run holds what could show the fault; by
+            default no such record does.
         about: "loop": it keeps the user's own loop from training; "inputs"; "symptom": if only
             reports are known, it gives no advice beside other findings; "course": it explains the
             pictures, and is no fault; "last": it defers to every other finding to act on; "":
@@ -38,6 +46,8 @@ class Fault:
     """
 
     title: str
+    family: str
+    shown_by: Condition = lambda record: False
     about: Literal["", "loop", "inputs", "symptom", "course", "last"] = ""
     certain: bool = False
     explains: tuple[str, ...] = ()
@@ -50,12 +60,28 @@ FAULTS: dict[str, Fault] = {}
 RULES: dict[FunctionType, Literal["", "audit", "monitor"]] = {}
 
 
-def describe(name: str, title: str, **attributes: Any) -> None:
+def several(record: Record) -> bool:
+    """Return whether there are enough reports to show what is typical."""
+    return len(record.reports) >= FEWEST_REPORTS
+
+
+def stepped(record: Record) -> bool:
+    """Return whether several reports show an optimizer's steps."""
+    return several(record) and bool(by_layer(record, "parameter_cosine"))
+
+
+def reported(field: str) -> Condition:
+    """Return the condition that there are several reports, and that one of them holds a field."""
+    return lambda record: several(record) and any(getattr(r, field) for r in record.reports)
+
+
+def describe(name: str, title: str, family: str, **attributes: Any) -> None:
     """Register a fault whose rule finds others, too.
 
     Args:
         name: the stable name of its findings.
         title: the title of the `Fault`.
+        family: the name of its file.
         attributes: others of the `Fault`.
 
     Raises:
@@ -63,15 +89,19 @@ def describe(name: str, title: str, **attributes: Any) -> None:
     """
     if name in FAULTS:
         raise ValueError(f"describe: got {name!r} twice, expected a name for each: use `finds`")
-    FAULTS[name] = Fault(title, **attributes)
+    FAULTS[name] = Fault(title, family, **attributes)
 
 
 def fault(
     name: str, title: str, of: Literal["", "audit", "monitor"] = "", **attributes: Any
 ) -> Callable[[_R], _R]:
     """Register a fault as `describe` does, and the rule that finds it as `finds` does."""
-    describe(name, title, **attributes)
-    return finds(of)
+
+    def register(rule: _R) -> _R:
+        describe(name, title, rule.__module__.rpartition(".")[2], **attributes)
+        return finds(of)(rule)
+
+    return register
 
 
 def finds(of: Literal["", "audit", "monitor"] = "") -> Callable[[_R], _R]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from adiv_monitor.diagnosis.course import fell, is_long_enough
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LEARNING, fault, finds
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD, dead_share
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
@@ -299,7 +299,12 @@ def _ignored(record: Record) -> Iterator[Finding]:
             "answer is.")  # fmt: skip
 
 
-@fault("vanishing", "Vanishing gradients")
+def _from_the_start(record: Record) -> bool:
+    """Return whether a report is of the first step, and of enough layers."""
+    return len(maps(record)) >= FEWEST_LAYERS and record.reports[0].step == 0
+
+
+@fault("vanishing", "Vanishing gradients", shown_by=_from_the_start)
 def vanishing(record: Record) -> Iterator[Finding]:
     """Find gradients that hardly reach the first layers from the start.
 
@@ -397,7 +402,7 @@ def _first(report: StepReport, norms: dict[str, float]) -> str:
     return max([begin, *same], key=norms.__getitem__)
 
 
-@fault("exploding", "Exploding gradients")
+@fault("exploding", "Exploding gradients", shown_by=_from_the_start)
 def exploding(record: Record) -> Iterator[Finding]:
     """Find gradients that grow on their way to the first layers from the start."""
     ratios = gradient_ratios(record)

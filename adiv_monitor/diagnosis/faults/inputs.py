@@ -50,7 +50,13 @@ FAR_ABOVE_CHANCE = 2.0
 _MADE_FOR = "initialisations and learning rates expect about 1"
 
 
-@fault("input-scale", "Inputs of an unsuitable scale", about="inputs", acts_below=1.0)
+@fault(
+    "input-scale",
+    "Inputs of an unsuitable scale",
+    about="inputs",
+    shown_by=entering,
+    acts_below=1.0,
+)
 def input_scale(record: Record) -> Iterator[Finding]:
     """Find inputs, or features of them, far larger or smaller than initialisations assume."""
     for name, seen in record.inputs.items():
@@ -193,7 +199,7 @@ def dead_share(record: Record) -> float:
     return max(_dead_shares(record).values(), default=0.0)
 
 
-@fault("input-mean", "Inputs that are not centred", about="inputs")
+@fault("input-mean", "Inputs that are not centred", about="inputs", shown_by=entering)
 def input_mean(record: Record) -> Iterator[Finding]:
     """Find inputs that are far from centred, so that all rows share one long common vector."""
     if not record.inputs:
@@ -264,7 +270,7 @@ def target_scale(record: Record) -> Iterator[Finding]:
             against=("clip",))  # fmt: skip
 
 
-@fault("row-spread", "Rows of very different length", about="inputs")
+@fault("row-spread", "Rows of very different length", about="inputs", shown_by=maps)
 def row_spread(record: Record) -> Iterator[Finding]:
     """Find rows of very different length, of which the long ones determine the step."""
     first = _first_maps(record)

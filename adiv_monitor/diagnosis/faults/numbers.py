@@ -21,7 +21,7 @@ HUGE = 30.0  # largest result of a division over the median one; 6 for 4,096 nor
 DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 
 
-@fault("non-finite", "Values that are not finite", certain=True)
+@fault("non-finite", "Values that are not finite", certain=True, shown_by=lambda record: True)
 def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
     """Find values that are not finite in the data, the initial weights or the first loss."""
     if _seen(record) and _not_by_training(record):

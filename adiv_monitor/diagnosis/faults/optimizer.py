@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.fault import fault
+from adiv_monitor.diagnosis.faults.fault import fault, stepped
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import USUAL, less_momentum
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
@@ -84,7 +84,11 @@ def _decoupled(record: Record) -> bool:
     return bool(decoupled) or record.facts.optimizer in ("AdamW", "Lion", "Adafactor", "Muon")
 
 
-@fault("projection-fights", "Other code changes the weights")
+@fault(
+    "projection-fights",
+    "Other code changes the weights",
+    shown_by=lambda record: by_layer(record, "projection_cosine"),
+)
 def projection_fights(record: Record) -> Iterator[Finding]:
     """Find code besides the optimizer that changes the weights, after its step or within it."""
     kept = by_layer(record, "projection_cosine")
@@ -152,7 +156,7 @@ def _first_cosines(record: Record) -> dict[str, Typical]:
     return first[0] if first and record.reports[0].step == 0 else {}
 
 
-@fault("optimizer-turns", "The optimizer turns the step away from the gradient")
+@fault("optimizer-turns", "The optimizer turns the step away from the gradient", shown_by=stepped)
 def optimizer_turns(record: Record) -> Iterator[Finding]:
     """Find steps that go uphill or follow gradients of many steps ago.
 

@@ -15,7 +15,7 @@ from adiv_monitor.diagnosis.course import (
     start,
     tells_nothing,
 )
-from adiv_monitor.diagnosis.faults.fault import LONG_STEPS, fault
+from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, fault, stepped
 from adiv_monitor.diagnosis.faults.remedies import (
     OVERDRIVEN,
     STARVED,
@@ -33,6 +33,7 @@ from adiv_monitor.diagnosis.readings import (
     Typical,
     at_first,
     by_layer,
+    maps,
     named,
     worst_first,
 )
@@ -54,7 +55,11 @@ LEAST_GAIN = 0.1  # rms of a weight's entries · √fan-in: below it, its output
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 
-@fault("uneven-rates", "Layers move by very different amounts")
+@fault(
+    "uneven-rates",
+    "Layers move by very different amounts",
+    shown_by=lambda r: stepped(r) and len(maps(r)) >= FEWEST_LAYERS,
+)
 def uneven_rates(record: Record) -> Iterator[Finding]:
     """Find layers whose activations move far less, or far more, than those of the others.
 

@@ -15,6 +15,7 @@ from adiv_monitor.diagnosis.course import (
     end,
     fell,
     fell_little,
+    is_known,
     is_long_enough,
     is_measure,
     may_have_fallen,
@@ -24,7 +25,7 @@ from adiv_monitor.diagnosis.course import (
     tells_nothing,
 )
 from adiv_monitor.diagnosis.faults.data import BEHIND, EXPLAINS
-from adiv_monitor.diagnosis.faults.fault import describe, fault, finds
+from adiv_monitor.diagnosis.faults.fault import describe, fault, finds, stepped
 from adiv_monitor.diagnosis.faults.numbers import _finding, _not_by_training, _seen
 from adiv_monitor.diagnosis.faults.rates import (
     _by_trial,
@@ -230,7 +231,7 @@ def behind_reference(record: Record) -> Iterator[Finding]:
                 against=())  # fmt: skip
 
 
-@fault("loss-stuck", "The loss does not fall, or hardly", about="symptom")
+@fault("loss-stuck", "The loss does not fall, or hardly", about="symptom", shown_by=is_known)
 def loss_stuck(record: Record) -> Iterator[Finding]:
     """Find a loss that does not fall, ends no lower than a constant prediction's, or is unclear.
 
@@ -292,7 +293,11 @@ def _overfits(record: Record) -> Iterator[Evidence]:
         yield Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record))
 
 
-@fault("interference", "Direction lost to interference between rows")
+@fault(
+    "interference",
+    "Direction lost to interference between rows",
+    shown_by=lambda record: by_layer(record, "attainable_cosine"),
+)
 def interference(record: Record) -> Iterator[Finding]:
     """Find layers whose gradient step has a low cosine although a better step exists."""
     cosines = by_layer(record, "gradient_cosine")
@@ -323,10 +328,16 @@ def _reads_tokens(record: Record) -> bool:
     return any(r.kind == "embedding" for report in record.reports for r in report.layers.values())
 
 
-describe("outside-healthy", "Readings outside the healthy range", about="symptom")
-describe("stands-still", "Layers that hardly move", about="symptom")
-describe("settled", "Layers that move less than at first", about="course")
-describe("rate-decayed", "The learning rate has decayed", about="course")
+describe(
+    "outside-healthy",
+    "Readings outside the healthy range",
+    "states",
+    about="symptom",
+    shown_by=maps,
+)
+describe("stands-still", "Layers that hardly move", "states", about="symptom", shown_by=stepped)
+describe("settled", "Layers that move less than at first", "states", about="course")
+describe("rate-decayed", "The learning rate has decayed", "states", about="course")
 
 
 def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
