@@ -1,4 +1,8 @@
-"""All findings of a run: causes come before their consequences."""
+"""All findings of a run, in one line of thought.
+
+Could it train? What does the loss do? Which is the first cause that explains it? What follows from
+that? `found` asks the rules in this order; what follows from a cause gives no advice of its own.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,16 +37,13 @@ def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Finding
     causes = [finding for finding in findings if finding.strength != "note"]
     of_loop = any(fault_of(finding).about == "loop" for finding in causes)
     others = any(fault_of(finding).about != "symptom" for finding in causes)
-    follows = next((f for c in causes if {*LONG_STEPS} <= {*(f := fault_of(c).explains)}), ())
+    explained = next((e for c in causes if {*LONG_STEPS} <= {*(e := fault_of(c).explains)}), ())
     for finding in findings:
         about = fault_of(finding).about
-        if of_loop and finding.name == "rate-too-low":
-            continue
         behind = of_loop and about not in ("loop", "inputs")
-        if behind or finding.name in follows or (about == "symptom" and others):
-            yield _behind(finding)
-        else:
-            yield finding
+        behind |= finding.name in explained or (about == "symptom" and others)
+        if not (of_loop and finding.name == "rate-too-low"):
+            yield _behind(finding) if behind else finding
 
 
 def _behind(finding: Finding) -> Finding:
@@ -51,7 +52,7 @@ def _behind(finding: Finding) -> Finding:
 
 
 def explained(findings: Sequence[Finding]) -> list[Finding]:
-    """Add to the first cause the findings that it explains, and remove other advice from these.
+    """Put the findings that the first cause explains behind it: these give no other advice.
 
     Those that come last defer to every other finding to act on, and to all that explain them.
     """
@@ -62,15 +63,13 @@ def explained(findings: Sequence[Finding]) -> list[Finding]:
         is_last |= any("cannot-overfit" in fault_of(f).explains for f in findings
                        if f.strength == "watch")  # fmt: skip
         return [_behind(f) if fault_of(f).about == "last" and is_last else f for f in findings]
-    follows = fault_of(cause).explains
-    explains = dict.fromkeys(f.name for f in findings if f.name in follows and f is not cause)
-    said = f" This would explain: {', '.join(explains)}." if explains else ""
-    return [
-        replace(f, summary=f"{f.summary}{said}") if f is cause
-        else _behind(f) if f.name in follows
-        else f
-        for f in findings
-    ]  # fmt: skip
+    names = fault_of(cause).explains
+    return [_behind(f) if f.name in names and f is not cause else f for f in findings]
+
+
+def follows(finding: Finding) -> bool:
+    """Return whether a finding may follow from another one, and so gives no advice of its own."""
+    return finding.advice == FIRST_THAT
 
 
 def is_cause(finding: Finding) -> bool:

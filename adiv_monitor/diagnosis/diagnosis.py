@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.diagnose import fault_of
+from adiv_monitor.diagnosis.diagnose import fault_of, follows
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Record
@@ -42,20 +42,15 @@ class Diagnosis:
         """The result in one or two sentences."""
         if not self.record.is_audited:
             return f"{running_headline(self.findings, self.record)}."
-        return own_run.said(self.record) + self._of_the_copy() + own_run.lacks(self.record)
-
-    def _of_the_copy(self) -> str:
         act = [f for f in self.findings if f.strength == "act"]
-        clock = (
-            " The time for trials (try_seconds) ended before all of them had run, so this result "
-            "depends on the clock."
-        ) * self.record.hurried
-        if not act:
-            return self._nothing() + clock
-        first = act[0]
-        said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
-        others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
-        return said + _fixed(act) + others + clock
+        said = own_run.said(self.record) + (_cause(act, self.findings) if act else self._nothing())
+        if self.record.hurried:
+            said += (
+                " The time for trials (try_seconds) ended before all of them had run, so this "
+                "result depends on the clock."
+            )
+        lost = "; ".join(self.record.lost)
+        return f"{said} The copy differs from your run: {lost}." if lost else said
 
     @property
     def hurried(self) -> bool:
@@ -120,6 +115,16 @@ class Diagnosis:
                 f"{cls.__name__}.from_json: got text that is nested too deeply"
             ) from None
         return cls.from_dict(record)
+
+
+def _cause(act: Sequence[Finding], findings: Sequence[Finding]) -> str:
+    """Return what hinders the training, what to do, what follows from it, and how much else."""
+    first = act[0]
+    said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
+    names = [f.name for f in findings if follows(f) and f.name in fault_of(first).explains]
+    explained = f" This would explain: {', '.join(dict.fromkeys(names))}." if names else ""
+    others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
+    return said + _fixed(act) + explained + others
 
 
 def _fixed(act: Sequence[Finding]) -> str:

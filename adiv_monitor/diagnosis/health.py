@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,60 +59,55 @@ class Health:
 # Inner knots are the ends of the typical range in layers of 30 healthy runs, rounded (see
 # tests/benchmarks/results/separation.md), or the limits of the audit's rules. Pictures use this
 # order; the first measures reveal most of 152 planted faults.
-HEALTH: Mapping[str, Health] = MappingProxyType(
-    {
-        "update_ratio": Health(
-            "activations move",
-            "‖Δz‖ / ‖z‖. Healthy layers read 0.009 to 0.7. Blue: hardly moves; red: jumps.",
-            True,
-            ((3e-4, -1), (0.009, -0.5), (0.7, 0.5), (10, 1)),
-            True,
-        ),
-        GRADIENT: Health(
-            "gradient arrives",
-            "‖∂L/∂z‖ over the last layer's. Blue, below 0.03: vanishes; red, above 70: explodes.",
-            True,
-            ((1e-3, -1), (0.03, -0.5), (70, 0.5), (1000, 1)),
-            True,
-        ),
-        "idle_share": Health(
-            "rows without gradient",
-            "Rows whose gradient is zero: padding, masked tokens, dead units. Healthy: below 0.15.",
-            False,
-            ((0, 0), (0.15, 0.5), (1, 1)),
-        ),
-        "descent": Health(
-            "descent",
-            "How far the loss falls by this layer, to first order. Dark: hardly, or it rises.",
-        ),
-        "update_cosine": Health(
-            "cosine of the step",
-            "1: activations moved straight downhill. Dark: least so.",
-        ),
-        "effective_lr": Health(
-            "effective learning rate",
-            "The learning rate at which activations move downhill: best alike in all layers.",
-            of_maps=True,
-        ),
-        "scale_mean": Health(
-            "row scale",
-            "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.",
-            of_maps=True,
-        ),
-        "scale_cv": Health(
-            "spread of scales",
-            "std / mean of ‖φ‖². Healthy: below 0.8. Red: a few long rows set the step.",
-            False,
-            ((0, 0), (0.8, 0.5), (2, 1)),
-        ),
-        "projection_cosine": Health(
-            "projection",
-            "1: nothing changed the weights after the step. Blue: something turned it.",
-            False,
-            ((0, -1), (0.98, -0.5), (1, 0)),
-        ),
-    }
-)
+HEALTH: Mapping[str, Health] = {
+    "update_ratio": Health(
+        "activations move",
+        "‖Δz‖ / ‖z‖. Healthy layers read 0.009 to 0.7. Blue: hardly moves; red: jumps.",
+        True,
+        ((3e-4, -1), (0.009, -0.5), (0.7, 0.5), (10, 1)),
+        True,
+    ),
+    GRADIENT: Health(
+        "gradient arrives",
+        "‖∂L/∂z‖ over the last layer's. Blue, below 0.03: vanishes; red, above 70: explodes.",
+        True,
+        ((1e-3, -1), (0.03, -0.5), (70, 0.5), (1000, 1)),
+        True,
+    ),
+    "idle_share": Health(
+        "rows without gradient",
+        "Rows whose gradient is zero: padding, masked tokens, dead units. Healthy: below 0.15.",
+        False,
+        ((0, 0), (0.15, 0.5), (1, 1)),
+    ),
+    "descent": Health(
+        "descent",
+        "How far the loss falls by this layer, to first order. Dark: hardly, or it rises.",
+    ),
+    "update_cosine": Health(
+        "cosine of the step", "1: activations moved straight downhill. Dark: least so."
+    ),
+    "effective_lr": Health(
+        "effective learning rate",
+        "The learning rate at which activations move downhill: best alike in all layers.",
+        of_maps=True,
+    ),
+    "scale_mean": Health(
+        "row scale", "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.", of_maps=True
+    ),
+    "scale_cv": Health(
+        "spread of scales",
+        "std / mean of ‖φ‖². Healthy: below 0.8. Red: a few long rows set the step.",
+        False,
+        ((0, 0), (0.8, 0.5), (2, 1)),
+    ),
+    "projection_cosine": Health(
+        "projection",
+        "1: nothing changed the weights after the step. Blue: something turned it.",
+        False,
+        ((0, -1), (0.98, -0.5), (1, 0)),
+    ),
+}
 # Measures side by side in the overview.
 OVERVIEW = ("update_ratio", GRADIENT, "idle_share", "update_cosine")
 

@@ -75,11 +75,6 @@ def said(record: Record) -> str:
     )
 
 
-def lacks(record: Record) -> str:
-    """Return the end of the verdict if the copy lacks parts of the run, else ""."""
-    return f" The copy differs from your run: {'; '.join(record.lost)}." if record.lost else ""
-
-
 def compared(record: Record) -> str:
     """Return a note on the comparison of losses; "" if the user gave no losses, or they differ."""
     if not record.own_losses:

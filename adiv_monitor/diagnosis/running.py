@@ -72,7 +72,8 @@ class Running:
         newest = report
         if self._kept:
             number, before = self._kept.pop()
-            if _goes_on(before, report):
+            round_, turn = before.turn, report.turn
+            if round_ and turn and (turn.of, turn.first) == (round_.of, round_.last + 1):
                 newest, self._count = _together(before, report), number
             elif self._stays(number):
                 self._kept.append((number, before.lean))
@@ -206,14 +207,6 @@ class Losses:
         after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
         finite = {step: loss for step, loss in kept[:after] if isfinite(loss)}
         return finite | dict(kept[after : after + 1])
-
-
-def _goes_on(report: StepReport, later: StepReport) -> bool:
-    """Return whether a later report continues the same round of turns."""
-    earlier, turn = report.turn, later.turn
-    if earlier is None or turn is None:
-        return False
-    return turn.of == earlier.of and turn.first == earlier.last + 1
 
 
 def _together(report: StepReport, later: StepReport) -> StepReport:

@@ -1,7 +1,6 @@
 """Titles and explanations of measures and findings for readers."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from adiv_monitor.diagnosis.faults import FAULTS
@@ -20,132 +19,71 @@ class Title(NamedTuple):
     reads: str
 
 
-MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
-    {
-        "update_cosine": Title(
-            "Cosine of the step", "cos(d, G): 1 where the step moved the activations downhill"
-        ),
-        "gradient_cosine": Title(
-            "Cosine of a plain gradient step",
-            "cos(e, G): the optimizer makes the difference to the step's own cosine",
-        ),
-        "diagonal_cosine": Title(
-            "Cosine with the scales alone",
-            "cos(D G, G): below 1 only because rows have different lengths",
-        ),
-        "attainable_cosine": Title(
-            "Ceiling of the cosine", "‖P G‖ / ‖G‖: the most that any step of this layer could reach"
-        ),
-        "interference_ratio": Title(
-            "Interference",
-            "‖e − D G‖ / ‖D G‖: a row's move by the other rows, over its move by itself",
-        ),
-        "scale_cv": Title(
-            "Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows"
-        ),
-        "scale_mean": Title("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows"),
-        "common_share": Title(
-            "Share of the mean feature",
-            "‖mean φ‖² / mean ‖φ‖²: the share that centred inputs would remove",
-        ),
-        "effective_lr": Title(
-            "Effective learning rate",
-            "⟨d, G⟩ / ‖G‖²: the learning rate at which the activations actually move downhill",
-        ),
-        "update_ratio": Title(
-            "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step"
-        ),
-        GRADIENT: Title(
-            "Gradient that arrives", "‖∂L/∂z‖ of the layer over that of the last layer"
-        ),
-        "row_cosine_p50": Title(
-            "Cosine of the median row", "median of cos(d_r, g_r): how a single sample fares"
-        ),
-        "harmed_fraction": Title(
-            "Harmed rows", "share of rows with d_r·g_r < 0: the step raises their own loss"
-        ),
-        "idle_share": Title(
-            "Zero-gradient rows", "share of rows with g_r = 0: padding, masked tokens, dead units"
-        ),
-        "bias_share": Title(
-            "Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"
-        ),
-        "descent": Title("Descent", "−⟨∂L/∂Θ, ΔΘ⟩: first-order decrease of the loss by this layer"),
-        "parameter_cosine": Title(
-            "Cosine of the parameters' step",
-            "cos(u, −γ): the optimizer's update against the gradient that it saw",
-        ),
-        "projection_cosine": Title(
-            "Cosine of the projection",
-            "cos(a, u): the change that remains after the step against the optimizer's update",
-        ),
-        "applied_cosine": Title(
-            "Cosine of the applied change",
-            "cos(a, −γ): the change that remains against the gradient",
-        ),
-        "realised_cosine": Title(
-            "Realised cosine",
-            "cos(r, G): the actual change of the activations, with all layers moved",
-        ),
-        "single_layer_share": Title(
-            "Share of the layer's own step",
-            "cos(r, d): how much of the actual change is due to the layer's own step",
-        ),
-        "first_order_error": Title(
-            "Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: how far the move is from linear"
-        ),
-        "scale_max": Title("Row scale, largest", "largest ‖φ‖² of the rows"),
-        "scale_p05": Title("Row scale, 5th percentile", "of ‖φ‖² over the rows"),
-        "scale_p50": Title("Row scale, median", "of ‖φ‖² over the rows"),
-        "scale_p95": Title("Row scale, 95th percentile", "of ‖φ‖² over the rows"),
-        "row_cosine_mean": Title("Cosine of rows, mean", "mean of cos(d_r, g_r)"),
-        "row_cosine_p05": Title("Cosine of rows, 5th percentile", "of cos(d_r, g_r)"),
-        "row_cosine_p95": Title("Cosine of rows, 95th percentile", "of cos(d_r, g_r)"),
-        "attention_cosine": Title("Cosine of the scores", "cos(−ΔY, G) of the attention scores"),
-        "attention_gradient_cosine": Title(
-            "Cosine of the scores, plain gradient step",
-            "the cosine of the scores under a plain gradient step",
-        ),
-        "attention_scale_mean": Title("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
-        "attention_scale_cv": Title(
-            "Spread of the attention scales", "standard deviation / mean of ‖∂Y/∂Θ‖²"
-        ),
-        "alpha": Title("α, update on old features", "log_n of RMS(dW z₀) / (RMS(dW) RMS(z₀))"),
-        "omega": Title("ω, old weights on the change", "log_n of RMS(W₀ dz) / (RMS(W₀) RMS(dz))"),
-        "u": Title("u, update on the change", "log_n of RMS(dW dz) / (RMS(dW) RMS(dz))"),
-        "cumulative": Title("Alignment of W and z", "log_n of RMS(W z) / (RMS(W) RMS(z))"),
-        "kappa_alpha": Title("κ of α", "n^(α − 1): the share of full alignment"),
-        "kappa_omega": Title("κ of ω", "n^(ω − 1)"),
-        "kappa_u": Title("κ of u", "n^(u − 1)"),
-        "kappa_cumulative": Title("κ of the alignment of W and z", "n^(A − 1)"),
-        "spectral_alpha": Title("Spectral α", "‖dW z₀‖ / (‖dW‖₂ ‖z₀‖)"),
-        "spectral_omega": Title("Spectral ω", "‖W₀ dz‖ / (‖W₀‖₂ ‖dz‖)"),
-        "spectral_u": Title("Spectral u", "‖dW dz‖ / (‖dW‖₂ ‖dz‖)"),
-        "spectral_cumulative": Title("Spectral alignment of W and z", "‖W z‖ / (‖W‖₂ ‖z‖)"),
-        "effective_rank": Title(
-            "Effective rank",
-            "the number of directions over which weights and inputs are spread alike",
-        ),
-        "output_rms": Title("RMS of W z", "rms of the outputs without the bias"),
-        "output_change_rms": Title("RMS of the change of W z", "rms of W z − W₀ z₀"),
-    }
-)
+_MEASURES = {  # title, and formula with how to read it
+    "update_cosine": ("Cosine of the step", "cos(d, G): 1 where the step moved them downhill"),
+    "gradient_cosine": ("Cosine of a plain gradient step", "cos(e, G): the step without optimizer"),
+    "diagonal_cosine": ("Cosine with the scales alone", "cos(D G, G): 1 if rows are equally long"),
+    "attainable_cosine": ("Ceiling of the cosine", "‖P G‖ / ‖G‖: the most that any step can reach"),
+    "interference_ratio": ("Interference", "‖e − D G‖ / ‖D G‖: a row's move by others, to its own"),
+    "scale_cv": ("Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows"),
+    "scale_mean": ("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows"),
+    "common_share": ("Share of the mean feature", "‖mean φ‖² / mean ‖φ‖²: 0 if inputs are centred"),
+    "effective_lr": ("Effective learning rate", "⟨d, G⟩ / ‖G‖²: how fast activations go downhill"),
+    "update_ratio": ("Move of the activations", "‖Δz‖ / ‖z‖: how far they move in one step"),
+    GRADIENT: ("Gradient that arrives", "‖∂L/∂z‖ of the layer over that of the last layer"),
+    "row_cosine_p50": ("Cosine of the median row", "median of cos(d_r, g_r): how one sample fares"),
+    "harmed_fraction": ("Harmed rows", "share of rows with d_r·g_r < 0: their own loss rises"),
+    "idle_share": ("Zero-gradient rows", "share of rows with g_r = 0: padding, masks, dead units"),
+    "bias_share": ("Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"),
+    "descent": ("Descent", "−⟨∂L/∂Θ, ΔΘ⟩: first-order decrease of the loss by this layer"),
+    "parameter_cosine": ("Cosine of the parameters' step", "cos(u, −γ): of update and gradient"),
+    "projection_cosine": ("Cosine of the projection", "cos(a, u): what remains of the update"),
+    "applied_cosine": ("Cosine of the applied change", "cos(a, −γ): of what remains and gradient"),
+    "realised_cosine": ("Realised cosine", "cos(r, G): the actual change, with all layers moved"),
+    "single_layer_share": ("Share of the layer's own step", "cos(r, d): of the actual change"),
+    "first_order_error": ("Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: 0 where it is linear"),
+    "scale_max": ("Row scale, largest", "largest ‖φ‖² of the rows"),
+    "scale_p05": ("Row scale, 5th percentile", "of ‖φ‖² over the rows"),
+    "scale_p50": ("Row scale, median", "of ‖φ‖² over the rows"),
+    "scale_p95": ("Row scale, 95th percentile", "of ‖φ‖² over the rows"),
+    "row_cosine_mean": ("Cosine of rows, mean", "mean of cos(d_r, g_r)"),
+    "row_cosine_p05": ("Cosine of rows, 5th percentile", "of cos(d_r, g_r)"),
+    "row_cosine_p95": ("Cosine of rows, 95th percentile", "of cos(d_r, g_r)"),
+    "attention_cosine": ("Cosine of the scores", "cos(−ΔY, G) of the attention scores"),
+    "attention_gradient_cosine": ("Cosine of the scores, plain gradient step", "without optimizer"),
+    "attention_scale_mean": ("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
+    "attention_scale_cv": ("Spread of the attention scales", "std / mean of ‖∂Y/∂Θ‖²"),
+    "alpha": ("α, update on old features", "log_n of RMS(dW z₀) / (RMS(dW) RMS(z₀))"),
+    "omega": ("ω, old weights on the change", "log_n of RMS(W₀ dz) / (RMS(W₀) RMS(dz))"),
+    "u": ("u, update on the change", "log_n of RMS(dW dz) / (RMS(dW) RMS(dz))"),
+    "cumulative": ("Alignment of W and z", "log_n of RMS(W z) / (RMS(W) RMS(z))"),
+    "kappa_alpha": ("κ of α", "n^(α − 1): the share of full alignment"),
+    "kappa_omega": ("κ of ω", "n^(ω − 1)"),
+    "kappa_u": ("κ of u", "n^(u − 1)"),
+    "kappa_cumulative": ("κ of the alignment of W and z", "n^(A − 1)"),
+    "spectral_alpha": ("Spectral α", "‖dW z₀‖ / (‖dW‖₂ ‖z₀‖)"),
+    "spectral_omega": ("Spectral ω", "‖W₀ dz‖ / (‖W₀‖₂ ‖dz‖)"),
+    "spectral_u": ("Spectral u", "‖dW dz‖ / (‖dW‖₂ ‖dz‖)"),
+    "spectral_cumulative": ("Spectral alignment of W and z", "‖W z‖ / (‖W‖₂ ‖z‖)"),
+    "effective_rank": ("Effective rank", "directions over which weights and inputs spread alike"),
+    "output_rms": ("RMS of W z", "rms of the outputs without the bias"),
+    "output_change_rms": ("RMS of the change of W z", "rms of W z − W₀ z₀"),
+}
+MEASURE_TITLES: Mapping[str, Title] = {name: Title(*said) for name, said in _MEASURES.items()}
 
 # Titles of narrow columns.
-SHORT_TITLES: Mapping[str, str] = MappingProxyType(
-    {
-        "update_cosine": "Step’s cosine",
-        "gradient_cosine": "Gradient’s cosine",
-        "attainable_cosine": "Ceiling",
-        "realised_cosine": "Realised cosine",
-        "scale_cv": "Spread of scales",
-        "common_share": "Mean feature",
-        "interference_ratio": "Interference",
-        "harmed_fraction": "Harmed rows",
-        "effective_lr": "Effective lr",
-        "update_ratio": "Move",
-    }
-)
+SHORT_TITLES: Mapping[str, str] = {
+    "update_cosine": "Step’s cosine",
+    "gradient_cosine": "Gradient’s cosine",
+    "attainable_cosine": "Ceiling",
+    "realised_cosine": "Realised cosine",
+    "scale_cv": "Spread of scales",
+    "common_share": "Mean feature",
+    "interference_ratio": "Interference",
+    "harmed_fraction": "Harmed rows",
+    "effective_lr": "Effective lr",
+    "update_ratio": "Move",
+}
 
 
 def measure_title(measure: str) -> str:

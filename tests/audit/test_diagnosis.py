@@ -23,6 +23,7 @@ from made_records import (
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import fell
 from adiv_monitor.diagnosis.diagnose import FIRST_THAT
+from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.faults import found as found_in
 from adiv_monitor.diagnosis.faults.rates import suffers
@@ -315,9 +316,10 @@ def test_causes_come_before_what_follows_from_them() -> None:
     follows = {f.name: f for f in diagnose(faulty) if f.strength == "watch"}
     assert list(follows) == ["rate-too-high", "dead-units", "loss-stuck"]
     assert {f.advice for f in follows.values()} == {FIRST_THAT}
-    assert (
-        "This would explain: rate-too-high, dead-units, loss-stuck." in diagnose(faulty)[0].summary
-    )
+    said = Diagnosis(diagnose(faulty), faulty).verdict
+    why, fix = diagnose(faulty)[0].summary, said.index(" What to do: ")
+    follows_from_it = said.index(" This would explain: rate-too-high, dead-units, loss-stuck. And")
+    assert said.startswith(why) and len(why) <= fix < follows_from_it
     bare = diagnose(replace(faulty, wiring=Wiring(input_matters=0.5)))
     assert [f.name for f in bare if f.strength == "act"] == [
         "input-scale",

@@ -24,6 +24,7 @@ from adiv_monitor.audit.trials.by_heart import couples
 from adiv_monitor.audit.trials.fixes import FIXES, Fix
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
 
 
@@ -150,7 +151,7 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
         patch.setattr(Bench, "trial", trial)
         first, second = tried([rate, cut], healthy, record(healthy), cost=math.inf)
         assert (first.name, first.strength) == ("gradient-cut", "act")
-        assert first.summary.endswith("This would explain: rate-too-high.")
+        assert second.advice == FIRST_THAT
         assert (second.name, second.strength) == ("rate-too-high", "watch")
         dropped = finding("rate*0.3", name="dropout-too-high", strength="watch")
         only = tried([dropped], healthy, record(healthy), cost=math.inf)
