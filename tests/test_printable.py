@@ -19,11 +19,12 @@ from adiv_monitor.audit.command.cli import main
 from adiv_monitor.diagnosis.finding import Advice, Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import printable
 from adiv_monitor.report import Alarm, StepReport
 from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks import HtmlSink, TableSink
-from adiv_monitor.sinks.board import alarms_text, findings_text, worst_layers
+from adiv_monitor.sinks.board import alarms_text, findings_text
 from adiv_monitor.sinks.tensorboard import _bullets, _not_measured
 from adiv_monitor.step.failures import Failures
 
@@ -105,7 +106,7 @@ def markdowns(name: str) -> list[str]:
         alarms_text(one.alarms),
         _not_measured(one),
         _bullets(one.notes),
-        worst_layers(one, ["update_cosine"]),
+        "\n".join(worst_lines(one, ["update_cosine"])),
     ]
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.course import FEWEST, course, is_long_enough, may_have_fallen
+from adiv_monitor.diagnosis.course import FEWEST, course, end, is_long_enough, may_have_fallen
 from adiv_monitor.diagnosis.diagnose import fault_of
 from adiv_monitor.diagnosis.faults import FAULTS, could_show
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS
@@ -122,3 +122,9 @@ def loss_words(record: Record) -> str:
     if may_have_fallen(record):
         return "not clear whether it falls"
     return course(record)
+
+
+def what_happens(record: Record) -> str:
+    """Return what the loss does, with its first value and the mean of its last quarter."""
+    ends = f", {record.losses[0]:.3g} → {end(record):.3g}" if record.losses else ""
+    return f"Loss: {loss_words(record)}{ends}."

@@ -4,6 +4,5 @@ from adiv_monitor.pages.compare_page import compare
 from adiv_monitor.pages.digest import digest
 from adiv_monitor.pages.report_page import page
 from adiv_monitor.pages.running_files import beside, is_ours, running_files
-from adiv_monitor.pages.running_page import running_page
 
-__all__ = ["beside", "compare", "digest", "is_ours", "page", "running_files", "running_page"]
+__all__ = ["beside", "compare", "digest", "is_ours", "page", "running_files"]

@@ -11,21 +11,21 @@ may be negative: an optimizer can raise a cosine that interference lowered.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from statistics import fmean
+from typing import NamedTuple
 
 from adiv_monitor.report import LayerReading
 
 # Cause → the first measure that includes it, in the order of the chain.
-CHAIN: Mapping[str, str] = MappingProxyType(
-    {
-        "scale": "diagonal_cosine",
-        "interference": "gradient_cosine",
-        "optimizer": "update_cosine",
-        "depth": "realised_cosine",
-    }
-)
+CHAIN: Mapping[str, str] = {
+    "scale": "diagonal_cosine",
+    "interference": "gradient_cosine",
+    "optimizer": "update_cosine",
+    "depth": "realised_cosine",
+}
+WIDTH, HEIGHT = 120, 22  # of a bar
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,12 @@ class Part:
         return self.before - self.after
 
 
-@dataclass(frozen=True)
-class MeanPart:
-    """The mean loss of cosine by one cause over several layers.
-
-    Attributes:
-        cause: name of the cause.
-        taken: mean loss over the layers.
-        error: standard error of `taken`.
-        worst: the layer with the largest loss.
-        worst_taken: the largest loss.
-        worst_error: standard error of `worst_taken`.
-    """
+class Block(NamedTuple):
+    """A block of a bar, from left to right, in units of the picture."""
 
     cause: str
-    taken: float
-    error: float
-    worst: str
-    worst_taken: float
-    worst_error: float
+    x: float
+    width: float
 
 
 def chain(reading: LayerReading) -> tuple[Part, ...]:
@@ -87,7 +74,7 @@ def chain(reading: LayerReading) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def mean_chain(readings: Mapping[str, LayerReading]) -> tuple[tuple[MeanPart, ...], int]:
+def mean_chain(readings: Mapping[str, LayerReading]) -> tuple[tuple[Part, ...], int]:
     """Return each cause's mean part over the layers that have all causes separately.
 
     Depth is included if all these layers have it.
@@ -95,40 +82,39 @@ def mean_chain(readings: Mapping[str, LayerReading]) -> tuple[tuple[MeanPart, ..
     Returns:
         The parts, in the chain's order, and the number of layers; () and 0 if there are none.
     """
-    whole = {}
-    for path, reading in readings.items():
-        parts = chain(reading)
-        if len(parts) >= 3 and all(len(part.causes) == 1 for part in parts):
-            whole[path] = parts
-    if not whole:
-        return (), 0
-    depth = min(len(parts) for parts in whole.values())
-    means = [_mean((path, parts[i]) for path, parts in whole.items()) for i in range(depth)]
-    return tuple(means), len(whole)
+    chains = map(chain, readings.values())
+    whole = [
+        parts for parts in chains if len(parts) >= 3 and all(len(p.causes) == 1 for p in parts)
+    ]
+    depth = min(map(len, whole), default=0)
+    return tuple(_mean([parts[i] for parts in whole]) for i in range(depth)), len(whole)
 
 
-def _mean(parts: Iterable[tuple[str, Part]]) -> MeanPart:
-    found = list(parts)
-    worst, most = max(found, key=lambda item: item[1].taken)
-    return MeanPart(
-        cause=most.causes[0],
-        taken=math.fsum(part.taken for _, part in found) / len(found),
-        error=math.hypot(*(part.error for _, part in found)) / len(found),
-        worst=worst,
-        worst_taken=most.taken,
-        worst_error=most.error,
-    )
+def _mean(parts: Sequence[Part]) -> Part:
+    before, after = fmean(p.before for p in parts), fmean(p.after for p in parts)
+    return Part(parts[0].causes, before, after, math.hypot(*(p.error for p in parts)) / len(parts))
 
 
-def mean_projection(readings: Mapping[str, LayerReading]) -> MeanPart | None:
-    """Return the mean loss of the parameters' cosine by code after the optimizer's step.
+def bar(parts: Sequence[Part], lowest: float) -> tuple[Block, ...]:
+    """Return the causes' parts as blocks, in drawing order, on an axis from `lowest` (≤ 0) to 1.
 
-    It is cos(u, −γ) − cos(a, −γ) = `parameter_cosine - applied_cosine`, in parameters, so it is not
-    a link of the chain. None: not measured.
+    The remaining cosine reaches from 0 to the last cosine. A part that wins cosine back lies on top
+    of those that it wins from; its cause is called "won".
     """
-    parts = []
-    for path, reading in readings.items():
-        before, after = reading.parameter_cosine, reading.applied_cosine
-        if before is not None and after is not None and math.isfinite(before - after):
-            parts.append((path, Part(("projection",), before, after, 0.0)))
-    return _mean(parts) if parts else None
+    if not parts:
+        return ()
+
+    def block(cause: str, left: float, right: float) -> Block:
+        unit = WIDTH / (1 - lowest)
+        return Block(cause, round((left - lowest) * unit, 1), round((right - left) * unit, 1))
+
+    kept = parts[-1].after
+    blocks = [block(p.causes[-1], p.after, p.before) for p in parts if p.taken > 0]
+    if kept > 0:
+        blocks.append(block("kept", 0.0, kept))
+    blocks += [
+        block("won", max(p.before, 0.0), min(p.after, kept))
+        for p in parts
+        if p.taken < 0 and min(p.after, kept) > max(p.before, 0.0)
+    ]
+    return tuple(blocks)

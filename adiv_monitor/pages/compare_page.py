@@ -2,19 +2,15 @@
 
 import base64
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
-from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.health import GRADIENT
 from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import finding_title, measure_title
-from adiv_monitor.diagnosis.verdict import looked_for, running_headline, untold
+from adiv_monitor.diagnosis.titles import measure_title
 from adiv_monitor.pages.findings import checks, significant
-from adiv_monitor.pages.layers import Cell
+from adiv_monitor.pages.layers import NAMED, Cell
 from adiv_monitor.pages.pictures import two_losses
 from adiv_monitor.pages.render import render
 from adiv_monitor.pages.report_page import headline, last_with_direction, settings
@@ -23,39 +19,11 @@ from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.report import WORST, LayerReading, StepReport
 from adiv_monitor.report.wording import number
 
-_MEASURES = (
-    "update_cosine",
-    "gradient_cosine",
-    "scale_cv",
-    "interference_ratio",
-    "harmed_fraction",
-    "effective_lr",
-)
 # Measures that are drawn side by side.
 _DRAWN = ("update_ratio", GRADIENT, "update_cosine")
 
 
-class _Line(NamedTuple):
-    """One question: its finding, the strength of it, and the reason if it could not be answered."""
-
-    title: str
-    found: str = ""
-    strength: str = ""
-    missing: str = ""
-
-
-class _Run(NamedTuple):
-    """One of the two runs: headline, further words of the verdict, loss, and the questions."""
-
-    headline: str
-    verdict: str
-    loss: str
-    findings: Sequence[Finding]
-    looked_for: Sequence[_Line]
-
-
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A measure of one layer in both reports.
 
     Attributes:
@@ -95,9 +63,7 @@ def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
     of_b = {} if second is None else dict(second.layers)
     shared = [path for path in of_a if path in of_b]
     measures = [
-        measure
-        for measure in _MEASURES
-        if any(_value(of_a[p], measure) is not None for p in shared)
+        measure for measure in NAMED if any(getattr(of_a[p], measure) is not None for p in shared)
     ]
     rows = [(p, [_pair(of_a[p], of_b[p], measure) for measure in measures]) for p in shared]
     facts = [_settings(report) for report in (a, b)]
@@ -125,24 +91,15 @@ def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
     )
 
 
-def _run(report: Diagnosis) -> _Run:
+def _run(report: Diagnosis) -> dict[str, object]:
     record, findings = report.record, report.findings
-    if record.is_audited:
-        lines = [
-            _Line(check.title, ", ".join(check.findings), check.strength, check.missing)
-            for check in checks(findings, record)
-        ]
-        return _Run(headline(findings, record), report.verdict, _loss(record), findings, lines)
-    strengths = {finding.name: finding.strength for finding in reversed(findings)}
-    names = looked_for(record, findings)
-    lines = [
-        _Line(finding_title(name), "found" * (name in strengths), strengths.get(name, ""))
-        for name in names
-    ]
-    lines += [
-        _Line(line.title, missing=f"to find out, {line.would_tell}") for line in untold(record)
-    ]
-    return _Run(running_headline(findings, record), "", _loss(record), findings, lines)
+    return {
+        "headline": headline(findings, record),
+        "verdict": report.verdict if record.is_audited else "",
+        "loss": _loss(record),
+        "findings": findings,
+        "checks": checks(findings, record),
+    }
 
 
 def _loss(record: Record) -> str:
@@ -209,7 +166,7 @@ def _facts_of_reports(record: Record) -> dict[str, str]:
 
 
 def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:
-    x, y = _value(a, measure), _value(b, measure)
+    x, y = getattr(a, measure), getattr(b, measure)
     errors = [r.standard_error.get(measure, 0.0) for r in (a, b)]
     if x is None or y is None:
         return Pair(_cell(x, errors[0]), _cell(y, errors[1]), Cell("", None), False, "")
@@ -219,11 +176,6 @@ def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:
     if differs and measure in WORST:
         verdict = "better" if (y > x) == (WORST[measure] == "min") else "worse"
     return Pair(_cell(x, errors[0]), _cell(y, errors[1]), _cell(y - x, error), differs, verdict)
-
-
-def _value(reading: LayerReading, measure: str) -> float | None:
-    value: float | None = getattr(reading, measure)
-    return value
 
 
 def _cell(value: float | None, error: float) -> Cell:

@@ -2,19 +2,21 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from adiv_monitor.diagnosis.diagnose import follows
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.titles import finding_title, measure_title
-from adiv_monitor.diagnosis.verdict import looked_for, loss_words, running_headline, untold
+from adiv_monitor.diagnosis.verdict import what_happens
 from adiv_monitor.pages.findings import checks, significant
-from adiv_monitor.pages.layers import worst
+from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.pages.report_page import (
     headline,
     introduced,
     last_with_direction,
     notes_of,
     settings,
+    titled,
 )
 from adiv_monitor.printable import code, markdown
 from adiv_monitor.report.wording import listed, not_measured, percent
@@ -45,7 +47,10 @@ def digest(report: Diagnosis, count: int | None = None, alarms: Iterable[object]
         [MARK, *_head(report, len(record.reports) if count is None else count)],
         _some("Alarms", [f"- {markdown(str(alarm))}" for alarm in alarms], _MOST_ALARMS),
         *_findings(findings, record.is_audited),
-        ["## What was looked for", "", *_looked_for(findings, record)],
+        _listed(
+            "What was looked for",
+            [f"- {c.title}: {markdown(c.state)}" for c in checks(findings, record)],
+        ),
         _measured(record),
         _listed("Settings", _settings(record)),
         _losses(record),
@@ -55,49 +60,54 @@ def digest(report: Diagnosis, count: int | None = None, alarms: Iterable[object]
 
 
 def _head(report: Diagnosis, count: int) -> Iterator[str]:
-    record = report.record
-    reports = record.reports
-    if record.is_audited:
-        yield f"# Audit of {code(record.facts.model)}"
+    record, findings = report.record, report.findings
+    is_audited = record.is_audited
+    yield f"# Audit of {code(record.facts.model)}" if is_audited else f"# {titled(record)}"
+    steps = f"{count:,} step{'' if count == 1 else 's'} measured."
+    if is_audited:
         yield f"\n{markdown(introduced(record))}"
-        yield f"\n**{headline(report.findings, record)}.** {markdown(report.verdict)}"
         run = f"{len(record.losses):,} of {record.facts.steps:,} steps"
-        interrupted = ", interrupted" * record.interrupted
-        yield f"\n{run}{interrupted}, {count:,} measured."
-        return
-    last = f" up to step {reports[-1].step:,}" if reports else ""
-    yield f"# Training{last}"
-    yield f"\n**{markdown(running_headline(report.findings, record))}.**"
-    yield f"\n{count:,} step{'' if count == 1 else 's'} measured. Loss: {loss_words(record)}."
+        steps = f"{run}{', interrupted' * record.interrupted}, {count:,} measured."
+    yield f"\n{what_happens(record)} {steps}"
+    verdict = f" {markdown(report.verdict)}" * is_audited
+    yield f"\n**{markdown(headline(findings, record))}.**{verdict}"
 
 
 def _findings(findings: Sequence[Finding], is_audited: bool) -> Iterator[list[str]]:
-    if not findings:
-        return
-    yield ["## Findings"]
-    for i, finding in enumerate(findings[:_MOST_FINDINGS], 1):
-        since = "" if finding.since is None else f", since step {finding.since:,}"
-        title = f"### {i}. {finding_title(finding.name)}"
-        said = [f"{title} ({finding.strength}, {code(finding.name)}{since})", ""]
-        said += [markdown(finding.summary), ""] if finding.summary else []
-        where = listed(list(finding.layers), as_code=True) or "the whole model"
-        said.append(f"- Where: {where}")
-        if finding.evidence:
-            read = map(_evidence, finding.evidence[:_MOST_EVIDENCE])
-            said.append(f"- Evidence: {'; '.join(read)}")
-        for advice in finding.advice[:_MOST_FIXES]:
-            came = advice.outcome
-            tried = f" {came.mark} {markdown(came.words)}" if is_audited else ""
-            said.append(f"- Fix: {markdown(advice.text)}" + tried)
-        if finding.not_advised:
-            said.append(f"- What would not help: {markdown(finding.not_advised)}")
-        yield said
-    others = [
-        f"- {finding_title(f.name)} ({f.strength}, {code(f.name)})"
-        + (f": {listed(list(f.layers), as_code=True)}" if f.layers else "")
-        for f in findings[_MOST_FINDINGS:]
-    ]
-    yield _some("More findings", others, _MOST_OTHERS, level=3)
+    causes = [finding for finding in findings if not follows(finding)]
+    if causes:
+        yield ["## Findings"]
+    for i, finding in enumerate(causes[:_MOST_FINDINGS], 1):
+        yield [f"### {i}. {named(finding)}", "", *finding_lines(finding, is_audited)]
+    yield _some("More findings", [*map(_line, causes[_MOST_FINDINGS:])], _MOST_OTHERS, level=3)
+    consequences = [finding for finding in findings if follows(finding)]
+    yield _some("What may follow from these", [*map(_line, consequences)], _MOST_OTHERS)
+
+
+def named(finding: Finding) -> str:
+    """Return title, strength, name and first step of a finding, as Markdown."""
+    since = "" if finding.since is None else f", since step {finding.since:,}"
+    return f"{finding_title(finding.name)} ({finding.strength}, {code(finding.name)}{since})"
+
+
+def _line(finding: Finding) -> str:
+    where = f": {listed(list(finding.layers), as_code=True)}" if finding.layers else ""
+    return f"- {named(finding)}{where}"
+
+
+def finding_lines(finding: Finding, is_audited: bool) -> list[str]:
+    """Return why, what to do (in an audit with its trial), where, and the numbers, as Markdown."""
+    said = [markdown(finding.summary), ""] if finding.summary else []
+    for advice in finding.advice[:_MOST_FIXES]:
+        came = advice.outcome
+        tried = f" {came.mark} {markdown(came.words)}" if is_audited else ""
+        said.append(f"- Fix: {markdown(advice.text)}{tried}")
+    if finding.not_advised:
+        said.append(f"- What would not help: {markdown(finding.not_advised)}")
+    said.append(f"- Where: {listed(list(finding.layers), as_code=True) or 'the whole model'}")
+    if finding.evidence:
+        said.append(f"- Evidence: {'; '.join(map(_evidence, finding.evidence[:_MOST_EVIDENCE]))}")
+    return said
 
 
 def _evidence(evidence: Evidence) -> str:
@@ -106,24 +116,6 @@ def _evidence(evidence: Evidence) -> str:
     step = "" if evidence.step is None else f" at step {evidence.step:,}"
     title = markdown(measure_title(evidence.measure))
     return f"{title} = {significant(evidence.value)}{limit}{where}{step}"
-
-
-def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:
-    """Yield one line per question: found, nothing found, or can't be answered from this record."""
-    if record.is_audited:
-        for check in checks(findings, record):
-            found = ", ".join(check.findings)
-            state = f"found: {found}" if found else "nothing found"
-            missing = f"; not checked: {check.missing}" if check.missing else ""
-            yield f"- {check.title}: {markdown(state + missing)}"
-        return
-    found_names = {finding.name for finding in findings}
-    for name in looked_for(record, findings):
-        state = "found" if name in found_names else "looked at, nothing found"
-        yield f"- {finding_title(name)}: {state}"
-    for line in untold(record):
-        how = markdown(line.would_tell)
-        yield f"- {markdown(line.title)}: reports can't tell; to find out, {how}"
 
 
 def _measured(record: Record) -> list[str]:
@@ -161,13 +153,7 @@ def _losses(record: Record) -> list[str]:
 
 def _worst(record: Record) -> list[str]:
     last = last_with_direction(record.reports)
-    lines = [
-        f"- {end.title}: {end.text} in "
-        + "one of " * (len(end.layers) > 1)
-        + listed(list(end.layers), as_code=True)
-        for end in (worst(last) if last is not None else ())
-    ]
-    return _listed(f"Worst layers at step {last.step:,}" if last is not None else "", lines)
+    return _listed(f"Worst layers at step {last.step:,}", worst_lines(last)) if last else []
 
 
 def _listed(title: str, lines: Sequence[str], level: int = 2) -> list[str]:

@@ -1,11 +1,10 @@
 """The causes that lower the cosine, in words, with the loss of cosine by each."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from adiv_monitor.pages.chain import CHAIN, MeanPart, Part, mean_chain, mean_projection
-from adiv_monitor.pages.multiples import Block, bar
+from adiv_monitor.pages.chain import CHAIN, Block, Part, bar, mean_chain
 from adiv_monitor.report import LayerReading, StepReport
 from adiv_monitor.report.wording import number
 
@@ -30,24 +29,7 @@ _CAUSES: Mapping[str, tuple[str, str]] = {
         "The layers before this one have moved too, and so have its inputs. Code that changes the "
         "weights after the step also counts here.",
     ),
-    "projection": (
-        "parameter cosine − applied cosine",
-        "Code changes the weights after the optimizer's step. This cause is measured in "
-        "parameters, the others in activations.",
-    ),
 }
-
-
-@dataclass(frozen=True)
-class Drive:
-    """One cause in words; `taken` and `worst` are None if it was not measured."""
-
-    cause: str
-    formula: str
-    means: str
-    taken: str | None
-    worst: str | None
-    worst_layer: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,7 @@ class Drives:
         sentence: the causes with the largest losses, in words.
         bar: the means, as a bar.
         lowest: lower end of the bar's axis.
-        causes: the causes one by one.
+        causes: cause, formula, meaning, and mean loss in words; "" if it was not measured.
     """
 
     step: int
@@ -70,7 +52,7 @@ class Drives:
     sentence: str
     bar: tuple[Block, ...]
     lowest: float
-    causes: tuple[Drive, ...]
+    causes: tuple[tuple[str, str, str, str], ...]
 
 
 def drives(report: StepReport) -> Drives | None:
@@ -78,64 +60,28 @@ def drives(report: StepReport) -> Drives | None:
     parts, layers = mean_chain(report.layers)
     if not parts:
         return None
-    by_cause = {part.cause: part for part in parts}
-    if projection := mean_projection(report.layers):
-        by_cause["projection"] = projection
-    links = _links(parts)
-    kept = links[-1].after
-    lowest = min(0.0, kept)
+    taken = {part.causes[0]: number(part.taken, part.error) for part in parts}
+    lowest = min(0.0, parts[-1].after)
     return Drives(
         step=report.step,
         layers=layers,
         of=len(report.layers),
-        sentence=_sentence(parts, kept, report.layers),
-        bar=bar(links, lowest),
+        sentence=_sentence(parts, report.layers),
+        bar=bar(parts, lowest),
         lowest=lowest,
-        causes=tuple(_drive(cause, by_cause.get(cause)) for cause in (*CHAIN, "projection")),
+        causes=tuple((cause, *_CAUSES[cause], taken.get(cause, "")) for cause in CHAIN),
     )
 
 
-def _links(parts: tuple[MeanPart, ...]) -> tuple[Part, ...]:
-    """Return the means as a chain that starts at 1."""
-    links: list[Part] = []
-    before = 1.0
-    for part in parts:
-        links.append(Part((part.cause,), before, before - part.taken, part.error))
-        before -= part.taken
-    return tuple(links)
-
-
-def _drive(cause: str, part: MeanPart | None) -> Drive:
-    formula, means = _CAUSES[cause]
-    if part is None:
-        return Drive(cause, formula, means, None, None, "")
-    return Drive(
-        cause,
-        formula,
-        means,
-        number(part.taken, part.error),
-        number(part.worst_taken, part.worst_error),
-        part.worst,
-    )
-
-
-def _sentence(
-    parts: tuple[MeanPart, ...], kept: float, readings: Mapping[str, LayerReading]
-) -> str:
+def _sentence(parts: Sequence[Part], readings: Mapping[str, LayerReading]) -> str:
     clear = [part for part in parts if abs(part.taken) > 2 * part.error and abs(part.taken) >= 5e-3]
-    clear.sort(key=lambda part: -part.taken)
-    lowering = [
-        f"{'the ' * (p.cause == 'optimizer')}{p.cause} lowers it by {number(p.taken, p.error)}"
-        for p in clear
-        if p.taken > 0
+    said = [
+        f"{'the ' * (part.causes[0] == 'optimizer')}{part.causes[0]} "
+        f"{'lowers' if part.taken > 0 else 'raises'} it by {number(abs(part.taken), part.error)}"
+        for part in sorted(clear, key=lambda part: -part.taken)
     ]
-    raising = [
-        f"{'the ' * (p.cause == 'optimizer')}{p.cause} raises it by {number(-p.taken, p.error)}"
-        for p in clear
-        if p.taken < 0
-    ]
-    causes = ", ".join([*lowering, *raising]) or "no cause lowers it by more than its error"
-    words = f"Of a cosine of 1, the mean layer's step keeps {number(kept)}: {causes}."
+    causes = ", ".join(said) or "no cause lowers it by more than its error"
+    words = f"Of a cosine of 1, the mean layer's step keeps {number(parts[-1].after)}: {causes}."
     several = (reading.attainable_cosine for reading in readings.values())
     ceilings = [c for c in several if c is not None and math.isfinite(c)]
     if ceilings:

@@ -1,12 +1,15 @@
-"""The findings as they are printed, and the list of checks that were made."""
+"""The findings as they are printed, and the list of what was looked for."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from adiv_monitor.diagnosis.diagnose import fault_of
+from adiv_monitor.diagnosis.faults import FAMILY_NAMES
 from adiv_monitor.diagnosis.finding import STRENGTHS, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.titles import finding_title, measure_title
+from adiv_monitor.diagnosis.verdict import looked_for, until, untold
 
 STRENGTH_WORDS = {
     "act": "it harms the training: fix it",
@@ -15,55 +18,25 @@ STRENGTH_WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Check:
-    """One group of checks.
+class Check(NamedTuple):
+    """One line of what was looked for: a family of findings in an audit, else a finding.
 
     Attributes:
-        title: name of the group.
-        asks: the question in words.
-        findings: titles of the findings.
-        strength: the strongest of them; "" if there is none.
-        missing: why the group was not, or not completely, checked; "" if it was.
+        title: name of the family or of the finding, or a question that reports can't answer.
+        state: what was found, or why it is not known.
+        strength: the strongest of what was found; "" if nothing was.
+        is_missing: whether it was not, or not completely, looked for.
+        asks: the questions of the family.
     """
 
     title: str
-    asks: str
-    findings: tuple[str, ...]
-    strength: str
-    missing: str = ""
+    state: str
+    strength: str = ""
+    is_missing: bool = False
+    asks: str = ""
 
 
-def _always(record: Record) -> str:
-    return ""
-
-
-def _of_rates(record: Record) -> str:
-    return "" if record.rates else "other learning rates (not tried)"
-
-
-def _of_loss(record: Record) -> str:
-    return "" if record.chance is not None else "the loss of a constant prediction (not known)"
-
-
-def _of_inputs(record: Record) -> str:
-    return "" if record.inputs else "inputs (no floating-point input was seen)"
-
-
-def _of_units(record: Record) -> str:
-    return "" if record.units else "units (no activation function was seen)"
-
-
-def _of_wiring(record: Record) -> str:
-    missing = []
-    if math.isnan(record.wiring.input_matters):
-        missing.append("whether inputs matter (not known)")
-    if record.overfit is None:
-        missing.append("overfitting one small batch (not tried)")
-    return "; ".join(missing)
-
-
-def _of_probes(record: Record) -> str:
+def _of_samples(record: Record) -> str:
     """Return the probes of copies of the model without an answer, and the reasons."""
     asked = record.probed.items()
     missing = [
@@ -72,18 +45,14 @@ def _of_probes(record: Record) -> str:
     return "; ".join(missing) if asked else "tests with copies of the model (none was made)"
 
 
-# Title, question, findings that answer it, and a function that returns what is missing; causes
-# come before symptoms.
-_CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] = (
-    (
-        "Wiring",
-        "Are all parameters reached and held? Do inputs matter? Can the model overfit one batch, "
-        "and learn as much as a small network?",
-        (
-            *("not-held", "unreached", "frozen", "input-ignored", "cannot-overfit"),
-            "behind-reference",
-        ),
-        _of_wiring,
+# Family → its name, its questions, and what of them an audit could not answer.
+_FAMILIES: Mapping[str, tuple[str, str, Callable[[Record], str] | None]] = {
+    "could_train": ("The loop", "Are gradients zeroed, kept and applied? Is the rate zero?", None),
+    "parameters": ("Parameters", "Are all held, reached and changed as their gradient says?", None),
+    "samples": (
+        "Between the layers",
+        "Are samples and axes kept apart, and gradients, inputs and activations used?",
+        _of_samples,
     ),
     ("Finite values", "Are losses, activations and gradients finite?", ("non-finite",), _always),
     (
@@ -119,27 +88,33 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         ),
         _of_loss,
     ),
-    (
-        "Initialisation and depth",
-        "Do gradients vanish or explode on their way through the layers?",
-        ("bad-initialisation", "one-sided-weights", "vanishing", "exploding"),
-        _always,
+    "data": ("Data", "Do they differ? Are they shuffled? Do labels belong to inputs?", None),
+    "numbers": ("Finite values", "Are losses, activations and gradients finite?", None),
+    "inputs": (
+        "Inputs",
+        "Are they of a suitable scale and centred, and rows of similar length?",
+        lambda r: "inputs (no floating-point input was seen)" * (not r.inputs),
     ),
-    (
+    "initialisation": (
+        "Initialisation and depth",
+        "Do gradients vanish or explode? Do outputs depend on inputs?",
+        lambda r: "whether inputs matter (not known)" * math.isnan(r.wiring.input_matters),
+    ),
+    "optimizer": ("Optimizer", "Do momentum, decay or projections turn the step?", None),
+    "rates": (
+        "Learning rate",
+        "Is it too high? Do layers learn at similar speeds?",
+        lambda r: "other learning rates (not tried)" * (not r.rates),
+    ),
+    "units": (
         "Activation functions",
         "Are units dead or saturated, over many batches?",
-        ("dead-units", "saturated-units"),
-        _of_units,
+        lambda r: "units (no activation function was seen)" * (not r.units),
     ),
-    ("Interference", "Do rows disturb each other's step?", ("interference",), _always),
-    (
-        "Optimizer",
-        "Do momentum, decay, clipping, projections or ε turn the step, undo it or shorten it?",
-        (
-            *("optimizer-turns", "decay-fights", "projection-fights", "clipping-always"),
-            "epsilon-dominates",
-        ),
-        _always,
+    "states": (
+        "Course of the loss",
+        "Does it fall? Can the model overfit one batch? Do rows disturb each other's step?",
+        lambda r: "overfitting one small batch (not tried)" * (r.overfit is None),
     ),
     (
         "Code",
@@ -164,21 +139,30 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
 
 
 def checks(findings: Sequence[Finding], record: Record) -> tuple[Check, ...]:
-    """Return all groups of checks, with their findings."""
-    known = {name for _, _, names, _ in _CHECKS for name in names}
-    made = [
-        _check(title, asks, [f for f in findings if f.name in names], missing(record))
-        for title, asks, names, missing in _CHECKS
-    ]
-    if others := [f for f in findings if f.name not in known]:
-        made.append(_check("Others", "All other findings.", others, ""))
-    return tuple(made)
+    """Return what was looked for in a run, what was found of it, and what is not known."""
+    return tuple((_of_audit if record.is_audited else _of_reports)(findings, record))
 
 
-def _check(title: str, asks: str, found: Sequence[Finding], missing: str) -> Check:
-    titles = tuple(dict.fromkeys(finding_title(finding.name) for finding in found))
-    strength = min((f.strength for f in found), key=STRENGTHS.index, default="")
-    return Check(title, asks, titles, strength, missing)
+def _of_audit(findings: Sequence[Finding], record: Record) -> Iterator[Check]:
+    for family in (*FAMILY_NAMES, ""):
+        found = [finding for finding in findings if fault_of(finding).family == family]
+        title, asks, missing = _FAMILIES.get(family, ("Others", "All other findings.", None))
+        lacks = missing(record) if missing else ""
+        titles = ", ".join(dict.fromkeys(finding_title(finding.name) for finding in found))
+        state = (titles or "nothing found") + f"; not checked: {lacks}" * bool(lacks)
+        strength = min((f.strength for f in found), key=STRENGTHS.index, default="")
+        if family or found:
+            yield Check(title, state, strength, bool(lacks), asks)
+
+
+def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Check]:
+    strengths = {finding.name: finding.strength for finding in reversed(findings)}
+    for name in looked_for(record, findings):
+        state = "found" if name in strengths else f"looked at, nothing found{until(record)}"
+        yield Check(finding_title(name), state, strengths.get(name, ""))
+    for line in untold(record):
+        state = f"reports can't tell; to find out, {line.would_tell}"
+        yield Check(line.title, state, is_missing=True)
 
 
 def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
@@ -186,7 +170,6 @@ def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
     return [
         {
             "measure": measure_title(e.measure),
-            "name": e.measure,
             "value": significant(e.value),
             "limit": None if e.limit is None else significant(e.limit),
             "layer": e.layer,
@@ -205,10 +188,7 @@ def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
 
 def significant(value: float) -> str:
     """Format a value with three significant digits; a whole number in full."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    if value == round(value) and abs(value) < 1e6:
-        return f"{value:,.0f}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    is_whole = value == round(value) and abs(value) < 1e6
+    return f"{value:,.0f}" if is_whole or 1e3 <= abs(value) < 1e6 else f"{value:.3g}"

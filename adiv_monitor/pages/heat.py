@@ -24,24 +24,10 @@ from adiv_monitor.report import REALISED_MEASURES, WORST
 from adiv_monitor.report.wording import cell, number
 
 HEAT_MEASURES = (
-    "update_ratio",
-    GRADIENT,
-    "update_cosine",
-    "gradient_cosine",
-    "diagonal_cosine",
-    "attainable_cosine",
-    "interference_ratio",
-    "scale_cv",
-    "scale_mean",
-    "common_share",
-    "effective_lr",
-    "row_cosine_p50",
-    "harmed_fraction",
-    "idle_share",
-    "descent",
-    "parameter_cosine",
-    "projection_cosine",
-    *REALISED_MEASURES,
+    *("update_ratio", GRADIENT, "update_cosine", "gradient_cosine", "diagonal_cosine"),
+    *("attainable_cosine", "interference_ratio", "scale_cv", "scale_mean", "common_share"),
+    *("effective_lr", "row_cosine_p50", "harmed_fraction", "idle_share", "descent"),
+    *("parameter_cosine", "projection_cosine", *REALISED_MEASURES),
 )
 COLOURS = 64
 _BLANK, _BROKEN = -1, -2  # no colour, and the colour of values that are not finite

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.titles import fix_title
-from adiv_monitor.pages.chain import CHAIN, mean_chain
 from adiv_monitor.printable import printable
-from adiv_monitor.report import StepReport
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -26,11 +24,6 @@ _COLOURS = {
     "accent": "#040404",
     "second": "#050505",
     "good": "#060606",
-    "kept": "#070707",
-    "scale": "#080808",
-    "interference": "#090909",
-    "optimizer": "#0a0a0a",
-    "depth": "#0b0b0b",
 }
 _STYLE: dict[Any, Any] = {  # mypy does not accept plain strings as matplotlib's names
     "svg.fonttype": "none",  # keep text as text
@@ -102,43 +95,6 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
             norm.margins(x=0.01)
         (below or [loss])[-1].set_xlabel("step")
         return _svg(figure, "loss", _loss_words(record, shown))
-
-
-def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
-    """Draw the mean remaining cosine and each cause's part by step.
-
-    Return None if fewer than two steps have them.
-    """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    courses = {r.step: parts for r in reports if (parts := mean_chain(r.layers)[0])}
-    if len(courses) < 2:
-        return None
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(7.6, 3.1))
-        axes = figure.subplots()
-        figure.subplots_adjust(left=0.085, right=0.98, top=0.96, bottom=0.16)
-        steps = list(courses)
-        upper = [1.0] * len(steps)
-        causes = list(CHAIN)[: min(map(len, courses.values()))]
-        for i, cause in enumerate(causes):
-            lower = [u - parts[i].taken for u, parts in zip(upper, courses.values(), strict=True)]
-            # A cause that raises the cosine lowers it by nothing.
-            bottom = [min(u, v) for u, v in zip(upper, lower, strict=True)]
-            axes.fill_between(steps, bottom, upper, color=_COLOURS[cause], linewidth=0)
-            upper = lower
-        axes.fill_between(steps, 0, upper, color=_COLOURS["kept"], linewidth=0)
-        axes.set_ylim(min(0.0, *upper), 1)
-        axes.set_xlim(steps[0], steps[-1])
-        axes.set_xlabel("step")
-        axes.set_ylabel("cosine")
-        first, last = courses[steps[0]], courses[steps[-1]]
-        said = [
-            f"{cause} from {first[i].taken:.2f} to {last[i].taken:.2f}"
-            for i, cause in enumerate(causes)
-        ]
-        return _svg(figure, "cosine", f"What lowers the cosine, by step: {'; '.join(said)}.")
 
 
 def two_losses(records: Sequence[Record]) -> "Markup":

@@ -1,15 +1,17 @@
-"""The page of one audit report."""
+"""The page of an audit, or of a training that is known from its reports."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from adiv_monitor.diagnosis import own_run
+from adiv_monitor.diagnosis.diagnose import follows
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
-from adiv_monitor.diagnosis.finding import STRENGTHS, Finding, outcome
+from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.verdict import running_headline, what_happens
 from adiv_monitor.pages.drives import drives
 from adiv_monitor.pages.findings import (
     all_trials,
@@ -17,17 +19,19 @@ from adiv_monitor.pages.findings import (
 )
 from adiv_monitor.pages.heat import heat_map, heat_measures
 from adiv_monitor.pages.layers import layer_table, worst
-from adiv_monitor.pages.pictures import cosine_picture, loss_picture
+from adiv_monitor.pages.pictures import loss_picture
 from adiv_monitor.pages.render import render
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
 from adiv_monitor.report.wording import cell, not_measured
 
 
-def page(report: Diagnosis) -> str:
+def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] = ()) -> str:
     """Return a report as a self-contained HTML page, which makes no network requests.
 
     Args:
-        report: diagnosis of an audit.
+        report: diagnosis of an audit, or of a training that is known from its reports.
+        count: number of measured steps, if the record may hold fewer reports.
+        alarms: alarms that rules of the user's have raised.
 
     Returns:
         The text of the file, to be written as UTF-8.
@@ -35,57 +39,65 @@ def page(report: Diagnosis) -> str:
     Raises:
         ImportError: the package jinja2 or matplotlib is missing.
     """
-    record = report.record
+    record, findings = report.record, report.findings
     last = last_with_direction(record.reports)
-    trials = all_trials(report.findings, record)
-    layers = None if last is None else layer_table(last)
+    trials = all_trials(findings, record)
     return render(
         "report.html",
-        title=f"Audit of {record.facts.model}",
+        title=titled(record),
         report=report,
         record=record,
         facts=record.facts,
-        findings=report.findings,
-        headline=headline(report.findings, record),
-        strengths=strengths_of(report.findings),
-        checks=checks(report.findings, record),
+        headline=headline(findings, record),
+        what_happens=what_happens(record),
+        strengths=Counter(finding.strength for finding in findings),
+        causes=[finding for finding in findings if not follows(finding)],
+        consequences=[finding for finding in findings if follows(finding)],
+        checks=checks(findings, record),
+        count=len(record.reports) if count is None else count,
+        alarms=[str(alarm) for alarm in alarms],
         last=last,
-        not_measured=[] if last is None else not_measured(last),
+        not_measured=not_measured(last) if last else [],
         notes=notes_of(record),
-        worst=[] if last is None else worst(last),
-        drives=None if last is None else drives(last),
-        cosine_picture=cosine_picture(record.reports),
+        worst=[*worst(last)] if last else [],
+        drives=drives(last) if last else None,
         loss_picture=loss_picture(record, trials) if record.losses else None,
         trials=trials,
-        changes=_changes(record),
-        heat=heat_map(record, heat_measures(record, report.findings)),
-        layers=layers,
-        anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
-        attention=None if last is None else attention_table(last),
-        alignment=None if last is None else alignment_table(last),
+        heat=heat_map(record, heat_measures(record, findings)),
+        layers=layer_table(last) if last else None,
+        anchors={path: i for i, path in enumerate(last.layers)} if last else {},
+        attention=attention_table(last) if last else None,
+        alignment=alignment_table(last) if last else None,
         settings=settings(record),
-        outcome=outcome,  # pages of runs without trials do not pass it
     )
 
 
+def titled(record: Record) -> str:
+    """Return what the report is about: an audit, or a training up to a step."""
+    if record.is_audited:
+        return f"Audit of {record.facts.model}"
+    return "Training" + "".join(f" up to step {r.step:,}" for r in record.reports[-1:])
+
+
 def headline(findings: Sequence[Finding], record: Record) -> str:
-    """Return the number of findings to fix or to watch, in words.
+    """Return the number of findings to fix or to watch; of a training, the strongest ones.
 
     If the copy does not train as the user's run did, the headline says so, since findings in the
     copy, or their absence, may not apply to the run.
     """
+    if not record.is_audited:
+        return running_headline(findings, record)
     differs = "the copy does not train as your run did" if own_run.difference(record) else ""
     counts = Counter(finding.strength for finding in findings)
+    act, watch = (
+        "one thing" if counts[strength] == 1 else f"{counts[strength]} things"
+        for strength in ("act", "watch")
+    )
     if counts["act"]:
-        things = "one thing" if counts["act"] == 1 else f"{counts['act']} things"
-        also = f", and {differs}" if differs else ""
-        return f"{things[0].upper()}{things[1:]} to fix{also}"
-    if differs:
-        return f"{differs[0].upper()}{differs[1:]}"
-    if counts["watch"]:
-        things = "one thing" if counts["watch"] == 1 else f"{counts['watch']} things"
-        return f"Nothing to fix, {things} to watch"
-    return "Nothing to fix"
+        said = f"{act} to fix" + f", and {differs}" * bool(differs)
+    else:
+        said = differs or "nothing to fix" + f", {watch} to watch" * bool(counts["watch"])
+    return said[0].upper() + said[1:]
 
 
 def settings(record: Record) -> dict[str, str]:
@@ -138,25 +150,6 @@ def introduced(record: Record, name: str = "") -> str:
     ))  # fmt: skip
 
 
-def _changes(record: Record) -> list[dict[str, float]]:
-    """Return expected and realised change of the loss at the measured steps."""
-    changes = []
-    for report in record.reports:
-        realised = record.realised.get(report.step, report.realised_loss_change)
-        if realised is None or report.step >= len(record.losses):
-            continue
-        expected = math.nan if report.descent is None else -report.descent
-        changes.append(
-            {
-                "step": report.step,
-                "loss": record.losses[report.step],
-                "expected": expected,
-                "realised": realised,
-            }
-        )
-    return changes
-
-
 def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -170,16 +163,6 @@ def last_with_direction(reports: Sequence[StepReport]) -> StepReport | None:
     return reports[-1] if reports else None
 
 
-def is_taken(reports: Sequence[StepReport], measure: str) -> bool:
-    """Return whether some layer has the measure at some step."""
-    return any(taken(report, (measure,)) for report in reports)
-
-
-def strengths_of(findings: Sequence[Finding]) -> Mapping[str, int]:
-    """Return the number of findings of each strength."""
-    return {strength: sum(f.strength == strength for f in findings) for strength in STRENGTHS}
-
-
 def notes_of(record: Record) -> list[str]:
     """Return the notes of the record and of its reports, each once."""
     notes = [*record.notes, *(note for report in record.reports for note in report.notes)]
@@ -188,24 +171,16 @@ def notes_of(record: Record) -> list[str]:
 
 def attention_table(report: StepReport) -> dict[str, Any] | None:
     """Return a table with a row per attention module; None if none was measured."""
-    if not report.attention:
-        return None
     measures = taken(report, ATTENTION_MEASURES)
     rows = [
-        (
-            path,
-            f"{reading.samples_seen:,} of {reading.samples_total:,}",
-            [cell(reading, measure) for measure in measures],
-        )
-        for path, reading in report.attention.items()
+        (path, f"{r.samples_seen:,} of {r.samples_total:,}", [cell(r, name) for name in measures])
+        for path, r in report.attention.items()
     ]
-    return {"measures": measures, "rows": rows}
+    return {"measures": measures, "rows": rows} if rows else None
 
 
 def alignment_table(report: StepReport) -> dict[str, Any] | None:
     """Return a table with a row per layer of the probe; None if no probe was requested."""
-    if not report.alignment:
-        return None
     rows = [
         (
             path,
@@ -214,4 +189,4 @@ def alignment_table(report: StepReport) -> dict[str, Any] | None:
         )
         for path, reading in report.alignment.items()
     ]
-    return {"measures": ALIGNMENT_MEASURES, "rows": rows}
+    return {"measures": ALIGNMENT_MEASURES, "rows": rows} if rows else None

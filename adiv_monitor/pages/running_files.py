@@ -7,7 +7,7 @@ from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.digest import MARK, digest
-from adiv_monitor.pages.running_page import running_page
+from adiv_monitor.pages.report_page import page as page_of
 
 _HEAD = 200  # characters in which the marks of our files are searched
 
@@ -18,7 +18,7 @@ def running_files(
     """Return file ending → text: ".html", ".json" and ".md"; see `digest`."""
     report = Diagnosis(tuple(findings), record)
     return {
-        ".html": running_page(record, findings, count, alarms),
+        ".html": page_of(report, count, alarms),
         ".json": report.to_json(),
         ".md": digest(report, count, alarms),
     }

@@ -12,11 +12,12 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Raised, Running
 from adiv_monitor.diagnosis.titles import finding_title
 from adiv_monitor.diagnosis.verdict import running_headline, untold
+from adiv_monitor.pages.digest import finding_lines, named
 from adiv_monitor.pictures.grid import Grid, grids
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
 from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.printable import markdown, printable, quoted
-from adiv_monitor.report import WORST, StepReport
+from adiv_monitor.report import StepReport
 from adiv_monitor.report.blocks import common_stem
 from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks.budget import Budget
@@ -108,10 +109,10 @@ class Board:
         record = self._running.record()
         shown = grids(record, HEALTH)
         found = tuple(findings)
-        named = red_layers(found)
+        red = red_layers(found)
         end = f"/{name}" if name else ""
         pictures = {
-            f"adiv/per_layer/{measure}{end}": heat_picture(found_there, named).png()
+            f"adiv/per_layer/{measure}{end}": heat_picture(found_there, red).png()
             for measure, found_there in shown.items()
             if is_told(measure, found_there.values) or found_there.not_finite.any()
         }
@@ -131,8 +132,8 @@ def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Pic
     stem = printable(common_stem(layers).rstrip(".") or name)
     whose = f"{stem}: {headline}" if name else headline
     rows = list(grids(record, panels, layers).values())
-    named = red_layers(findings)
-    return overview_picture(rows, whose, _said(findings), named, _losses(record))
+    red = red_layers(findings)
+    return overview_picture(rows, whose, _said(findings), red, _losses(record))
 
 
 def _losses(record: Record) -> list[float | None]:
@@ -152,8 +153,8 @@ def _panels(known: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str
     ('update_ratio', 'gradient', 'idle_share', 'scale_mean')
     """
     front = [measure for measure in OVERVIEW if measure in known]
-    named = dict.fromkeys(e.measure for finding in findings for e in finding.evidence)
-    extra = [m for m in named if m in known and m not in front][:_MOST_EVIDENCE]
+    seen = dict.fromkeys(e.measure for finding in findings for e in finding.evidence)
+    extra = [m for m in seen if m in known and m not in front][:_MOST_EVIDENCE]
     return (*front[: len(OVERVIEW) - len(extra)], *extra) if front else ()
 
 
@@ -167,17 +168,7 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
     """Format findings as Markdown: verdict, layers, fixes; and questions that stay open."""
     found = tuple(findings)
     parts = [f"### {running_headline(found, record)}"]
-    for finding in found:
-        where = f" Where: {listed(list(finding.layers), as_code=True)}." if finding.layers else ""
-        since = "" if finding.since is None else f", since step {finding.since:,}"
-        parts.append(
-            f"**{finding_title(finding.name)}** ({finding.strength}, `{finding.name}`{since}). "
-            + markdown(finding.summary)
-            + where
-        )
-        parts.append("\n".join(f"{i}. {markdown(a.text)}" for i, a in enumerate(finding.advice, 1)))
-        if finding.not_advised:
-            parts.append(f"What would not help: {markdown(finding.not_advised)}")
+    parts += [f"**{named(each)}**\n\n" + "\n".join(finding_lines(each, False)) for each in found]
     open_questions = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
     return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{open_questions}"])
 
@@ -192,30 +183,3 @@ def _said(findings: Iterable[Finding]) -> list[str]:
         title = f"{finding_title(finding.name)} ({finding.strength})"
         said.append(printable(f"• {title}{where}.{advice}"))
     return said or [_UNTOLD]
-
-
-def worst_layers(report: StepReport, measures: Iterable[str]) -> str:
-    """Format a Markdown table: per measure the layer at its bad end, if known and not ideal."""
-    chosen = set(measures)
-    rows = []
-    for measure, summary in report.summary().items():
-        if measure not in chosen or summary.min_layers == summary.max_layers:
-            continue
-        bad = WORST.get(measure)
-        low = _extreme(report, measure, summary.min_layers, summary.min)
-        high = _extreme(report, measure, summary.max_layers, summary.max)
-        if (bad == "min" and summary.min > 1 - 1e-3) or (bad == "max" and summary.max == 0):
-            continue  # the worst layer is ideal
-        rows.append(f"| {measure} | {high if bad == 'max' else low} |"
-                    + (" |" if bad else f" {high} |"))  # fmt: skip
-    head = ["| measure | worst, or smallest | and largest |", "| --- | --- | --- |"]
-    return "\n".join([*head, *rows])
-
-
-def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> str:
-    """Name the extreme layer and its value, or the candidates and their common value."""
-    names = listed(list(layers), as_code=True)
-    if len(layers) > 1:
-        return f"one of {names}, near {value:.3g}"
-    error = report.readings(measure)[layers[0]].standard_error.get(measure, 0.0)
-    return f"{names} {value:.3g}" + (f" ± {error:.1g}" if error else "")

@@ -29,18 +29,9 @@ from adiv_monitor.report.wording import (
 
 # Measures that fit a terminal of 120 columns beside a short name; then the optional measures.
 TABLE_MEASURES: tuple[str, ...] = (
-    "update_ratio",
-    "update_cosine",
-    "gradient_cosine",
-    "diagonal_cosine",
-    "effective_lr",
-    "scale_mean",
-    "scale_cv",
-    "interference_ratio",
-    "harmed_fraction",
-    "attainable_cosine",
-    *REALISED_MEASURES,
-    *ATTENTION_MEASURES,
+    *("update_ratio", "update_cosine", "gradient_cosine", "diagonal_cosine", "effective_lr"),
+    *("scale_mean", "scale_cv", "interference_ratio", "harmed_fraction", "attainable_cosine"),
+    *(*REALISED_MEASURES, *ATTENTION_MEASURES),
     *("alpha", "omega", "u", "cumulative", "kappa_alpha"),
 )
 # Most rows of a report that is shown by itself; more would push its head off the screen.

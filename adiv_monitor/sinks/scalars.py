@@ -22,40 +22,18 @@ Scalars = Literal["few", "all"]
 # Default measures of a dashboard: those that best separate most planted faults from healthy runs
 # (tests/benchmarks/results/separation.md), the step's cosine, and the optional measures.
 FRONT_MEASURES: tuple[str, ...] = (
-    "update_ratio",
-    "descent",
-    "idle_share",
-    "effective_lr",
-    "scale_mean",
-    "update_cosine",
-    "attainable_cosine",
-    *REALISED_MEASURES,
-    *ATTENTION_MEASURES,
-    *ALIGNMENT_MEASURES,
+    *("update_ratio", "descent", "idle_share", "effective_lr", "scale_mean", "update_cosine"),
+    *("attainable_cosine", *REALISED_MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES),
 )
 BLOCK_MEASURES: tuple[str, ...] = ("update_ratio", "descent", "update_cosine")
 
 # Default measures of each layer, which callbacks may monitor: one measure per question, and the
 # optional measures: the ceiling, the realised ones, those of attention and of alignment.
 DEFAULT_MEASURES: tuple[str, ...] = (
-    "update_cosine",
-    "gradient_cosine",
-    "diagonal_cosine",
-    "effective_lr",
-    "scale_mean",
-    "scale_cv",
-    "interference_ratio",
-    "row_cosine_p50",
-    "harmed_fraction",
-    "update_ratio",
-    "descent",
-    "idle_share",
-    "parameter_cosine",
-    "projection_cosine",
-    "attainable_cosine",
-    *REALISED_MEASURES,
-    *ATTENTION_MEASURES,
-    *ALIGNMENT_MEASURES,
+    *("update_cosine", "gradient_cosine", "diagonal_cosine", "effective_lr", "scale_mean"),
+    *("scale_cv", "interference_ratio", "row_cosine_p50", "harmed_fraction", "update_ratio"),
+    *("descent", "idle_share", "parameter_cosine", "projection_cosine", "attainable_cosine"),
+    *(*REALISED_MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES),
 )
 
 # Option of the monitor → the measures that it enables.

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakKeyDictionary
 
 from adiv_monitor.diagnosis.titles import chart_text
+from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport, taken
 from adiv_monitor.report.wording import not_measured, percent, trained
-from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text, worst_layers
+from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     FRONT_MEASURES,
@@ -173,7 +174,7 @@ class TensorBoardSink:
         measures = self._measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)
         if report.ends_round:  # single turns would change these texts each time
             whole = self._board.last
-            self._write_text("worst_layers", worst_layers(whole, measures), report.step)
+            self._write_text("worst_layers", "\n".join(worst_lines(whole, measures)), report.step)
             self._write_text("not_measured", _not_measured(whole), report.step)
         self._write_text("notes", _bullets(report.notes), report.step)
         self._write_text("alarms", _bullets(map(str, report.alarms)), report.step)

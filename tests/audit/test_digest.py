@@ -9,9 +9,10 @@ import pytest
 from example_reports import reading, report
 
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.pages import digest
+from adiv_monitor.pages import digest, page
 from adiv_monitor.report import Alarm
 
 LAYERS = [f"blocks.{i}.linear" for i in range(300)]
@@ -80,6 +81,9 @@ def test_it_says_what_the_page_says() -> None:
     text = digest(faulty)
     title, *headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     assert title == "Audit of `my_project.models.Small`"
+    for of in (text, re.sub(r"<[^>]*>", "", page(faulty))):
+        happens, why = of.index("Loss: "), of.index(faulty.findings[0].summary[:40])
+        assert happens < why < of.index(faulty.findings[0].advice[0].text, why)
     assert headings[1] == "1. Inputs of an unsuitable scale (act, `input-scale`, since step 0)"
     for words in ("## What was looked for", "## What was measured", "## Settings", "## Loss"):
         assert words in text
@@ -92,6 +96,15 @@ def test_it_says_what_the_page_says() -> None:
     assert "`stem.0`" in text
 
 
+def test_what_follows_from_a_cause_comes_after_all_causes_without_advice() -> None:
+    faulty = example_audits.faulty()
+    behind = Finding("dead-units", ("stem.0",), "watch", (), FIRST_THAT, "Units are dead.")
+    made = replace(faulty, findings=(behind, *faulty.findings))
+    for of in (digest(made), re.sub(r"<[^>]*>", "", page(made))):
+        assert FIRST_THAT[0].text not in of
+        assert of.index(faulty.findings[-1].summary[:40]) < of.index("What may follow from these")
+
+
 def test_every_worst_layer_has_a_line_with_its_own_title() -> None:
     _, _, lines = digest(example_audits.healthy()).partition("## Worst layers")
     titles = re.findall(r"^- ([^:]*):", lines, re.MULTILINE)
@@ -101,7 +114,7 @@ def test_every_worst_layer_has_a_line_with_its_own_title() -> None:
 
 def test_what_was_not_looked_at_is_said() -> None:
     text = digest(example_audits.healthy())
-    assert "- Wiring: nothing found; not checked: " in text
+    assert "- Course of the loss: nothing found; not checked: " in text
     assert "other learning rates (not tried)" in text
     assert "## Findings" not in text
 

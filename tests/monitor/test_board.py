@@ -208,8 +208,8 @@ def test_the_text_says_what_where_and_what_to_do() -> None:
     record = vanishing()
     found = running(*record.reports)
     text = findings_text(found.findings(), found.record())
-    assert "**Vanishing gradients** (watch, `vanishing`, since step 0)" in text
-    assert "1. add layer normalisation in front of all layers" in text
+    assert "**Vanishing gradients (watch, `vanishing`, since step 0)**" in text
+    assert "- Fix: add layer normalisation in front of all layers" in text
     assert "`adiv-audit`" in text
 
 

@@ -134,10 +134,11 @@ def test_text_names_the_worst_layers(tmp_path: Path) -> None:
     found = write(tmp_path, report(4, layers=layers))
     ((step, text),) = texts(found, "adiv.summary/worst_layers")
     assert step == 4
-    assert "| update_cosine | `low` 0.1 | |" in text
-    assert "| scale_cv | `high` 2 | |" in text
-    assert "| scale_mean | `low` 3 | `high` 70 |" in text
-    assert "projection_cosine" not in text, "as good as can be"
+    assert "- Cosine of the step: 0.100 in `low`" in text
+    assert "- Spread of the row scales: 2.000 in `high`" in text
+    assert "- Row scale, mean, lowest: 3.000 in `low`\n" in text
+    assert "- Row scale, mean, highest: 70.000 in `high`\n" in text
+    assert "projection" not in text, "as good as can be"
 
 
 def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -> None:
@@ -152,9 +153,9 @@ def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -
         for layer, cosine in cosines.items()
     }
     ((_, text),) = texts(write(tmp_path, report(4, layers=layers)), "adiv.summary/worst_layers")
-    assert "| update_cosine | one of `a`, `c`, `b` and 1 more, near 0.115 | |" in text
-    assert "| harmed_fraction | `e` 0.9 ± 0.01 | |" in text
-    assert "scale_mean" not in text, "nothing to be told"
+    assert "- Cosine of the step: 0.12 in one of `a`, `c`, `b` and 1 more" in text
+    assert "- Harmed rows: 0.90 in `e`" in text
+    assert "Row scale" not in text, "nothing to be told"
 
 
 def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
