@@ -173,27 +173,6 @@ class Outcome(NamedTuple):
     words: str
 
 
-def outcome(trial: Trial | None, untried: str = "") -> Outcome:
-    """Return mark and words of a trial, or of its absence, for all outputs.
-
-    Args:
-        trial: the trial; None: nothing was tried.
-        untried: reason why nothing was tried.
-    """
-    if trial is None:
-        return Outcome("→", f"not tried: {untried}" if untried else "not tried")
-    if trial.helps:
-        by_rate = math.inf if trial.loss_by_rate is None else trial.loss_by_rate
-        # If the run without the fix is better than by_rate, the comparison is already in the text.
-        is_beside = by_rate < trial.loss_without
-        alone = f"; another learning rate alone gives {by_rate:.3g}" * is_beside
-        return Outcome("✓", f"{trial}{alone}")
-    if math.isinf(trial.loss):
-        return Outcome("✗", f"{trial}")
-    why = trial.objection if trial.pays else "which does not help"
-    return Outcome("✗", f"{trial}, {why}")
-
-
 @dataclass(frozen=True)
 class Advice:
     """A suggested fix of a finding.
@@ -219,8 +198,17 @@ class Advice:
     @property
     def outcome(self) -> Outcome:
         """Mark and words of the outcome of this advice."""
-        only_you = "the audit can't do this itself" if self.fix is None else ""
-        return outcome(self.trial, self.untried or only_you)
+        trial = self.trial
+        if trial is None:
+            why = self.untried or "the audit can't do this itself" * (self.fix is None)
+            return Outcome("→", f"not tried: {why}" if why else "not tried")
+        if not trial.helps:
+            why = trial.objection if trial.pays else "which does not help"
+            return Outcome("✗", f"{trial}" if math.isinf(trial.loss) else f"{trial}, {why}")
+        by_rate = math.inf if trial.loss_by_rate is None else trial.loss_by_rate
+        # If the run without the fix is better than by_rate, the comparison is already in the text.
+        alone = f"; another learning rate alone gives {by_rate:.3g}"
+        return Outcome("✓", f"{trial}{alone * (by_rate < trial.loss_without)}")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from adiv_monitor.diagnosis.course import FEWEST, course, end, is_long_enough, may_have_fallen
 from adiv_monitor.diagnosis.diagnose import fault_of
 from adiv_monitor.diagnosis.faults import FAULTS, could_show
-from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS
+from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, several
 from adiv_monitor.diagnosis.faults.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.finding import STRENGTHS, Finding
-from adiv_monitor.diagnosis.readings import by_layer, maps
+from adiv_monitor.diagnosis.readings import maps
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.titles import finding_title
 
@@ -32,6 +32,17 @@ class Untold(NamedTuple):
 
     title: str
     would_tell: str
+
+
+_ONLY_AUDITS = (
+    Untold("Whether another learning rate does better", _AUDIT),
+    Untold("Wiring: parameters that are frozen, or that nothing uses", _AUDIT),
+    Untold(
+        "Whether labels belong to their inputs",
+        "overfit one batch, and look at some samples with their labels",
+    ),
+    Untold("The inputs themselves, single units, the loss function, decay, clipping", _AUDIT),
+)
 
 
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
@@ -68,39 +79,27 @@ def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]
 
 def untold(record: Record) -> tuple[Untold, ...]:
     """Return the questions that these reports can't answer, and how to answer them."""
-    found = []
-    if len(record.losses) < FEWEST and not record.first_non_finite:
-        why = (
-            "pass the loss of every step to the monitor (`Monitor(…, loss=…)` or "
-            f"`monitor.log_loss(…)`), for at least {FEWEST} steps"
-        )
-        found.append(Untold("Whether the loss falls", why))
-    if len(record.reports) < FEWEST_REPORTS:
-        why = f"measure at least {FEWEST_REPORTS} steps (a smaller `every_n_steps`)"
-        found.append(
-            Untold("How far layers typically move, and how the optimizer changes the step", why)
-        )
-    if maps(record) and not FAULTS["vanishing"].shown_by(record):
-        found.append(
-            Untold(
-                "Whether gradients vanish or explode from the start",
-                "measure step 0 of a network with at least three layers",
-            )
-        )
-    if not by_layer(record, "attainable_cosine"):
-        found.append(
-            Untold("Direction lost to interference", "measure with `Monitor(…, attainable=True)`")
-        )
-    return (
-        *found,
-        Untold("Whether another learning rate does better", _AUDIT),
-        Untold("Wiring: parameters that are frozen, or that nothing uses", _AUDIT),
+    is_short = len(record.losses) < FEWEST and not record.first_non_finite
+    not_from_the_start = maps(record) and not FAULTS["vanishing"].shown_by(record)
+    asked = {
         Untold(
-            "Whether labels belong to their inputs",
-            "overfit one batch, and look at some samples with their labels",
+            "Whether the loss falls",
+            "pass the loss of every step to the monitor (`Monitor(…, loss=…)` or "
+            f"`monitor.log_loss(…)`), for at least {FEWEST} steps",
+        ): is_short,
+        Untold(
+            "How far layers typically move, and how the optimizer changes the step",
+            f"measure at least {FEWEST_REPORTS} steps (a smaller `every_n_steps`)",
+        ): not several(record),
+        Untold(
+            "Whether gradients vanish or explode from the start",
+            "measure step 0 of a network with at least three layers",
+        ): not_from_the_start,
+        Untold("Direction lost to interference", "measure with `Monitor(…, attainable=True)`"): (
+            not FAULTS["interference"].shown_by(record)
         ),
-        Untold("The inputs themselves, single units, the loss function, decay, clipping", _AUDIT),
-    )
+    }
+    return (*(line for line, is_open in asked.items() if is_open), *_ONLY_AUDITS)
 
 
 def until(record: Record) -> str:
@@ -126,5 +125,7 @@ def loss_words(record: Record) -> str:
 
 def what_happens(record: Record) -> str:
     """Return what the loss does, with its first value and the mean of its last quarter."""
-    ends = f", {record.losses[0]:.3g} → {end(record):.3g}" if record.losses else ""
-    return f"Loss: {loss_words(record)}{ends}."
+    if not record.losses:
+        return f"Loss: {LOSS_UNKNOWN}."
+    ends = f"{record.losses[0]:.3g} at first, {end(record):.3g} over the last quarter"
+    return f"Loss: {loss_words(record)}, {ends}."

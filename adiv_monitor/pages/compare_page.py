@@ -120,13 +120,10 @@ def _maps(*records: Record) -> list[tuple[str, list[str]]]:
     for measure in _DRAWN:
         grids = [grid(record, measure) for record in records]
         if any(grids):
-            pngs = [b"" if one is None else heat_picture(one).png() for one in grids]
-            found.append((measure_title(measure), [_address(png) for png in pngs]))
+            pngs = [one and base64.b64encode(heat_picture(one).png()).decode() for one in grids]
+            urls = [f"data:image/png;base64,{png}" if png else "" for png in pngs]
+            found.append((measure_title(measure), urls))
     return found
-
-
-def _address(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}" if png else ""
 
 
 def _steps(a: Diagnosis, b: Diagnosis) -> tuple[StepReport | None, StepReport | None]:

@@ -43,6 +43,7 @@ def digest(report: Diagnosis, count: int | None = None, alarms: Iterable[object]
         alarms: alarms that rules of the user's have raised.
     """
     record, findings = report.record, report.findings
+    known = settings(record) if record.is_audited else {}
     parts = [
         [MARK, *_head(report, len(record.reports) if count is None else count)],
         _some("Alarms", [f"- {markdown(str(alarm))}" for alarm in alarms], _MOST_ALARMS),
@@ -52,7 +53,7 @@ def digest(report: Diagnosis, count: int | None = None, alarms: Iterable[object]
             [f"- {c.title}: {markdown(c.state)}" for c in checks(findings, record)],
         ),
         _measured(record),
-        _listed("Settings", _settings(record)),
+        _listed("Settings", [f"- {name}: {markdown(value)}" for name, value in known.items()]),
         _losses(record),
         _worst(record),
     ]
@@ -134,11 +135,6 @@ def _measured(record: Record) -> list[str]:
     lines += notes[:_MOST_NOTES]
     lines += [f"{len(notes) - _MOST_NOTES} more notes"] if len(notes) > _MOST_NOTES else []
     return [*said, *([""] if lines else []), *(f"- {markdown(line)}" for line in lines)]
-
-
-def _settings(record: Record) -> list[str]:
-    known = settings(record) if record.is_audited else {}
-    return [f"- {name}: {markdown(value)}" for name, value in known.items()]
 
 
 def _losses(record: Record) -> list[str]:

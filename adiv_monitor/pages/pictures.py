@@ -50,7 +50,12 @@ _HIGHEST = 1e300  # above it, the ends of an axis overflow
 
 
 def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
-    """Draw loss and, if known, gradient norm by step; with measured steps and trials' losses."""
+    """Draw loss and, if known, gradient norm by step; with measured steps and trials' losses.
+
+    Args:
+        record: record of the run.
+        trials: each fix once, those with most gain first.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -65,7 +70,7 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
         bottom = 0.1 if norms else 0.14
         figure.subplots_adjust(left=0.07, right=right, top=0.97, bottom=bottom, hspace=0.16)
         _draw_losses(loss, record.steps_of_losses, record.losses, "accent")
-        shown = _several(trials)
+        shown = trials[:_MOST_TRIALS]
         # Set before marking the measured steps, whose marks need no room on the axis.
         _draw_trials(loss, shown, len(record.losses))
         _set_scale(loss, [*record.losses, *(trial.loss for trial in shown)])
@@ -200,14 +205,6 @@ def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> Non
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": _COLOURS["line"], "linewidth": 0.8},
         )
-
-
-def _several(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials with most gain, each fix once."""
-    by_fix: dict[str, Trial] = {}
-    for trial in trials:
-        by_fix.setdefault(trial.fix, trial)
-    return sorted(by_fix.values(), key=lambda trial: -trial.gain)[:_MOST_TRIALS]
 
 
 def _trial_label(trial: Trial) -> str:

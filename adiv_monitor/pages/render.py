@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adiv_monitor.diagnosis.course import end
 from adiv_monitor.diagnosis.titles import (
     MEASURE_TITLES,
     SHORT_TITLES,
@@ -64,7 +63,6 @@ _WORDS: dict[str, Any] = {
     "evidence_rows": evidence_rows,
     "significant": significant,
     "isfinite": math.isfinite,
-    "end": end,  # the loss of which findings speak
     "size": {"width": WIDTH, "height": HEIGHT},
 }
 

@@ -19,7 +19,7 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
 from adiv_monitor.audit import report as report_module
 from adiv_monitor.diagnosis.faults import FAULTS
-from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
+from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Evidence, Finding, Trial
 from adiv_monitor.sinks import JsonlSink
 
 HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf, "scale_cv": None}
@@ -243,7 +243,7 @@ def test_a_verdict_says_that_nothing_was_tried() -> None:
 )
 def test_a_trial_in_words(loss: float, without: float, said: str) -> None:
     error = 0.01 if math.isfinite(loss + without) else math.nan
-    assert outcome(Trial("fix", 9, loss, without, None, error)).words == said
+    assert Advice("", trial=Trial("fix", 9, loss, without, None, error)).outcome.words == said
 
 
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from adiv_monitor.diagnosis.finding import (
     Advice,
     Finding,
     Trial,
-    outcome,
 )
 from adiv_monitor.pages import page
 
@@ -78,7 +77,9 @@ def test_the_table_of_trials_has_the_same_marks() -> None:
     record = replace(SMALL.record, rates=dict(enumerate(trials)))
     text = page(AuditReport((), record))
     marks = re.findall(r'<th scope="row">learning rate × (\d)</th>.*?>([✓✗→])[^<]*</td></tr>', text)
-    assert dict(marks) == {str(i): outcome(trial).mark for i, trial in enumerate(trials)}
+    assert dict(marks) == {
+        str(i): Advice("", trial=trial).outcome.mark for i, trial in enumerate(trials)
+    }
 
 
 def test_a_tick_is_for_what_is_lower_than_all_that_it_must_beat() -> None:
@@ -87,7 +88,7 @@ def test_a_tick_is_for_what_is_lower_than_all_that_it_must_beat() -> None:
         if not trial.fix.startswith("rate*") and trial.loss_by_rate is not None:
             others.append(trial.loss_by_rate)
         helps = math.isfinite(trial.loss) and all(trial.loss < 0.98 * other for other in others)
-        mark, words = outcome(trial)
+        mark, words = Advice("", trial=trial).outcome
         assert mark == ("✓" if helps else "✗")
         said = "does not help" in words or "no better than" in words
         assert said == (not helps and math.isfinite(trial.loss))
@@ -99,7 +100,7 @@ def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
     trial = Trial("rate*10", 50, 1.41, 3.0, None, 0.01, constant=1.39)
     assert trial.pays and not trial.helps
     words = "loss after 50 steps 1.41 instead of 3 (± 0.01), no better than a constant prediction"
-    assert outcome(trial).words == f"{words} (1.39)"
+    assert Advice("", trial=trial).outcome.words == f"{words} (1.39)"
     within_noise = replace(trial, loss=1.3, loss_error=0.1)
     assert not within_noise.helps and replace(within_noise, loss_error=0.01).helps
     finding = Finding("rate-too-low", "act", "Slow.", (), (Advice("more", "rate*10", trial),))
@@ -108,7 +109,8 @@ def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
 
 
 def test_what_was_not_tried_says_why() -> None:
-    assert outcome(None, "there is no momentum") == ("→", "not tried: there is no momentum")
+    unmoved = Advice("less", "less-momentum", untried="there is no momentum")
+    assert unmoved.outcome == ("→", "not tried: there is no momentum")
     assert Advice("look at it").outcome == ("→", "not tried: the audit can't do this itself")
     assert Advice("clip", "clip").outcome == ("→", "not tried")
 
