@@ -54,39 +54,11 @@ _FAMILIES: Mapping[str, tuple[str, str, Callable[[Record], str] | None]] = {
         "Are samples and axes kept apart, and gradients, inputs and activations used?",
         _of_samples,
     ),
-    ("Finite values", "Are losses, activations and gradients finite?", ("non-finite",), _always),
-    (
-        "Inputs",
-        "Are they of a suitable scale, centred and shuffled? Are rows of similar length? Do labels "
-        "belong to their inputs?",
-        (
-            *("input-scale", "input-mean", "row-spread", "constant-data", "same-batch"),
-            *("unshuffled", "target-leak", "targets-moved", "labels-unrelated"),
-            "batch-part-unread",
-        ),
-        _of_inputs,
-    ),
-    (
-        "Learning rate",
-        "Is it too high or too low? Does the loss fall? Do layers learn at similar speeds?",
-        ("rate-too-high", "rate-too-low", "uneven-rates", "loss-stuck"),
-        _of_rates,
-    ),
-    (
+    "targets": ("Targets", "Do outputs and targets fit each other and the loss?", None),
+    "loss": (
         "Loss",
-        "Does it receive the outputs and targets that it expects? Is its size suitable?",
-        (
-            *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
-            *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
-            *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
-            *("dropout-on-outputs", "outputs-normalised", "zero-slope", "zero-gradient"),
-            *("logits-as-probabilities", "loss-reversed", "targets-misplaced", "pairs-reversed"),
-            *("label-smoothing", "class-weights", "class-untaught", "padding-counts"),
-            *("penalty-dominates", "collapsed"),
-            *("penalty-dominates", "collapsed"),
-            *("term-without-graph", "terms-opposed"),
-        ),
-        _of_loss,
+        "Does it teach all labels? Is its slope zero? Do its terms oppose each other?",
+        lambda r: "the loss of a constant prediction (not known)" * (r.chance is None),
     ),
     "data": ("Data", "Do they differ? Are they shuffled? Do labels belong to inputs?", None),
     "numbers": ("Finite values", "Are losses, activations and gradients finite?", None),
@@ -116,26 +88,7 @@ _FAMILIES: Mapping[str, tuple[str, str, Callable[[Record], str] | None]] = {
         "Does it fall? Can the model overfit one batch? Do rows disturb each other's step?",
         lambda r: "overfitting one small batch (not tried)" * (r.overfit is None),
     ),
-    (
-        "Code",
-        "Are all parameters registered, modules in the right mode, gradients and axes intact?",
-        (
-            *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
-            *("left-in-eval", "batch-norm-starved", "dropout-too-high", "dropout-in-eval"),
-            "running-statistics",
-            *("samples-mixed", "reshape-scrambles", "gradient-cut", "no-activation"),
-            *("gradient-differs", "state-carried"),
-            *(
-                "unsafe-division",
-                "input-partly-ignored",
-                "order-ignored",
-            ),
-            *("attention-axis", "attention-saturated"),
-            "outputs-constant",
-        ),
-        _of_probes,
-    ),
-)
+}
 
 
 def checks(findings: Sequence[Finding], record: Record) -> tuple[Check, ...]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.course import course, end, is_measure, noise, smoothed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.course import course, end, is_known, is_measure, noise, smoothed
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, reported, several
 from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.phases import at_peak, learning_rate
-from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, these, worst_first
+from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, maps, these, worst_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import percent
@@ -54,8 +54,14 @@ def share_of(
     return (paths, share) if share >= LEAST_SHARE else ((), 0.0)
 
 
-@fault("not-zeroed", "Gradients are not zeroed between steps", of="monitor", about="loop",
-       explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"))  # fmt: skip
+@fault(
+    "not-zeroed",
+    "Gradients are not zeroed between steps",
+    shown_by=lambda record: several(record) and maps(record),
+    of="monitor",
+    about="loop",
+    explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"),
+)
 def not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
 
@@ -90,7 +96,13 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
         layers=layers, since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
 
-@fault("zeroed-early", "Gradients are zeroed before the step uses them", of="monitor", about="loop")
+@fault(
+    "zeroed-early",
+    "Gradients are zeroed before the step uses them",
+    shown_by=several,
+    of="monitor",
+    about="loop",
+)
 def zeroed_early(record: Record) -> Iterator[Finding]:
     """Find gradients that are removed between the backward pass and the step, or between passes."""
     passes = {report.zeroed_passes for report in record.reports}
@@ -112,7 +124,13 @@ def zeroed_early(record: Record) -> Iterator[Finding]:
         "Another learning rate does not bring these gradients back.", layers=paths)  # fmt: skip
 
 
-@fault("clipping-always", "Most gradients are clipped", of="monitor", about="loop")
+@fault(
+    "clipping-always",
+    "Most gradients are clipped",
+    shown_by=lambda r: reported("loss_gradients")(r) and optimizer_of(r) not in SCALE_FREE,
+    of="monitor",
+    about="loop",
+)
 def clipped(record: Record) -> Iterator[Finding]:
     """Find clipping that leaves so little of the gradient that the layers hardly move."""
     if optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
@@ -144,8 +162,20 @@ def clipped(record: Record) -> Iterator[Finding]:
         "keep their length.")  # fmt: skip
 
 
-@fault("rate-gone", "The learning rate is gone before the end", of="monitor", about="loop")
-@fault("rate-rises", "The learning rate rises until the loss does", of="monitor", about="loop")
+@fault(
+    "rate-gone",
+    "The learning rate is gone before the end",
+    shown_by=reported("learning_rates"),
+    of="monitor",
+    about="loop",
+)
+@fault(
+    "rate-rises",
+    "The learning rate rises until the loss does",
+    shown_by=lambda record: is_known(record) and reported("learning_rates")(record),
+    of="monitor",
+    about="loop",
+)
 def schedule(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is zero, is gone long before the end, or rises too far."""
     rates = {r.step: rate for r in record.reports if (rate := learning_rate(r)) is not None}
@@ -188,7 +218,15 @@ def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
                     "its peak"),), since=there)  # fmt: skip
 
 
-@fault("weights-set-back", "Weights are set back between steps", of="monitor", about="loop")
+@fault(
+    "weights-set-back",
+    "Weights are set back between steps",
+    shown_by=lambda record: (
+        several(record) and any(r.weights_returned is not None for r in record.reports)
+    ),
+    of="monitor",
+    about="loop",
+)
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
@@ -210,8 +248,13 @@ def set_back(record: Record) -> Iterator[Finding]:
         "No learning rate helps while other code undoes the steps.")  # fmt: skip
 
 
-@fault("gradients-summed", "Gradients of micro-batches are summed, not averaged", of="monitor",
-       about="loop")  # fmt: skip
+@fault(
+    "gradients-summed",
+    "Gradients of micro-batches are summed, not averaged",
+    shown_by=reported("loss_gradients"),
+    of="monitor",
+    about="loop",
+)
 def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
     counts = {len(report.loss_gradients) for report in record.reports}

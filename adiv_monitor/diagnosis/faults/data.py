@@ -7,7 +7,7 @@ moved against its image? Last: do the labels belong to the inputs at all?
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds, reported
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.record import Fact, Record
@@ -83,8 +83,14 @@ def _constant_part(fact: Fact) -> Finding:
         since=0)  # fmt: skip
 
 
-@fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
-       explains=("cannot-overfit", "behind-reference"))  # fmt: skip
+@fault(
+    "same-batch",
+    "The same batch is repeated",
+    shown_by=lambda r: len(r.reports) >= FEWEST_SAME and reported("batch")(r),
+    of="monitor",
+    certain=True,
+    explains=("cannot-overfit", "behind-reference"),
+)
 def one_batch(record: Record) -> Iterator[Finding]:
     """Find inputs that are equal in all measured steps, and in the step after each."""
     sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}

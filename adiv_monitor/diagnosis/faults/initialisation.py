@@ -55,7 +55,6 @@ ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
 # 2021), there of weights' gradients. Healthy nets read 0.03 to 3; an untrained EfficientNet 76.
 VANISHED, EXPLODED = 1e-3, 70.0
-FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
 # Gradients shrink or grow on their way through all layers, not only those that a finding names.
 _AGAIN, _LAYER_NORM, _BATCH_NORM = (
     Advice(text, fix, everywhere=True)

@@ -15,7 +15,7 @@ from adiv_monitor.diagnosis.faults.could_train import (
     share_of,
     strength,
 )
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds
+from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, finds, reported, several
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts, places
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
@@ -40,8 +40,14 @@ CHANGED_LENGTH, TURNED = 10.0, 0.9
 LEAST_AS_PREDICTED, MOST_AS_PREDICTED = 0.9, 1.1
 
 
-@fault("not-held", "Parameters that the optimizer does not hold", about="loop", certain=True,
-       explains=LEARNING)  # fmt: skip
+@fault(
+    "not-held",
+    "Parameters that the optimizer does not hold",
+    shown_by=reported("trainable"),
+    about="loop",
+    certain=True,
+    explains=LEARNING,
+)
 def not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that are in no group, or that no measured step changed."""
     names, audited = record.wiring.not_held, record.is_audited
@@ -84,8 +90,15 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
             "Another learning rate does not train them.", since=0)  # fmt: skip
 
 
-@fault("unreached", "Parameters that no gradient reaches", of="monitor", about="loop", certain=True,
-       explains=LEARNING)  # fmt: skip
+@fault(
+    "unreached",
+    "Parameters that no gradient reaches",
+    shown_by=reported("trainable"),
+    of="monitor",
+    about="loop",
+    certain=True,
+    explains=LEARNING,
+)
 def cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
     paths, share = share_of(record, "cut_off", record.reports)
@@ -268,8 +281,15 @@ def gradient_differs(record: Record) -> Iterator[Finding]:
                     "graph, unless another gradient is meant"),), since=0)  # fmt: skip
 
 
-@fault("left-in-eval", "Layers left in eval mode", of="monitor", about="loop", explains=LEARNING,
-       acts_below=1.0)  # fmt: skip
+@fault(
+    "left-in-eval",
+    "Layers left in eval mode",
+    shown_by=several,
+    of="monitor",
+    about="loop",
+    explains=LEARNING,
+    acts_below=1.0,
+)
 def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
