@@ -154,7 +154,7 @@ def test_all_views_of_a_run_agree(case: Case) -> None:
         assert line.levelno == logging.WARNING
     for finding in case.findings.values():
         title = finding_title(finding.name)
-        assert f"**{title}** ({finding.strength}, `{finding.name}`" in case.seen.findings_text
+        assert f"**{title} ({finding.strength}, `{finding.name}`" in case.seen.findings_text
         assert title in case.seen.page
         assert any(title in said for said in case.seen.overviews[-1][1]) or len(case.findings) > 2
         if finding.strength == "act":
