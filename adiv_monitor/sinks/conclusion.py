@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.diagnosis.titles import finding_title
 from adiv_monitor.diagnosis.verdict import LOSS_UNKNOWN, running_headline
@@ -34,7 +33,8 @@ def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None
     found = [finding for finding in findings if finding.strength != "note"]
     count = f"{running.count:,} measured step{'s' * (running.count != 1)}"
     is_named = found and found[0].name != "loss-stuck"
-    said = _named(found) if is_named else f"{_headline(findings, record)} ({count})"
+    headline = running_headline(findings, record)
+    said = _named(found) if is_named else f"{headline[:1].lower()}{headline[1:]} ({count})"
     said += f"; the loss is {LOSS_UNKNOWN}" * (not record.losses)
     places = [place for sink in sinks if (place := _place(sink))]
     parts = ["adiv-monitor", whose, said] if whose else ["adiv-monitor", said]
@@ -47,11 +47,6 @@ def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None
 
 def _place(sink: object) -> str:
     return str(getattr(getattr(sink, "borrowed", sink), "place", "") or "")
-
-
-def _headline(findings: Sequence[Finding], record: Record) -> str:
-    headline = running_headline(findings, record)
-    return headline[:1].lower() + headline[1:]
 
 
 def _named(found: Sequence[Finding]) -> str:
