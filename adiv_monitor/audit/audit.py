@@ -16,12 +16,14 @@ from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.batches import (
     DEFAULT_SIZE,
+    as_drawn,
     called,
+    in_words,
     is_data_set,
+    is_drawn_anew,
     loader_of,
     taken,
 )
-from adiv_monitor.audit.training.order import as_drawn, in_words, is_drawn_anew
 from adiv_monitor.audit.training.setup import (
     Loss,
     OptimizerFactory,

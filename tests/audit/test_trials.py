@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from trial_setups import batches, loss, mlp, record, setup, sgd
 
 from adiv_monitor.audit.experiments.step_cost import CPU, step_cost
-from adiv_monitor.audit.training.samples import first, joined
+from adiv_monitor.audit.training.batches import first, joined
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried

@@ -16,9 +16,8 @@ from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.experiments.derived import PRODUCTS, flat
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
+from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
-from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import see_calls
 from adiv_monitor.audit.experiments.changed_inputs import still
-from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
-from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Setup, seeded
 
 SAMPLES = 12  # most samples of a batch, so that large models take little time

@@ -17,8 +17,7 @@ from adiv_monitor.audit.experiments.concerned import few, with_tensor
 from adiv_monitor.audit.experiments.derived import PRODUCTS
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
-from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 from adiv_monitor.features.rows import to_compute_dtype

@@ -13,7 +13,7 @@ from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, still
 from adiv_monitor.audit.experiments.derived import flat
 from adiv_monitor.audit.experiments.flat import ends_of_function
 from adiv_monitor.audit.experiments.questions import asks, first_at_each_place, looks
-from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.questions import asks, first_at_each_place
-from adiv_monitor.audit.training.batches import size_of
-from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.batches import first, size_of
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
 

@@ -1,14 +1,15 @@
-"""Batches of any structure: taking, copying and moving them to a device, and their sizes."""
+"""Batches of any structure: their order, their copies on a device, their sizes and samples."""
 
 import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 DEFAULT_SIZE = 16  # samples in a batch of a data set
 
@@ -23,6 +24,42 @@ def loader_of(samples: Dataset[Any], size: int, seed: int) -> DataLoader[Any]:
 def is_data_set(batches: object) -> TypeGuard[Dataset[Any]]:
     """Return whether this is a data set of samples, by number, in place of batches."""
     return isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
+
+
+@contextmanager
+def as_drawn(batches: object) -> Iterator[None]:
+    """Restore the generators of a loader after the block, in which they draw the run's order."""
+    before = [(generator, generator.get_state()) for generator in _generators(batches)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def is_drawn_anew(batches: object) -> bool:
+    """Return whether a loader draws its order with torch's own random numbers."""
+    if not isinstance(batches, DataLoader):
+        return False
+    sampler = batches.sampler
+    if isinstance(batches.batch_sampler, BatchSampler):
+        sampler = batches.batch_sampler.sampler
+    return isinstance(sampler, RandomSampler) and not _generators(batches)
+
+
+def in_words(batches: object) -> str:
+    """Return the class of a loader with that of its data set, or of another iterable."""
+    kind = type(batches).__name__
+    data_set = getattr(batches, "dataset", None)
+    return kind if data_set is None else f"{kind} of {type(data_set).__name__}"
+
+
+def _generators(batches: object) -> list[Any]:
+    by_batch = getattr(batches, "batch_sampler", None)
+    holders = (batches, getattr(batches, "sampler", None), by_batch,
+               getattr(by_batch, "sampler", None))  # fmt: skip
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(g): g for g in found if hasattr(g, "get_state")}.values())
 
 
 def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any, ...]:
@@ -126,6 +163,41 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 def size_of(batch: Any) -> int:
     """Return the number of samples: the length of the first tensor that has one, or else 0."""
     return next((len(x) for x in tensors(batch) if x.ndim), 0)
+
+
+def first(batch: Any, samples: int) -> Any:
+    """Return the first samples of a batch; the batch itself if it has no more samples than that.
+
+    Every tensor of the batch's length is cut; all samples share the other tensors.
+    """
+    size = size_of(batch)
+    if size <= samples:
+        return batch
+    return mapped(batch, lambda x: x[:samples] if x.ndim and len(x) == size else x)
+
+
+def joined(one: Any, other: Any) -> Any:
+    """Return a batch of the samples of both batches.
+
+    Raises:
+        ValueError: The batches differ in structure, or in a tensor that all samples share.
+        RuntimeError: The samples differ in shape.
+    """
+    mine, theirs = list(tensors(one)), list(tensors(other))
+    size, added = size_of(one), size_of(other)
+    if not mine or len(mine) != len(theirs):
+        raise ValueError(f"they hold {len(mine)} and {len(theirs)} tensors")
+    others = iter(theirs)
+
+    def together(x: Tensor) -> Tensor:
+        y = next(others)
+        if x.ndim and y.ndim and len(x) == size and len(y) == added:
+            return torch.cat([x, y])
+        if not torch.equal(x, y):
+            raise ValueError("they differ in a tensor that all their samples share")
+        return x
+
+    return mapped(one, together)
 
 
 def called(model: nn.Module, batch: Any) -> Any:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.budget import Cap, CapReached, step_cost
 from adiv_monitor.audit.trials.fixes import Fix
-from adiv_monitor.audit.trials.fixes.rates import scale_rate
+from adiv_monitor.audit.trials.fixes.optimizer import scale_rate
 from adiv_monitor.audit.trials.trial import (
     Losses,
     at_the_end,

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.concerned import passed
-from adiv_monitor.audit.training.batches import mapped, size_of
-from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.batches import first, mapped, size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.trials.budget import FOR_ONE_BATCH, Cap, CapReached, step_cost
 from adiv_monitor.audit.trials.fixes import DoesNotApply
-from adiv_monitor.audit.trials.fixes.rates import scale_rate
+from adiv_monitor.audit.trials.fixes.optimizer import scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import at_the_end, losses_of
 from adiv_monitor.diagnosis.course import FEWEST

@@ -9,7 +9,7 @@ from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.budget import FOR_RATES, Cap, CapReached, within
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
-from adiv_monitor.audit.trials.fixes.rates import FAR_FACTORS, rate_name
+from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name
 from adiv_monitor.audit.trials.trial import (
     Losses,
     at_the_end,

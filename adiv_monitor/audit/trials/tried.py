@@ -8,7 +8,7 @@ from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.bench import Bench
 from adiv_monitor.audit.trials.budget import FOR_FIXES, Cap, CapReached, fewest, within
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
-from adiv_monitor.audit.trials.fixes.rates import rate_name
+from adiv_monitor.audit.trials.fixes.optimizer import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause

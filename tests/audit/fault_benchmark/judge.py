@@ -31,7 +31,7 @@ from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.bench import Bench
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
-from adiv_monitor.audit.trials.fixes.rates import FAR_FACTORS, rate_name, scale_rate
+from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 from adiv_monitor.audit.trials.tried import NOT_AMONG_THE_FIRST

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.calls import Call, change_calls
+from adiv_monitor.audit.experiments.loss_inputs import those
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.diagnosis.record import Record
 
-Change = Callable[[Fork, Sequence[str], Record | None], None]
+T = TypeVar("T")
+Change = TypeVar("Change", bound=Callable[..., None])
+Layers = Sequence[str]
 
 
 class DoesNotApply(ValueError):
@@ -29,10 +34,10 @@ class Fix:
 
     name: str
     text: str
-    change: Change
+    change: Callable[[Fork, Layers, Record | None], None]
     rescales: bool = False
 
-    def apply(self, fork: Fork, layers: Sequence[str] = (), record: Record | None = None) -> None:
+    def apply(self, fork: Fork, layers: Layers = (), record: Record | None = None) -> None:
         """Change a fork in place; random numbers follow from the fork's seed.
 
         Raises:
@@ -42,16 +47,45 @@ class Fix:
             self.change(fork, layers, record)
 
 
+FIXES: dict[str, Fix] = {}
+
+
+def fix(
+    name: str, text: str, *, rescales: bool = False, **given: object
+) -> Callable[[Change], Change]:
+    """Register the function below as the change of a fix, with these further arguments."""
+
+    def register(change: Change) -> Change:
+        FIXES[name] = Fix(name, text, partial(change, **given), rescales)
+        return change
+
+    return register
+
+
+def some(found: T | None, otherwise: str) -> T:
+    """Return what a fix found to change.
+
+    Raises:
+        DoesNotApply: It found nothing; `otherwise` says so.
+    """
+    if not found:
+        raise DoesNotApply(otherwise)
+    return found
+
+
 def replace_calls(
     fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]
 ) -> None:
     """Replace the results of calls of a kind from now on.
 
     Raises:
-        DoesNotApply: nothing of that kind is called.
+        DoesNotApply: Nothing of that kind is called.
     """
-    met: list[Call] = []
-    see_calls(fork, lambda call: met.append(call) if is_met(call) else None)
-    if not met:
-        raise DoesNotApply("nothing of that kind is called")
+    some(those(fork, is_met), "nothing of that kind is called")
     change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
+
+
+def with_input(call: Call, x: object) -> object:
+    """Return the result of a call's function with another first argument, `input`."""
+    others = {name: value for name, value in call.kwargs.items() if name != "input"}
+    return call.function(x, *call.args[1:], **others)

@@ -1,72 +1,225 @@
-"""Fixes that replace a layer's map or put a normaliser in front of it."""
+"""Fixes of modules: their maps, normalisers, modes and weights, at the places that a fix names."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 from adiv_layers import convert
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+from adiv_monitor.audit.experiments.beginning import bare_weights
+from adiv_monitor.audit.experiments.calls import see_calls
+from adiv_monitor.audit.experiments.exchange import ORDERED
+from adiv_monitor.audit.experiments.modules import BATCH_NORM, NORMS
+from adiv_monitor.audit.experiments.operands import OneSided
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
-from adiv_monitor.audit.trials.fixes.normalisers import NORMALISERS, Normaliser
-from adiv_monitor.audit.trials.fixes.places import affine_at, in_front
-from adiv_monitor.audit.trials.fixes.rates import scale_rates
+from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
+from adiv_monitor.audit.trials.fixes.optimizer import hold, scale_rates
+from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.record import Record
 
+_AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
+
+def modules_at(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
+    """Return the modules at these paths, as reports name them; all modules if there are no paths.
+
+    Several functions of one module have names such as `path#2`, which is the module at `path`.
+
+    Raises:
+        DoesNotApply: There are paths, but no module at any of them.
+    """
+    every = dict(named_modules(model))
+    if not layers:
+        return every
+    paths = dict.fromkeys(layer.partition("#")[0] for layer in layers)
+    found = {path: every[path] for path in paths if path in every}
+    return some(found, f"the model has no module at {', '.join(map(repr, paths))}")
+
+
+def _in_front(model: nn.Module, layers: Layers) -> list[tuple[nn.Module, nn.Module]]:
+    """Return modules at or inside these paths, each with the affine layer that it is or follows.
+
+    A module without such layers, such as an activation function, stands for the layer before it, in
+    the model's order. Without paths all affine layers are returned.
+
+    Raises:
+        DoesNotApply: There are none.
+    """
+    order = list(model.modules())
+    # Attention uses the weight of its last layer without a call of that layer.
+    read = {m.out_proj for m in order if isinstance(m, nn.MultiheadAttention)}
+    affine = {m for m in order if isinstance(m, _AFFINE) and m not in read}
+    found = []
+    for module in modules_at(model, layers).values() if layers else [model]:
+        inside = [m for m in module.modules() if m in affine]
+        before = [m for m in order[: order.index(module)] if m in affine]
+        found += [(m, m) for m in inside] or [(module, m) for m in before[-1:]]
+    return list(dict.fromkeys(some(found, "there is no linear layer or convolution here")))
+
+
+def _affine_at(model: nn.Module, layers: Layers) -> list[nn.Module]:
+    """Return the affine layers of `_in_front`, which raises DoesNotApply if there are none."""
+    return list(dict.fromkeys(layer for _, layer in _in_front(model, layers)))
+
+
+@fix("affine-like", "affine-like layers, (Wx + b)/√(‖x‖² + 1)", rescales=True,
+     to="affine-like", factor=1.0)  # fmt: skip
+@fix("norm-like", "norm-like layers, Wx/‖x‖ + b, at half their learning rate", rescales=True,
+     to="norm-like", factor=0.5)  # fmt: skip
 def _converted(
+    fork: Fork,
+    layers: Layers,
+    record: Record | None,
     to: Literal["affine-like", "norm-like"],
     factor: float,
-    fork: Fork,
-    layers: Sequence[str],
-    record: Record | None,
 ) -> None:
     """Convert layers in place.
 
     The new layers hold the same parameters, so that the optimizer's state stays valid.
     """
-    wanted = {id(module) for module in affine_at(fork.model, layers)}
+    wanted = {id(module) for module in _affine_at(fork.model, layers)}
     report = convert(fork.model, to, lambda path, module: id(module) in wanted)
-    if not report.swapped:
-        raise DoesNotApply("; ".join(dict.fromkeys(report.left.values())))
+    some(report.swapped, "; ".join(dict.fromkeys(report.left.values())))
     if factor != 1:
         swapped = [fork.model.get_submodule(path) for path in report.swapped]
         scale_rates(fork.optimizer, {id(p): factor for m in swapped for p in m.parameters()})
 
 
+def _layer_norm(x: Tensor, axes: int) -> Tensor:
+    """Return (x − mean)/std over a row's features; for convolutions, over a whole sample."""
+    return functional.layer_norm(x, x.shape[-axes - 1 :])
+
+
+def _rms_norm(x: Tensor, axes: int) -> Tensor:
+    """Return x·√n/‖x‖ over a row's n features; for convolutions, over a whole sample."""
+    return functional.rms_norm(x, x.shape[-axes - 1 :])
+
+
+def _batch_norm(x: Tensor, axes: int) -> Tensor:
+    """Return (x − mean)/std of every feature, or channel, over the batch's rows, as in training.
+
+    Raises:
+        ValueError: There is only one row.
+    """
+    rows = x.reshape(-1, *x.shape[-axes - 1 :])
+    return functional.batch_norm(rows, None, None, training=True).reshape(x.shape)
+
+
 def _normalised(
-    normaliser: Normaliser, fork: Fork, layers: Sequence[str], record: Record | None
+    fork: Fork, layers: Layers, record: Record | None, norm: Callable[[Tensor, int], Tensor]
 ) -> None:
-    """Normalise the inputs of these modules by a forward pre-hook."""
+    """Normalise the inputs of these modules by a forward pre-hook.
 
-    def hook(layer: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (normaliser(layer, args[0]), *args[1:])
+    A normaliser gets the number of axes of space: 0 for a linear layer.
+    """
 
-    for module, layer in in_front(fork.model, layers):
-        module.register_forward_pre_hook(partial(hook, layer))
+    def hook(axes: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (norm(args[0], axes), *args[1:])
+
+    for module, layer in _in_front(fork.model, layers):
+        axes = len(getattr(layer, "kernel_size", ()))
+        module.register_forward_pre_hook(partial(hook, axes))
 
 
-FIXES = [
-    Fix(
-        "affine-like",
-        "affine-like layers, (Wx + b)/√(‖x‖² + 1)",
-        partial(_converted, "affine-like", 1.0),
-        rescales=True,
-    ),
-    Fix(
-        "norm-like",
-        "norm-like layers, Wx/‖x‖ + b, at half their learning rate",
-        partial(_converted, "norm-like", 0.5),
-        rescales=True,
-    ),
-    *(
-        Fix(
-            name.replace(" ", "-"),
-            f"a {name} without parameters in front",
-            partial(_normalised, normaliser),
-            rescales=True,
-        )
-        for name, normaliser in NORMALISERS.items()
-    ),
-]
+for _name, _norm in {"layer": _layer_norm, "rms": _rms_norm, "batch": _batch_norm}.items():
+    _text = f"a {_name} norm without parameters in front"
+    fix(f"{_name}-norm", _text, rescales=True, norm=_norm)(_normalised)
+
+
+@fix("group-norm", "GroupNorm of one group in place of batch normalisation", rescales=True)
+def _group_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Replace batch normalisations by GroupNorm of one group with the same parameters."""
+    found = [(path, m) for path, m in fork.model.named_modules() if isinstance(m, BATCH_NORM)]
+    for path, norm in some(found, "there is no batch normalisation"):
+        group = nn.GroupNorm(1, norm.num_features, norm.eps, norm.affine)
+        group.weight, group.bias = norm.weight, norm.bias
+        parent, _, name = path.rpartition(".")
+        setattr(fork.model.get_submodule(parent), name, group)
+
+
+@fix("train-mode", "all modules in training mode")
+def _train_mode(fork: Fork, layers: Layers, record: Record | None) -> None:
+    still = [m for m in fork.model.modules() if isinstance(m, NORMS) and not m.training]
+    some(still, "no normalisation is in evaluation mode")
+    for module in fork.model.modules():  # a train() of the model's own may leave parts as they are
+        module.training = True
+    for module in still:  # a forward pass may call eval(), which calls train(False)
+        module.train = partial(_stays, module)  # type: ignore[assignment, method-assign]
+
+
+def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+@fix("batch-first", "batch_first=True", rescales=True)
+def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = [m for m in fork.model.modules() if isinstance(m, ORDERED) and not m.batch_first]
+    for module in some(found, "no recurrent layer or attention lacks batch_first=True"):
+        module.batch_first = True
+
+
+@fix("unfreeze", "train what is frozen")
+def _unfreeze(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Train frozen parameters of these names, or inside these modules; by default all."""
+    modules = [module for path, module in named_modules(fork.model) if path in layers]
+    inside = {id(p) for module in modules for p in module.parameters()}
+    frozen = [
+        p
+        for name, p in fork.model.named_parameters()
+        if (not layers or name in layers or id(p) in inside)
+        and not p.requires_grad
+        and p.is_floating_point()
+    ]
+    for parameter in some(frozen, "nothing is frozen here"):
+        parameter.requires_grad_(True)
+    hold(fork, frozen)
+
+
+@fix("centred-weights", "weights drawn around zero", rescales=True)
+def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
+    found = OneSided(fork)
+    see_calls(fork, found.see)
+    for weight in some(found.weights, "no weights lie on one side of zero").values():
+        nn.init.xavier_normal_(weight)
+
+
+@fix("reinitialise", "draw the weights anew, by their fan-in")
+def _reinitialise(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Draw weights from N(0, gain²/fan-in), biases as 0; reset other modules as torch does.
+
+    Weights are those of affine layers, and parameters that no such layer holds, if they are named.
+
+    The initialisation is that of He et al. 2015 and Glorot and Bengio 2010. The gain is √2, but 1
+    if the model has saturating activations, and for the layer that runs last; if that is unknown,
+    for the one that is registered last.
+    """
+    saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
+    bare = {name: rows for name, rows in bare_weights(fork).items() if name in layers}
+    for rows in bare.values():
+        nn.init.normal_(rows, std=(1 if saturating else 2) ** 0.5 * rows.shape[-1] ** -0.5)
+    layers = [path for path in layers if path not in bare]
+    if bare and not layers:
+        return
+    named = list(modules_at(fork.model, layers).values()) if layers else []
+    others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, _AFFINE)]
+    for module in others:
+        module.reset_parameters()  # type: ignore[operator]
+    if others and len(others) == len(named):
+        return
+    last = _last(fork.model, record)
+    for module in _affine_at(fork.model, layers):
+        assert isinstance(module, _AFFINE)
+        linear = saturating or module is last
+        nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if linear else "relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _last(model: nn.Module, record: Record | None) -> nn.Module | None:
+    affine = {path: m for path, m in model.named_modules() if isinstance(m, _AFFINE)}
+    ran = [] if record is None or not record.reports else list(record.reports[0].layers)
+    order = [path for path in ran if path in affine] or list(affine)
+    return affine[order[-1]] if order else None

@@ -1,47 +1,137 @@
-"""Fixes of the optimizer: weight decay, momentum, clipping, another optimizer."""
+"""Fixes of the optimizer: its learning rates and other settings, what it holds, and clipping."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-from torch.optim import SGD, AdamW
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LinearLR
 
+from adiv_monitor.audit.experiments.operands import Hidden
+from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
+from adiv_monitor.audit.training.hooks import without_gradient_hooks
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
-from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
-from adiv_monitor.diagnosis.faults.remedies import USUAL, clip_norm, less_momentum
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Layers, fix, some
+from adiv_monitor.capture.selection import named_modules
+from adiv_monitor.diagnosis.faults.remedies import (
+    USUAL,
+    clip_norm,
+    group_rates,
+    less_momentum,
+    rates_per_layer,
+)
 from adiv_monitor.diagnosis.record import Record
 
-
-def _decay(factor: float) -> Callable[[Fork, Sequence[str], Record | None], None]:
-    def change(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-        groups = [g for g in fork.optimizer.param_groups if g.get("weight_decay")]
-        if not groups:
-            raise DoesNotApply("there is no weight decay")
-        for group in groups:
-            group["weight_decay"] = group["weight_decay"] * factor
-
-    return change
+FAR_FACTORS = tuple(10.0**n for n in range(2, 10))  # for layers that hardly move
 
 
-def _less_momentum(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+def rate_name(factor: float) -> str:
+    """Return the name of the fix that multiplies the learning rate by this factor."""
+    return f"rate*{factor:g}"
+
+
+def scale_rate(optimizer: Optimizer, factor: float) -> None:
+    """Multiply every learning rate by a factor.
+
+    Raises:
+        DoesNotApply: The optimizer has no learning rate.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), (float, int, Tensor)):
+            raise DoesNotApply(f"{type(optimizer).__name__} has no learning rate that is a number")
+        group["lr"] = group["lr"] * factor
+
+
+def scale_rates(optimizer: Optimizer, factors: Mapping[int, float]) -> None:
+    """Multiply the learning rates of single parameters, by id; parameter groups are split for that.
+
+    Raises:
+        DoesNotApply: The optimizer takes only one group, or has no learning rate.
+    """
+    if hasattr(optimizer, "_params"):  # LBFGS
+        raise DoesNotApply(f"{type(optimizer).__name__} has one learning rate for all parameters")
+    scale_rate(optimizer, 1.0)
+    divided = []
+    for group in optimizer.param_groups:
+        by_factor: dict[float, list[Tensor]] = {}
+        for parameter in group["params"]:
+            by_factor.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
+        for factor, parameters in by_factor.items():
+            divided.append({**group, "params": parameters, "lr": group["lr"] * factor})
+    optimizer.param_groups[:] = divided
+
+
+def _rate(fork: Fork, layers: Layers, record: Record | None, factor: float) -> None:
+    scale_rate(fork.optimizer, factor)
+
+
+for _factor in (0.001, 0.01, 0.1, 0.3, 3.0, 10.0, *FAR_FACTORS):
+    fix(rate_name(_factor), f"learning rate × {_factor:g}", factor=_factor)(_rate)
+
+
+@fix("rate-per-layer", "a learning rate for each layer that evens out how fast the layers move")
+def _per_layer(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Scale the learning rates as `remedies.rates_per_layer` recommends."""
+    wanted = {} if record is None else rates_per_layer(record, layers)
+    some(wanted, "no layer is known to move unlike the others")
+    factors: dict[int, float] = {}
+    for path, module in named_modules(fork.model):
+        if path in wanted:
+            factors |= {id(p): wanted[path] for p in module.parameters(recurse=False)}
+    scale_rates(fork.optimizer, some(factors, "none of these layers was measured"))
+
+
+@fix("group-rate", "the learning rate of the other parameter groups")
+def _group_rate(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Give the parameter groups of these layers the learning rate of most other layers."""
+    found = None if record is None or not record.reports else group_rates(record, layers)
+    groups = fork.optimizer.param_groups
+    if found is None or max(*found.own, found.like) >= len(groups):
+        raise DoesNotApply("these layers have no learning rate of their own")
+    for group in found.own:
+        groups[group]["lr"] = groups[found.like]["lr"]
+
+
+@fix("warm-up", "let the learning rate rise from near 0 at the beginning")
+def _warm_up(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Raise the learning rate linearly from a hundredth over the first third of the steps."""
+    scale_rate(fork.optimizer, 1.0)
+    steps = max(len(fork.batches) // 3, 1)
+    schedule = LinearLR(fork.optimizer, start_factor=0.01, total_iters=steps)
+    fork.optimizer.register_step_post_hook(lambda *_: schedule.step())
+
+
+@fix("rate-as-others", "a learning rate above zero")
+def _rate_as_others(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Replace learning rates of zero.
+
+    The new one is the group's initial learning rate, else the largest of all groups, else 0.001.
+    """
+    groups = fork.optimizer.param_groups
+    others = max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
+    for group in some([g for g in groups if g.get("lr") == 0], "no learning rate is zero"):
+        group["lr"] = float(group.get("initial_lr", 0.0)) or others or 1e-3
+
+
+@fix("no-decay", "no weight decay", factor=0.0)
+@fix("less-decay", "a tenth of the weight decay", factor=0.1)
+def _decay(fork: Fork, layers: Layers, record: Record | None, factor: float) -> None:
+    decayed = [g for g in fork.optimizer.param_groups if g.get("weight_decay")]
+    for group in some(decayed, "there is no weight decay"):
+        group["weight_decay"] = group["weight_decay"] * factor
+
+
+@fix("less-momentum", "momentum of 0.9, or half of less")
+def _less_momentum(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Lower the momentum to 0.9, or to half of a smaller value.
 
     Where momentum adds steps up, η/(1 − m), the learning rate in the long run, is kept.
     """
     changed = [_lowered(group) for group in fork.optimizer.param_groups]
-    if not any(changed):
-        raise DoesNotApply("there is no momentum")
-
-
-def _usual_momentum(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Lower a momentum above 0.9 to 0.9, and keep the learning rate: a typing error, undone."""
-    longer = [g for g in fork.optimizer.param_groups if g.get("momentum", 0.0) > USUAL]
-    if not longer:
-        raise DoesNotApply("no momentum is above 0.9")
-    for group in longer:
-        group["momentum"] = USUAL
+    some(any(changed), "there is no momentum")
 
 
 def _lowered(group: dict[str, Any]) -> bool:
@@ -57,20 +147,34 @@ def _lowered(group: dict[str, Any]) -> bool:
     return False
 
 
-def _no_clip(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    if fork.clip_norm is None:
-        raise DoesNotApply("gradients are not clipped")
+@fix("usual-momentum", "momentum of 0.9 at the same learning rate",
+     key="momentum", usual=USUAL, nothing="no momentum is above 0.9")  # fmt: skip
+@fix("usual-epsilon", "an epsilon of 1e-8", rescales=True,
+     key="eps", usual=USUAL_EPSILON, nothing="no epsilon is above 1e-8")  # fmt: skip
+def _usual(
+    fork: Fork, layers: Layers, record: Record | None, key: str, usual: float, nothing: str
+) -> None:
+    """Lower a setting to its usual value where it is larger: a typing error, undone."""
+    larger = [g for g in fork.optimizer.param_groups if g.get(key, 0.0) > usual]
+    for group in some(larger, nothing):
+        group[key] = usual
+
+
+@fix("no-clip", "no clipping of gradients")
+def _no_clip(fork: Fork, layers: Layers, record: Record | None) -> None:
+    some(fork.clip_norm is not None, "gradients are not clipped")
     fork.clip_norm = None
 
 
-def _clip(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+@fix("clip", "gradients clipped at the 90th percentile of their norms")
+def _clip(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
-    if fork.clip_norm is not None:
-        raise DoesNotApply("gradients are clipped already")
+    some(fork.clip_norm is None, "gradients are clipped already")
     fork.clip_norm = 1.0 if record is None else clip_norm(record)
 
 
-def _plain_sgd(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+@fix("plain-sgd", "plain SGD, without momentum or decay", rescales=True)
+def _plain_sgd(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Use plain SGD.
 
     SGD with momentum keeps its learning rate in the long run; other optimizers get 0.1.
@@ -79,53 +183,81 @@ def _plain_sgd(fork: Fork, layers: Sequence[str], record: Record | None) -> None
     if not isinstance(before, SGD):
         fork.optimizer = SGD(held(before), lr=0.1)
         return
-    if not any(g["momentum"] or g["weight_decay"] for g in before.param_groups):
-        raise DoesNotApply("it is plain SGD already")
-    groups = [
+    groups = before.param_groups
+    some(any(g["momentum"] or g["weight_decay"] for g in groups), "it is plain SGD already")
+    fork.optimizer = SGD(
         {"params": g["params"], "lr": g["lr"] / (1 - g["momentum"] * (1 - g["dampening"]))}
-        for g in before.param_groups
-    ]
-    fork.optimizer = SGD(groups)
+        for g in groups
+    )
 
 
-def _adamw(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    if isinstance(fork.optimizer, AdamW):
-        raise DoesNotApply("it is AdamW already")
+@fix("adamw", "AdamW with a learning rate of 0.001", rescales=True)
+def _adamw(fork: Fork, layers: Layers, record: Record | None) -> None:
+    some(not isinstance(fork.optimizer, AdamW), "it is AdamW already")
     fork.optimizer = AdamW(held(fork.optimizer), lr=1e-3)
 
 
-def _usual_epsilon(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    larger = [g for g in fork.optimizer.param_groups if g.get("eps", 0.0) > USUAL_EPSILON]
-    if not larger:
-        raise DoesNotApply("no epsilon is above 1e-8")
-    for group in larger:
-        group["eps"] = USUAL_EPSILON
-
-
-def _no_projection(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+@fix("no-projection", "weights left as the optimizer's step leaves them")
+def _no_projection(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Remove later changes of the stepped weights: the optimizer's hooks, embeddings' max_norm."""
     hooks = fork.optimizer._optimizer_step_post_hooks
-    bounded = [
-        module
-        for module in fork.model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    ]
-    if not hooks and not bounded:
-        raise DoesNotApply("no hook of the optimizer, and no max_norm, changes weights")
+    embeddings = (m for m in fork.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    bounded = [m for m in embeddings if m.max_norm is not None]
+    some(hooks or bounded, "no hook of the optimizer, and no max_norm, changes weights")
     hooks.clear()
     for module in bounded:
         module.max_norm = None
 
 
-FIXES = [
-    Fix("no-decay", "no weight decay", _decay(0.0)),
-    Fix("less-decay", "a tenth of the weight decay", _decay(0.1)),
-    Fix("less-momentum", "momentum of 0.9, or half of less", _less_momentum),
-    Fix("usual-momentum", "momentum of 0.9 at the same learning rate", _usual_momentum),
-    Fix("no-clip", "no clipping of gradients", _no_clip),
-    Fix("clip", "gradients clipped at the 90th percentile of their norms", _clip),
-    Fix("plain-sgd", "plain SGD, without momentum or decay", _plain_sgd, rescales=True),
-    Fix("adamw", "AdamW with a learning rate of 0.001", _adamw, rescales=True),
-    Fix("usual-epsilon", "an epsilon of 1e-8", _usual_epsilon, rescales=True),
-    Fix("no-projection", "weights left as the optimizer's step leaves them", _no_projection),
-]
+@fix("without-hooks", "no hooks that change gradients")
+def _without_hooks(fork: Fork, layers: Layers, record: Record | None) -> None:
+    some(without_gradient_hooks(fork.model, fork.optimizer), "no hook changes gradients")
+
+
+@fix("float32-weights", "weights of 32 bits, which are rounded after each step", rescales=True)
+def _float32(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Let the optimizer step float32 copies, from which the weights are rounded."""
+    coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
+    some(coarse, "no weights are of 16 bits")
+    masters = {id(p): p.detach().float().requires_grad_() for p in coarse}
+    for group in fork.optimizer.param_groups:
+        group["params"] = [masters.get(id(p), p) for p in group["params"]]
+
+    def give(*_: object) -> None:
+        for p in coarse:
+            masters[id(p)].grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+
+    @torch.no_grad()
+    def take(*_: object) -> None:
+        for p in coarse:
+            p.copy_(masters[id(p)])
+
+    fork.optimizer.register_step_pre_hook(give)
+    fork.optimizer.register_step_post_hook(take)
+
+
+@fix("hold-parameters", "give the optimizer all trainable parameters")
+def _hold(fork: Fork, layers: Layers, record: Record | None) -> None:
+    trainable = [p for p in fork.model.parameters() if p.requires_grad]
+    some(hold(fork, trainable), "the optimizer holds all trainable parameters")
+
+
+@fix("register-parameters", "give the optimizer what the model does not know of")
+def _register(fork: Fork, layers: Layers, record: Record | None) -> None:
+    hidden = list(Hidden(fork).hidden(fork.first_loss()).values())
+    some(hold(fork, hidden), "the optimizer holds all that gets a gradient")
+
+
+def hold(fork: Fork, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Let the optimizer hold parameters, with the settings of its first group.
+
+    Returns those that it lacked.
+    """
+    known = {id(p) for p in held(fork.optimizer)}
+    missing = [p for p in parameters if id(p) not in known]
+    if missing:
+        if hasattr(fork.optimizer, "_params"):  # LBFGS
+            raise DoesNotApply(f"{type(fork.optimizer).__name__} takes no further parameters")
+        fork.optimizer.add_param_group({**fork.optimizer.param_groups[0], "params": missing})
+    return missing

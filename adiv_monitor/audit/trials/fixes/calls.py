@@ -1,0 +1,199 @@
+"""Fixes that replace functions which a pass calls: activations, reshapes, dropout and the loss."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor.audit.experiments import loss_inputs
+from adiv_monitor.audit.experiments.backward import cuts, undo
+from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
+from adiv_monitor.audit.experiments.modules import HIGH
+from adiv_monitor.audit.experiments.operands import maps_that_run
+from adiv_monitor.audit.experiments.reshapes import FUNCTIONS, permuted, scrambles
+from adiv_monitor.audit.training.batches import size_of
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.trials.fixes.fix import (
+    DoesNotApply,
+    Layers,
+    fix,
+    replace_calls,
+    some,
+    with_input,
+)
+from adiv_monitor.audit.trials.fixes.layers import modules_at
+from adiv_monitor.diagnosis.record import Record
+
+_SATURATING = ("sigmoid", "tanh", "hardsigmoid", "hardtanh", "softsign")
+
+
+@fix("leaky-relu", "leaky ReLU in place of ReLU", names=("relu",), slope=0.1)
+@fix("relu", "ReLU in place of activation functions that saturate", rescales=True,
+     names=_SATURATING, slope=0.0)  # fmt: skip
+def _replaced(
+    fork: Fork, layers: Layers, record: Record | None, names: Collection[str], slope: float
+) -> None:
+    """Replace the functions wherever the named modules, or modules inside them, call one.
+
+    If none of them does, replace them in the whole model. A ReLU is a leaky ReLU of slope 0.
+    """
+    chosen = {m for module in modules_at(fork.model, layers).values() for m in module.modules()}
+    paths = {path for path, module in fork.model.named_modules() if module in chosen}
+
+    def is_met(call: Call) -> bool:
+        return call.name in names and call.path in paths
+
+    def instead(call: Call) -> Tensor:
+        # The only boolean argument of these functions is `inplace`.
+        given = call.kwargs.get("inplace", any(x is True for x in call.args))
+        in_place = call.function.__name__.endswith("_") or given
+        return functional.leaky_relu(call.argument(0, "input"), slope, in_place)
+
+    try:
+        replace_calls(fork, is_met, instead)
+    except DoesNotApply:
+        some(layers, "no such activation function runs here")
+        _replaced(fork, (), record, names, slope)
+
+
+@fix("plain-outputs", "outputs without an activation function", rescales=True)
+def _plain_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Remove the activation function whose outputs a loss takes for logits: a module, or a call."""
+    nothing = "no activation function stands in front of the loss"
+    found = some(loss_inputs.activation(fork), nothing)
+    module = None if found.path is None else fork.model.get_submodule(found.path)
+    if module is not None and type(module).__module__.startswith("torch.nn.modules.activation"):
+        module.forward = nn.Identity().forward
+    else:
+        loss_inputs.leave_out(fork, [found])
+
+
+@fix("relu-between", "a ReLU between the layers", rescales=True)
+def _relu_between(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Put a ReLU behind each linear or convolutional layer that runs, but the last."""
+    for path in some(maps_that_run(fork)[:-1], "fewer than two layers run"):
+        fork.model.get_submodule(path).register_forward_hook(
+            lambda module, args, output: functional.relu(output)
+        )
+
+
+@fix("dropout-0.1", "dropout of 0.1 where it is above 0.7")
+def _less_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
+    replace_calls(fork, lambda call: rate_of(call) > HIGH, lambda call: with_rate(call, 0.1))
+
+
+@fix("matched-shapes", "outputs of the targets' shape", rescales=True)
+def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Reshape the first operand of each broadcasting function to the shape of the second."""
+    found = loss_inputs.those(fork, loss_inputs.is_broadcast)
+    numbers = {c.number for c in found if c.args[0].numel() == c.args[1].numel()}
+
+    def instead(call: Call) -> object:
+        a, b, *others = call.args
+        return call.function(a.reshape(b.shape), b, *others, **call.kwargs)
+
+    replace_calls(fork, lambda call: call.number in numbers, instead)
+
+
+@fix("no-softmax", "outputs without a softmax", rescales=True)
+def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Leave out softmaxes of one class; use a sigmoid if the loss takes probabilities."""
+    samples, names = size_of(fork.batches[0]), _names(fork)
+
+    def is_met(call: Call) -> bool:
+        return call.name in loss_inputs.SOFTMAXES and loss_inputs.is_of_one(call, samples)
+
+    def instead(call: Call) -> object:
+        x = call.argument(0, "input")
+        return x.sigmoid() if "binary_cross_entropy" in names else x
+
+    replace_calls(fork, is_met, instead)
+
+
+@fix("softmax-over-classes", "the softmax over the classes", rescales=True)
+def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Take softmaxes over samples over the classes; leave them out if the loss takes one itself."""
+    samples, names = size_of(fork.batches[0]), _names(fork)
+
+    def instead(call: Call) -> object:
+        x = call.argument(0, "input")
+        return x if names & {*loss_inputs.OWN} else call.function(x, dim=1)
+
+    replace_calls(fork, lambda call: loss_inputs.is_over_samples(call, samples), instead)
+
+
+def _names(fork: Fork) -> set[str]:
+    """Return the names of all functions that a pass calls."""
+    names: set[str] = set()
+    see_calls(fork, lambda call: names.add(call.name))
+    return names
+
+
+@fix("unbounded-outputs", "outputs of any value", rescales=True,
+     names=loss_inputs.BOUNDED, sigmoid=False)  # fmt: skip
+@fix("sigmoids", "a sigmoid for each class in place of the softmax", rescales=True,
+     names=("softmax",), sigmoid=True)  # fmt: skip
+def _within_range(
+    fork: Fork, layers: Layers, record: Record | None, names: Collection[str], sigmoid: bool
+) -> None:
+    """Replace functions on the outputs that can't reach the targets."""
+    look = loss_inputs.OutOfRange(fork)
+    with torch.enable_grad():
+        loss = see_calls(fork, look.see)
+    numbers = {call.number for call, _ in look.found(loss) if call.name in names}
+
+    def instead(call: Call) -> object:
+        x = call.argument(0, "input")
+        return x.sigmoid() if sigmoid else x
+
+    replace_calls(fork, lambda call: call.number in numbers, instead)
+
+
+@fix("permute", "axes exchanged by a permutation", rescales=True)
+def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Replace a reshape that cuts across axes by a permutation of the axes or of their parts."""
+    made: dict[int, tuple[int, ...]] = {}
+
+    def look(call: Call) -> None:
+        if scrambles(call) and permuted(call.args[0], tuple(call.result.shape)) is not None:
+            made[call.number] = tuple(call.result.shape)
+
+    def change(call: Call) -> object:
+        if call.number not in made or call.name not in FUNCTIONS:
+            return NotImplemented
+        # The first axis, the samples, may differ in length between batches.
+        x, shape = call.args[0], made[call.number]
+        found = permuted(x, (len(x), *shape[1:]))
+        return NotImplemented if found is None else found.contiguous()
+
+    see_calls(fork, look)
+    some(made, "no permutation has that shape")
+    change_calls(fork, change)
+
+
+@fix("uncut", "no cut of the gradient", rescales=True)
+def _uncut(fork: Fork, layers: Layers, record: Record | None) -> None:
+    undo(fork, some(cuts(fork), "nothing is cut in front of parameters"))
+
+
+@fix("logits-times-10", "logits ten times as large", rescales=True)
+def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
+    replace_calls(
+        fork,
+        lambda call: call.name == "cross_entropy",
+        lambda call: with_input(call, 10.0 * call.argument(0, "input")),
+    )
+
+
+@fix("outputs-without-dropout", "no dropout on the outputs")
+def _outputs_without_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = loss_inputs.dropped(fork)
+    loss_inputs.leave_out(fork, some(found, "no dropout acts on the outputs"))
+
+
+@fix("outputs-without-norm", "no normalisation of the outputs", rescales=True)
+def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = loss_inputs.norms(fork)
+    loss_inputs.leave_out(fork, some(found, "no normalisation acts on the outputs"))
