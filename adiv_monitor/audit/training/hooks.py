@@ -28,29 +28,23 @@ def carry_over(
     Returns:
         The owners of the hooks that can't be copied: parameters by name, or the optimizer.
     """
-    lost = []
+    places: list[tuple[str, dict[int, Any] | None, Callable[..., object]]] = []
     for (name, p), q in zip(model.named_parameters(), copied.parameters(), strict=True):
-        for hook in (getattr(p, "_backward_hooks", None) or {}).values():
-            if (made := _rebound(hook, memo)) is not None:
-                q.register_hook(made)  # type: ignore[no-untyped-call]
-            else:
-                lost.append(f"parameter '{name}'")
-        for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-            if (made := _rebound(hook, memo)) is not None:
-                q.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
-            else:
-                lost.append(f"parameter '{name}'")
+        owner, late = f"parameter '{name}'", getattr(p, "_post_accumulate_grad_hooks", None)
+        places.append((owner, p._backward_hooks, q.register_hook))
+        places.append((owner, late, q.register_post_accumulate_grad_hook))
     if optimizers is not None:
         own, theirs = optimizers
-        for hooks, register in (
-            (own._optimizer_step_pre_hooks, theirs.register_step_pre_hook),
-            (own._optimizer_step_post_hooks, theirs.register_step_post_hook),
-        ):
-            for hook in hooks.values():
-                if (made := _rebound(hook, memo)) is not None:
-                    register(made)
-                else:
-                    lost.append("the optimizer")
+        before, after = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
+        places.append(("the optimizer", before, theirs.register_step_pre_hook))
+        places.append(("the optimizer", after, theirs.register_step_post_hook))
+    lost = []
+    for owner, hooks, register in places:
+        for hook in (hooks or {}).values():
+            if (made := _rebound(hook, memo)) is None:
+                lost.append(owner)
+            else:
+                register(made)
     return lost
 
 
@@ -79,13 +73,11 @@ def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any] | None:
             return copy.deepcopy(hook, memo)  # a method, or an object that is called
         cells = hook.__closure__ or ()
         closure = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in cells)
-        names = [name for name in hook.__code__.co_names if name in hook.__globals__]
-        used = {name: hook.__globals__[name] for name in names}
-        own = {**hook.__globals__, **{name: _copied(x, memo) for name, x in used.items()}}
-        made = FunctionType(hook.__code__, own, hook.__name__, hook.__defaults__, closure)
+        used = hook.__globals__.keys() & {*hook.__code__.co_names}
+        own = hook.__globals__ | {name: _copied(hook.__globals__[name], memo) for name in used}
+        defaults = tuple(_copied(x, memo) for x in hook.__defaults__ or ())
+        made = FunctionType(hook.__code__, own, hook.__name__, defaults, closure)
         made.__kwdefaults__ = hook.__kwdefaults__
-        if hook.__defaults__:
-            made.__defaults__ = tuple(_copied(x, memo) for x in hook.__defaults__)
         return made
     except Exception:  # copying user objects may raise anything
         return None

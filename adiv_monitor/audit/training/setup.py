@@ -113,8 +113,10 @@ class Setup:
             )
         if not model.training:
             model.train()
+        pair = None
         if isinstance(self.optimizer, Optimizer):
             optimizer, peaks = _copy(self.optimizer, memo), self.lifted
+            pair = self.optimizer, optimizer
         else:
             with seeded(self.seed):
                 optimizer = self.optimizer(model)
@@ -123,8 +125,6 @@ class Setup:
         for i, rate in peaks.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        given = self.optimizer if isinstance(self.optimizer, Optimizer) else None
-        pair = None if given is None else (given, optimizer)
         lost = tuple(carry_over(self.model, model, pair, memo))
         loss = loss or self.loss
         if self.differentiates:

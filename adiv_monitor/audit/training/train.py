@@ -4,6 +4,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,72 +71,54 @@ def train(fork: Fork, watch: Watch | None = None) -> Course:
     Raises:
         TypeError, ValueError: The loss is no tensor of one number with a gradient.
     """
-    watch = Watch() if watch is None else watch
     course = Course()
     try:
         with seeded(fork.seed), torch.enable_grad():
             for step, batch in enumerate(fork.batches):
-                _Step(fork, step, batch, course, watch).run()
-    except _NotFinite:
-        pass
+                _step(fork, step, batch, course, watch or Watch())
+                if not math.isfinite(course.losses[-1]):
+                    break
     except KeyboardInterrupt:
         course.interrupted = True
     return course
 
 
-class _Step:
-    """One step, whose closure the optimizer may call several times; the first call is recorded."""
+def _step(fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> None:
+    """Take a step, and record the first call of its closure when the step is complete."""
+    began = time.perf_counter()
+    length = parameter_norm(fork.optimizer)
+    watch.begins(step, batch)
+    losses: list[float] = []
+    norms: list[float] = []
 
-    def __init__(self, fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> None:
-        self._fork = fork
-        self._number = step
-        self._batch = batch
-        self._course = course
-        self._watch = watch
-        self._loss: float | None = None
-        self._norm: float | None = None
-
-    def run(self) -> None:
-        """Take the step and record it when it is complete."""
-        began = time.perf_counter()
-        length = parameter_norm(self._fork.optimizer)
-        self._watch.begins(self._number, self._batch)
-        try:
-            if _needs_closure(self._fork.optimizer):
-                self._fork.optimizer.step(self._closure)  # type: ignore[arg-type]
-            else:
-                self._closure()
-                self._fork.optimizer.step()
-        except _NotFinite:
-            self._write_down(began, length)
-            raise
-        self._write_down(began, length)
-        self._watch.has_stepped(self._number, self._batch)
-
-    def _write_down(self, began: float, length: float) -> None:
-        assert self._loss is not None
-        self._course.losses.append(self._loss)
-        self._course.gradient_norms.append(math.nan if self._norm is None else self._norm)
-        self._course.parameter_norms.append(length)
-        self._course.seconds.append(time.perf_counter() - began)
-
-    def _closure(self) -> Tensor:
-        fork = self._fork
+    def closure() -> Tensor:
         fork.optimizer.zero_grad()
-        loss = fork.loss(fork.model, copied(self._batch))
-        value = _number(loss)
-        if self._loss is None:
-            self._loss = value
-            self._watch.has_loss(self._number, self._batch, value)
-            if not math.isfinite(value):
+        loss = fork.loss(fork.model, copied(batch))
+        losses.append(_number(loss))
+        if len(losses) == 1:
+            watch.has_loss(step, batch, losses[0])
+            if not math.isfinite(losses[0]):
                 raise _NotFinite
         _backward(loss)
-        self._watch.has_gradients(self._number, loss)
-        if self._norm is None:
-            self._norm = gradient_norm(fork.optimizer)
+        watch.has_gradients(step, loss)
+        if not norms:
+            norms.append(gradient_norm(fork.optimizer))
         if fork.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(held(fork.optimizer), fork.clip_norm)
         return loss
+
+    with suppress(_NotFinite):
+        if _needs_closure(fork.optimizer):
+            fork.optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            closure()
+            fork.optimizer.step()
+    course.losses.append(losses[0])
+    course.gradient_norms.append(norms[0] if norms else math.nan)
+    course.parameter_norms.append(length)
+    course.seconds.append(time.perf_counter() - began)
+    if norms:
+        watch.has_stepped(step, batch)
 
 
 def gradient_norm(optimizer: Optimizer) -> float:
