@@ -168,7 +168,7 @@ class _Diagnosis:
     def __init__(self, setup: Setup, record: Record, progress: Progress | None) -> None:
         self._setup = setup
         self._record = record
-        self._progress = progress
+        self._progress = progress or trials.silent
         self._findings: tuple[Finding, ...] = ()
 
     def report(self, cap: trials.Cap | None) -> AuditReport:

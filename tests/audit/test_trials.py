@@ -18,11 +18,9 @@ from adiv_monitor.audit.training.batches import first, joined
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
-from adiv_monitor.audit.trials.bench import Bench
-from adiv_monitor.audit.trials.budget import Cap
 from adiv_monitor.audit.trials.by_heart import couples
 from adiv_monitor.audit.trials.fixes import FIXES, Fix
-from adiv_monitor.audit.trials.trial import compared, plain_losses
+from adiv_monitor.audit.trials.trial import FOR_RATES, Bench, Cap, compared, plain_losses
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
@@ -118,7 +116,7 @@ def test_what_is_for_all_layers_is_tried_in_all_of_them(monkeypatch: pytest.Monk
     )
     here = replace(finding(), layers=("0",), advice=advice)
     healthy = setup()
-    tried([here], healthy, record(healthy), cost=math.inf)
+    tried([here], healthy, record(healthy))
     assert seen == [("layer-norm", ("0",)), ("batch-norm", ()), ("rate*0.1", ())]
 
 
@@ -130,10 +128,10 @@ def test_trials_are_reproducible_bit_for_bit() -> None:
     torch.rand(7)  # another state of the user's random numbers
     assert rate_trials(noisy, seen) == seen.rates
     advised = [finding("reinitialise", "affine-like", "larger-batch")]
-    once = tried(advised, noisy, seen, cost=math.inf)
+    once = tried(advised, noisy, seen)
     trials = {a.fix: a.trial for f in once for a in f.advice}
     other_order = [finding("larger-batch"), finding("affine-like"), finding("reinitialise")]
-    for found in tried(other_order, noisy, seen, cost=math.inf):
+    for found in tried(other_order, noisy, seen):
         for advice in found.advice:
             if advice.fix in trials:
                 assert advice.trial == trials[advice.fix]
@@ -149,12 +147,12 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
     cut = finding("uncut", name="gradient-cut", strength="watch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bench, "trial", trial)
-        first, second = tried([rate, cut], healthy, record(healthy), cost=math.inf)
+        first, second = tried([rate, cut], healthy, record(healthy))
         assert (first.name, first.strength) == ("gradient-cut", "act")
         assert second.advice == FIRST_THAT
         assert (second.name, second.strength) == ("rate-too-high", "watch")
         dropped = finding("rate*0.3", name="dropout-too-high", strength="watch")
-        only = tried([dropped], healthy, record(healthy), cost=math.inf)
+        only = tried([dropped], healthy, record(healthy))
         assert only[0].strength == "watch"  # a tenth less is no merit of less dropout
 
 
@@ -178,7 +176,7 @@ def test_a_share_of_a_loss_below_zero_promotes_nothing(
     watched = finding("rate*10", name=name, strength="watch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bench, "trial", trial)
-        (found,) = tried([watched], healthy, record(healthy), cost=math.inf)
+        (found,) = tried([watched], healthy, record(healthy))
     assert found.advice[0].trial is not None and found.advice[0].trial.helps
     assert found.strength == strength
 
@@ -255,13 +253,13 @@ def test_an_initialisation_that_does_not_end_lower_is_not_advised() -> None:
     learnt = setup().fork()
     train(learnt)
     of = setup(model=learnt.model)
-    (found,) = tried([finding("reinitialise", "layer-norm")], of, record(of), cost=math.inf)
+    (found,) = tried([finding("reinitialise", "layer-norm")], of, record(of))
     assert [advice.fix for advice in found.advice] == ["layer-norm"]
 
 
 def test_a_rate_100_times_too_small_is_fixed_by_a_larger_one() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
-    (found,) = tried([finding("no-clip", "rate*10")], slow, with_rates(slow), cost=math.inf)
+    (found,) = tried([finding("no-clip", "rate*10")], slow, with_rates(slow))
     best = found.advice[0]
     assert best.fix == "rate*10" and best.trial is not None and best.trial.pays
     assert found.strength == "act"
@@ -270,7 +268,7 @@ def test_a_rate_100_times_too_small_is_fixed_by_a_larger_one() -> None:
 
 def test_inputs_160_times_too_large_are_fixed_by_standardising_them(far_inputs: Setup) -> None:
     seen = with_rates(far_inputs)
-    (found,) = tried([finding("standardise-inputs")], far_inputs, seen, cost=math.inf)
+    (found,) = tried([finding("standardise-inputs")], far_inputs, seen)
     trial = found.advice[0].trial
     assert found.strength == "act" and trial is not None
     assert trial.pays and trial.beats_rate
@@ -286,7 +284,7 @@ def test_a_fix_that_rescales_is_tried_at_better_and_better_rates(far_inputs: Set
         ends[factor] = np.mean(train(fork).losses[-6:])
     assert min(ends, key=ends.__getitem__) == 10  # so that 100 is tried, too
     advised = [finding("standardise-inputs", "batch-norm")]
-    (found,) = tried(advised, far_inputs, record(far_inputs), cost=math.inf)
+    (found,) = tried(advised, far_inputs, record(far_inputs))
     trial = next(a.trial for a in found.advice if a.fix == "standardise-inputs")
     assert (trial.rate, trial.runs) == (10, 5)
     assert trial.loss == pytest.approx(ends[10], rel=1e-6)
@@ -297,7 +295,7 @@ def test_a_fix_that_is_no_better_than_a_rate_stands_behind_it() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     seen = with_rates(slow)
     best = min(seen.rates, key=lambda f: seen.rates[f].loss)
-    (found,) = tried([finding("clip", "warm-up", "rate-per-layer")], slow, seen, cost=math.inf)
+    (found,) = tried([finding("clip", "warm-up", "rate-per-layer")], slow, seen)
     sold = [a for a in found.advice if a.trial is not None and a.trial.pays]
     for advice in sold[1:]:
         assert advice.outcome.mark == "✗" and "another learning rate alone" in str(advice)
@@ -312,7 +310,7 @@ def test_the_rate_is_put_in_front_of_what_it_does_as_well() -> None:
     seen = record(healthy)
     rate = Trial("rate*10", 24, 0.0001, seen.losses[0], None, 0.0)
     seen = replace(seen, rates={10.0: rate}, losses=tuple(10.0 for _ in range(24)))
-    (found,) = tried([finding("reinitialise")], healthy, seen, cost=math.inf)
+    (found,) = tried([finding("reinitialise")], healthy, seen)
     front, behind = found.advice
     assert front == Advice("learning rate × 10", "rate*10", rate)
     assert behind.trial is not None and behind.trial.pays and not behind.trial.beats_rate
@@ -331,7 +329,7 @@ def test_what_does_not_pay_is_something_to_watch() -> None:
         finding("reinitialise", strength="note"),
         finding("rate*10", strength="note"),
     ]
-    found = tried(findings, healthy, seen, cost=math.inf)
+    found = tried(findings, healthy, seen)
     assert [f.strength for f in found] == ["act", "act", "act", "watch", "note", "note"]
     assert found[0].name == "non-finite" and found[0].advice[0].trial is not None
     assert found[2].advice[0].untried == "there is no weight decay"
@@ -345,9 +343,9 @@ def test_a_cause_stays_one_to_act_on_where_what_follows_from_it_is_certain() -> 
     healthy = setup()
     seen = with_rates(healthy)
     cause, symptom = finding("rate*0.01"), finding(None, name="cannot-overfit")
-    after = tried([cause, symptom], healthy, seen, cost=math.inf)
+    after = tried([cause, symptom], healthy, seen)
     assert [(f.name, f.strength) for f in after] == [(f.name, "act") for f in (cause, symptom)]
-    before = tried([symptom, cause], healthy, seen, cost=math.inf)
+    before = tried([symptom, cause], healthy, seen)
     assert [f.strength for f in before] == ["act", "watch"]
 
 
@@ -357,7 +355,7 @@ def test_layers_that_one_lower_rate_fixes_are_not_uneven(factor: float, strength
     seen = record(healthy)
     rate = Trial(f"rate*{factor:g}", 24, 0.0001, seen.losses[0], None, 0.0)
     seen = replace(seen, rates={factor: rate}, losses=tuple(10.0 for _ in range(24)))
-    (found,) = tried([finding("reinitialise", name="uneven-rates")], healthy, seen, cost=1e9)
+    (found,) = tried([finding("reinitialise", name="uneven-rates")], healthy, seen)
     assert (found.advice[0].fix, found.strength) == (rate.fix, strength)
 
 
@@ -373,7 +371,7 @@ def test_a_loss_that_jumps_has_errors_that_hide_no_gain() -> None:
 def test_what_pays_comes_first_then_what_was_not_tried() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     advised = [finding("rate*0.1", None, "rate*10", "rate*100")]
-    (found,) = tried(advised, slow, with_rates(slow), cost=math.inf)
+    (found,) = tried(advised, slow, with_rates(slow))
     assert [a.fix for a in found.advice] == ["rate*100", "rate*10", None, "rate*0.1"]
 
 
@@ -385,7 +383,7 @@ def test_what_is_as_good_stays_in_the_rules_order() -> None:
     rates = {f: Trial(f"rate*{f:g}", 24, value, 9.0, None, 0.0) for f, value in losses.items()}
     seen = replace(seen, rates=rates)
     advised = [finding("rate*3", "rate*0.1", "rate*0.3")]
-    (found,) = tried(advised, healthy, seen, cost=math.inf)
+    (found,) = tried(advised, healthy, seen)
     assert [a.fix for a in found.advice] == ["rate*0.1", "rate*0.3", "rate*3"]
 
 
@@ -398,9 +396,7 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
         finding("plain-sgd"),
     ]
     told: list[tuple[str, int, int]] = []
-    found = tried(
-        findings, healthy, record(healthy), cost=math.inf, progress=lambda *a: told.append(a)
-    )
+    found = tried(findings, healthy, record(healthy), progress=lambda *a: told.append(a))
     done = [a.fix for f in found for a in f.advice if a.trial is not None]
     assert sorted(done) == ["clip", "larger-batch", "reinitialise", "warm-up"]
     (fourth,) = (a for f in found for a in f.advice if a.fix == "batch-norm")
@@ -412,14 +408,14 @@ def test_what_does_not_fit_into_the_steps_for_trials_says_so() -> None:
     healthy = setup()
     seen = with_rates(healthy)
     slow = replace(seen, facts=replace(seen.facts, step_cost=1e3))
-    (found,) = tried([finding("clip", "warm-up", "rate*0.1")], healthy, slow, cost=5)
+    (found,) = tried([finding("clip", "warm-up", "rate*0.1")], healthy, slow)
     advice = {each.fix: each for each in found.advice}
     assert advice["clip"].trial is not None  # the first is tried, whatever it costs
     assert advice["warm-up"].trial is None and advice["warm-up"].untried == NO_STEPS
     assert str(advice["warm-up"]) == "do warm-up (not tried: the steps for trials were used up)"
     assert advice["rate*0.1"].trial == seen.rates[0.1]  # it was run already
-    assert rate_trials(healthy, slow, cost=5) == {}
-    assert overfit(healthy, slow, cost=5) is None
+    assert rate_trials(healthy, slow) == {}
+    assert overfit(healthy, slow) is None
 
 
 def test_no_run_begins_that_would_end_later_than_the_cap() -> None:
@@ -461,9 +457,13 @@ def test_an_operator_that_cannot_be_counted_is_no_obstacle(monkeypatch: pytest.M
 def test_runs_are_shorter_where_steps_are_costly() -> None:
     healthy = setup()
     seen = record(healthy)
-    slow = replace(seen, facts=replace(seen.facts, step_cost=0.1))
-    assert {t.steps for t in rate_trials(healthy, slow, cost=7.6).values()} == {15}
-    few = rate_trials(healthy, slow, cost=3.7)  # 7 steps of five runs would tell nothing
+
+    def costing(steps: float) -> Any:
+        """Return the record of steps that are so costly that runs may have this many in all."""
+        return replace(seen, facts=replace(seen.facts, step_cost=FOR_RATES / steps))
+
+    assert {t.steps for t in rate_trials(healthy, costing(76)).values()} == {15}
+    few = rate_trials(healthy, costing(37))  # 7 steps of five runs would tell nothing
     assert {0.1, 10.0} <= few.keys() and {t.steps for t in few.values()} == {12}
     assert not few.keys() & {0.3, 3.0}
 
@@ -484,7 +484,7 @@ def test_the_keyboard_stops_all_trials() -> None:
     healthy = setup()
     seen = record(healthy)
     stopped = replace(healthy, loss=interrupting(30))
-    (found,) = tried([finding("warm-up", "rate*0.1", "clip")], stopped, seen, cost=math.inf)
+    (found,) = tried([finding("warm-up", "rate*0.1", "clip")], stopped, seen)
     outcomes = {a.fix: (a.trial is not None, a.untried) for a in found.advice}
     assert outcomes["warm-up"] == (True, "")
     assert outcomes["rate*0.1"] == outcomes["clip"] == (False, "interrupted")
@@ -502,7 +502,7 @@ def test_a_fix_that_the_model_cannot_be_run_with_is_not_tried() -> None:
             return super().forward(x)
 
     fixed = setup(model=Fixed(*mlp()))
-    (found,) = tried([finding("larger-batch", "no such")], fixed, record(fixed), cost=math.inf)
+    (found,) = tried([finding("larger-batch", "no such")], fixed, record(fixed))
     assert found.advice[0].untried == "RuntimeError: 32 samples only"
     assert found.advice[1].untried == "no fix is called no such"
     assert found.strength == "act"  # nothing was measured
@@ -512,7 +512,7 @@ def test_forks_leave_the_users_model_alone(far_inputs: Setup) -> None:
     before = [p.clone() for p in far_inputs.model.parameters()]
     seen = with_rates(far_inputs)
     overfit(far_inputs, seen)
-    tried([finding("affine-like", "batch-norm")], far_inputs, seen, cost=math.inf)
+    tried([finding("affine-like", "batch-norm")], far_inputs, seen)
     for now, then in zip(far_inputs.model.parameters(), before, strict=True):
         assert torch.equal(now, then) and now.grad is None
     assert type(far_inputs.model[0]) is nn.Linear

@@ -1,8 +1,8 @@
 """Short runs of forks: other learning rates, one batch that is overfitted, and fixes."""
 
-from adiv_monitor.audit.trials.budget import Cap
 from adiv_monitor.audit.trials.by_heart import overfit
 from adiv_monitor.audit.trials.rates import rate_trials
+from adiv_monitor.audit.trials.trial import Cap, silent
 from adiv_monitor.audit.trials.tried import tried, untried
 
-__all__ = ["Cap", "overfit", "rate_trials", "tried", "untried"]
+__all__ = ["Cap", "overfit", "rate_trials", "silent", "tried", "untried"]

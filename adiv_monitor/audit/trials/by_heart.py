@@ -10,12 +10,20 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.concerned import passed
 from adiv_monitor.audit.training.batches import first, mapped, size_of
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.audit.trials.budget import FOR_ONE_BATCH, Cap, CapReached, step_cost
+from adiv_monitor.audit.training.setup import Setup, seeded
 from adiv_monitor.audit.trials.fixes import DoesNotApply
 from adiv_monitor.audit.trials.fixes.optimizer import scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
-from adiv_monitor.audit.trials.trial import at_the_end, losses_of
+from adiv_monitor.audit.trials.trial import (
+    FOR_ONE_BATCH,
+    NEVER,
+    Cap,
+    CapReached,
+    compared,
+    losses_of,
+    quarter,
+    step_cost,
+)
 from adiv_monitor.diagnosis.course import FEWEST
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.record import Record
@@ -30,9 +38,7 @@ CHANGED, BEYOND = 1e-3, 1.2
 STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
-def overfit(
-    setup: Setup, record: Record, *, cost: float = FOR_ONE_BATCH, cap: Cap | None = None
-) -> Trial | None:
+def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
     """Train a fork on one small batch, without dropout, at the best learning rate that was tried.
 
     Every step draws the same random numbers: noise that is drawn anew can't be learned.
@@ -45,8 +51,7 @@ def overfit(
     Args:
         setup: training setup.
         record: record of the unchanged run, with `rates` if learning rates were tried.
-        cost: largest cost, in steps that cost as much as those of a whole batch.
-        cap: time by which the attempt ends; None: unlimited.
+        cap: time by which the attempt ends.
 
     Returns:
         The best trial, whose `loss_without` is the first loss, and whose error is that of the mean
@@ -56,8 +61,7 @@ def overfit(
         KeyboardInterrupt: the user interrupted the run.
     """
     each = step_cost(record)
-    affordable = cost / each if each else math.inf
-    cap = Cap() if cap is None else cap
+    affordable = FOR_ONE_BATCH / each if each else math.inf
     steps = int(min(STEPS, affordable))
     if steps < FEWEST:
         return None
@@ -67,10 +71,10 @@ def overfit(
     attempts = [(small, factor) for factor in FACTORS]
     while attempts and (len(trials) + 1) * steps <= affordable:
         samples, factor = attempts.pop(0)
-        rate = factor * best_rate(record.rates)
+        small_setup = replace(setup, batches=(samples,), steps=steps)
         try:
             cap.check(record, steps)
-            trials.append(_trial(setup, samples, steps, rate))
+            trials.append(_trial(small_setup, factor * best_rate(record.rates)))
         except (CapReached, DoesNotApply):  # no time, or no learning rate
             break
         except Exception:
@@ -82,9 +86,8 @@ def overfit(
             break
         if len(trials) == 1 and samples is not batch and couples(setup, samples):
             attempts.insert(0, (batch, FACTORS[0]))
-    if not trials:
-        return None
-    return replace(min(trials, key=lambda trial: trial.loss), runs=len(trials))
+    best = min(trials, key=lambda trial: trial.loss, default=None)
+    return None if best is None else replace(best, runs=len(trials))
 
 
 def couples(setup: Setup, batch: Any) -> bool:
@@ -107,27 +110,8 @@ def couples(setup: Setup, batch: Any) -> bool:
     return int(changes.sum()) * size > BEYOND * len(own)
 
 
-def _trial(setup: Setup, batch: object, steps: int, rate: float) -> Trial:
-    losses = losses_of(_fork(setup, batch, steps, rate))
-    ended = math.isfinite(at_the_end(losses, steps))
-    n = max(2, math.ceil(steps / 4))
-    quarter, before = np.array(losses[-n:]), np.array(losses[-2 * n : -n])
-    error = float(quarter.std(ddof=1) / math.sqrt(n)) if ended else math.nan
-    fell = float(before.mean() - quarter.mean()) if ended else 0.0
-    return Trial(
-        fix="overfit",
-        steps=steps,
-        loss=at_the_end(losses, steps),
-        loss_without=losses[0],
-        loss_by_rate=None,
-        error=error,
-        rate=rate,
-        falls=fell > max(2 * error, STANDS * abs(losses[0])),
-    )
-
-
-def _fork(setup: Setup, batch: object, steps: int, rate: float) -> Fork:
-    fork = replace(setup, batches=(batch,), steps=steps).fork()
+def _trial(setup: Setup, rate: float) -> Trial:
+    fork = setup.fork()
     if rate != 1:
         scale_rate(fork.optimizer, rate)
     for module in fork.model.modules():
@@ -140,4 +124,10 @@ def _fork(setup: Setup, batch: object, steps: int, rate: float) -> Fork:
             return loss(model, batch)
 
     fork.loss = as_first
-    return fork
+    losses, n = losses_of(fork), quarter(setup.steps)
+    found = compared("overfit", losses, losses[:1] * setup.steps, setup.steps)
+    falls = False
+    if math.isfinite(found.loss):
+        fell = float(np.mean(losses[-2 * n : -n])) - found.loss
+        falls = fell > max(2 * found.error, STANDS * abs(losses[0]))
+    return replace(found, loss_without=losses[0], rate=rate, falls=falls)

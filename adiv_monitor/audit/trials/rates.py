@@ -3,20 +3,22 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from itertools import pairwise, takewhile
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
-from adiv_monitor.audit.trials.budget import FOR_RATES, Cap, CapReached, within
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name
 from adiv_monitor.audit.trials.trial import (
+    FOR_RATES,
+    NEVER,
+    Bench,
+    Cap,
+    CapReached,
     Losses,
     at_the_end,
-    compared,
-    constant_loss,
-    losses_of,
-    plain_losses,
+    silent,
+    within,
 )
 from adiv_monitor.diagnosis.faults.remedies import usual_factor
 from adiv_monitor.diagnosis.finding import Trial
@@ -30,12 +32,7 @@ _LOWER = (0.1, 0.01, 0.001)  # tried first where the loss rises, until one helps
 
 
 def rate_trials(
-    setup: Setup,
-    record: Record,
-    *,
-    cost: float = FOR_RATES,
-    cap: Cap | None = None,
-    progress: Progress | None = None,
+    setup: Setup, record: Record, *, cap: Cap = NEVER, progress: Progress = silent
 ) -> dict[float, Trial]:
     """Return runs at the learning rate × 0.1, 0.3, 3 and 10, and some beyond the better end.
 
@@ -44,12 +41,13 @@ def rate_trials(
     runs use the power of ten at which activations would move by a hundredth of their length, and
     then ten times that, or a tenth of it, as long as the loss gets lower.
 
+    If steps are costly, runs are shorter than those of the setup; if they would be too short to
+    show an effect, nothing is tried.
+
     Args:
         setup: training setup.
         record: record of the unchanged run.
-        cost: largest cost of all runs: if steps are costly, runs are shorter than those of the
-            setup; if they would be too short to show an effect, nothing is tried.
-        cap: time by which the runs end; None: unlimited.
+        cap: time by which the runs end.
         progress: called with ("learning rates", runs done, runs).
 
     Returns:
@@ -60,36 +58,27 @@ def rate_trials(
         KeyboardInterrupt: the user interrupted a run.
     """
     for factors in (FACTORS, _FEWEST):
-        shorter = within(setup, record, len(factors) + 1, cost)
-        if shorter is not None:
+        if (shorter := within(setup, record, len(factors) + 1, FOR_RATES)) is not None:
             break
     else:
         return {}
-    runs = _Runs(shorter, record, Cap() if cap is None else cap)
+    runs = _Runs(Bench(shorter, record, cap))
     try:
         with suppress(CapReached):
             if not (runs.rises and any(runs.trial(factor).helps for factor in _LOWER)):
-                _around(factors, runs, progress)
-                if (far := far_factor(record)) is not None:
-                    _sweep(far, runs)
+                for done, factor in enumerate(factors):
+                    runs.end(factor)
+                    progress("learning rates", done + 1, len(factors) + 1)
+                best = min(sorted(runs.losses), key=runs.end)
+                runs.follow((best, *_BEYOND.get(best, ())))
+                if (far := far_factor(record)) is not None:  # in the direction that gets better
+                    here = FAR_FACTORS.index(far)
+                    if not runs.follow(FAR_FACTORS[here:]):
+                        runs.follow(FAR_FACTORS[here::-1])
     except DoesNotApply:
         return {}
-    if progress is not None:
-        progress("learning rates", len(factors) + 1, len(factors) + 1)
+    progress("learning rates", len(factors) + 1, len(factors) + 1)
     return {factor: runs.trial(factor) for factor in sorted(runs.losses) if factor != 1}
-
-
-def _around(factors: Sequence[float], runs: "_Runs", progress: Progress | None) -> None:
-    """Try these factors, and those beyond the end at which the loss is lowest."""
-    for done, factor in enumerate(factors):
-        runs.end(factor)
-        if progress is not None:
-            progress("learning rates", done + 1, len(factors) + 1)
-    best = min(sorted(runs.losses), key=runs.end)
-    for factor in _BEYOND.get(best, ()):
-        if not runs.end(factor) < runs.end(best):
-            break
-        best = factor
 
 
 class _Runs:
@@ -99,9 +88,9 @@ class _Runs:
         losses: factor on the learning rate → losses of its run.
     """
 
-    def __init__(self, setup: Setup, record: Record, cap: Cap) -> None:
-        self._setup, self._record, self._cap = setup, record, cap
-        self.losses: dict[float, Losses] = {1.0: plain_losses(setup, record)}
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.losses: dict[float, Losses] = {1.0: bench.without}
 
     def end(self, factor: float) -> float:
         """Return the loss at the end of the run at this factor.
@@ -111,23 +100,25 @@ class _Runs:
             DoesNotApply: the optimizer has no learning rate.
         """
         if factor not in self.losses:
-            self._cap.check(self._record, self._setup.steps)
-            fork = self._setup.fork()
-            FIXES[rate_name(factor)].apply(fork)
-            self.losses[factor] = losses_of(fork)
-        return at_the_end(self.losses[factor], self._setup.steps)
+            self.losses[factor] = self._bench.losses(FIXES[rate_name(factor)])
+        return at_the_end(self.losses[factor], self._bench.setup.steps)
 
     def trial(self, factor: float) -> Trial:
         """Return the trial of this factor; raises as `end` does."""
         self.end(factor)
-        steps, name = self._setup.steps, rate_name(factor)
-        found = compared(name, self.losses[factor], self.losses[1.0], steps)
-        return replace(found, constant=constant_loss(self._record))
+        return self._bench.compared(rate_name(factor), self.losses[factor])
+
+    def follow(self, factors: Sequence[float]) -> bool:
+        """Try one factor after another while the loss gets lower; return whether it ever did."""
+        lower = list(
+            takewhile(lambda pair: self.end(pair[1]) < self.end(pair[0]), pairwise(factors))
+        )
+        return bool(lower)
 
     @property
     def rises(self) -> bool:
         """Whether the unchanged run ends above its first loss, and above a constant prediction."""
-        constant = constant_loss(self._record)
+        constant = self.trial(1.0).constant
         return self.end(1.0) > max(self.losses[1.0][0], -math.inf if constant is None else constant)
 
 
@@ -139,19 +130,6 @@ def far_factor(record: Record) -> float | None:
     """
     factor = usual_factor(move.value for move in by_layer(record, "update_ratio").values())
     return next((far for far in FAR_FACTORS if factor and math.isclose(far, factor)), None)
-
-
-def _sweep(far: float, runs: _Runs) -> None:
-    """Try decades from this factor on, in the direction in which the loss gets lower."""
-    here = FAR_FACTORS.index(far)
-    for step in (1, -1):
-        place = here
-        while 0 <= place + step < len(FAR_FACTORS) and (
-            runs.end(FAR_FACTORS[place + step]) < runs.end(FAR_FACTORS[place])
-        ):
-            place += step
-        if place != here:
-            break
 
 
 def best_rate(rates: Mapping[float, Trial]) -> float:

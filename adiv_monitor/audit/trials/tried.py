@@ -5,12 +5,11 @@ from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
-from adiv_monitor.audit.trials.bench import Bench
-from adiv_monitor.audit.trials.budget import FOR_FIXES, Cap, CapReached, fewest, within
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.optimizer import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
-from adiv_monitor.audit.trials.trial import plain_losses
+from adiv_monitor.audit.trials.trial import FOR_FIXES, NEVER, Bench, Cap, CapReached, silent, within
+from adiv_monitor.diagnosis.course import FEWEST
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.finding import (
     LOWER_RATES,
@@ -31,7 +30,6 @@ _AS_GOOD = 0.1  # losses that differ by a smaller share count as equal
 NOT_AMONG_THE_FIRST = f"only the first {FIRST} fixes of each finding are tried"
 
 Outcome = Trial | str  # or the reason why there is no trial
-AdviceAt = tuple[int, int]  # indices of finding and advice
 
 
 def tried(
@@ -39,14 +37,14 @@ def tried(
     setup: Setup,
     record: Record,
     *,
-    cost: float = FOR_FIXES,
-    cap: Cap | None = None,
-    progress: Progress | None = None,
+    cap: Cap = NEVER,
+    progress: Progress = silent,
 ) -> tuple[Finding, ...]:
     """Return the findings with their first fixes tried from the same weights and batches.
 
     Findings to act on come first, then those to watch. Of each, the first advice is tried, then the
     second, then the third. The very first is tried whatever it costs, in the fewest possible steps.
+    Fixes beyond the cost of all trials say that they were not tried.
 
     The advice of a finding is sorted by its effect. A fix that pays no more than another learning
     rate alone comes after that learning rate. A finding to act on becomes one to watch if none of
@@ -59,32 +57,32 @@ def tried(
         findings: findings of the rules, strongest first.
         setup: training setup.
         record: record of the unchanged run, with `rates` if learning rates were tried.
-        cost: largest cost; fixes beyond it say that they were not tried.
-        cap: time by which the trials end; None: unlimited.
+        cap: time by which the trials end.
         progress: called with ("fixes", fixes done, fixes).
 
     Returns:
         The findings, strongest first.
     """
-    steps = next((trial.steps for trial in record.rates.values()), None)
-    shorter = within(setup, record, FIRST, cost) if steps is None else replace(setup, steps=steps)
-    outcomes = _known(findings, record)
-    places = list(_places(findings, outcomes))
-    outcomes |= dict.fromkeys(places, NO_STEPS)
+    rates = {trial.fix: trial for trial in record.rates.values()}
+    advice = [[_known(each, finding, rates) for each in finding.advice] for finding in findings]
+    places = list(_places(findings, advice))
+    for i, j in places:
+        advice[i][j] = replace(advice[i][j], untried=NO_STEPS)
     if places:
-        shorter = shorter or fewest(setup)
-        without = plain_losses(shorter, record)
-        bench = Bench(shorter, record, without, cost, Cap() if cap is None else cap)
+        steps = next((trial.steps for trial in rates.values()), min(FEWEST, setup.steps))
+        shorter = None if rates else within(setup, record, FIRST, FOR_FIXES)
+        bench = Bench(shorter or replace(setup, steps=steps), record, cap, FOR_FIXES)
         try:
-            _try(findings, places, outcomes, bench, progress)
+            _try(findings, places, advice, bench, progress)
         except KeyboardInterrupt:
-            left = {place for place in places if outcomes[place] in (NO_STEPS, NO_TIME)}
-            outcomes |= dict.fromkeys(left, "interrupted")
+            for i, j in places:
+                if advice[i][j].untried in (NO_STEPS, NO_TIME):
+                    advice[i][j] = replace(advice[i][j], untried="interrupted")
     plain = [i for i, f in enumerate(findings) if f.strength == "act" and fault_of(f).certain]
     certain = max(plain, default=-1)
     judged = [
-        _judged(finding, i, outcomes, record, certain=i <= certain)
-        for i, finding in enumerate(findings)
+        _judged(finding, some, record, certain=i <= certain)
+        for i, (finding, some) in enumerate(zip(findings, advice, strict=True))
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
     said = [unrefuted(finding, (*record.rates.values(), *trials)) for finding in judged]
@@ -109,46 +107,49 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
     return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
 
 
-def _known(findings: Sequence[Finding], record: Record) -> dict[AdviceAt, Outcome]:
-    """Return the outcomes that are known before any fix is tried: the trials of learning rates."""
-    rates = {trial.fix: trial for trial in record.rates.values()}
-    return {
-        (i, j): rates.get(advice.fix, NOT_AMONG_THE_FIRST)
-        for i, finding in enumerate(findings)
-        for j, advice in enumerate(finding.advice)
-        if advice.fix is not None and (finding.strength != "note" or advice.fix in rates)
-    }
+def _known(advice: Advice, finding: Finding, rates: Mapping[str, Trial]) -> Advice:
+    """Return advice with what is known before any fix is tried: the trials of learning rates."""
+    if advice.fix in rates:
+        return replace(advice, trial=rates[advice.fix])
+    is_open = advice.fix is not None and finding.strength != "note"
+    return replace(advice, untried=NOT_AMONG_THE_FIRST) if is_open else advice
 
 
-def _places(findings: Sequence[Finding], known: Mapping[AdviceAt, Outcome]) -> Iterator[AdviceAt]:
-    """Yield the fixes to try, in order."""
+def _places(
+    findings: Sequence[Finding], advice: Sequence[Sequence[Advice]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the fixes to try, in order, as indices of finding and advice."""
     for strength in ("act", "watch"):
         several = [i for i, finding in enumerate(findings) if finding.strength == strength]
-        open_ = {i: [p for p in known if p[0] == i and isinstance(known[p], str)] for i in several}
+        open_ = {
+            i: [j for j, a in enumerate(advice[i]) if a.untried == NOT_AMONG_THE_FIRST]
+            for i in several
+        }
         for number in range(FIRST):
-            yield from (open_[i][number] for i in several if number < len(open_[i]))
+            yield from ((i, open_[i][number]) for i in several if number < len(open_[i]))
 
 
 def _try(
     findings: Sequence[Finding],
-    places: Sequence[AdviceAt],
-    outcomes: dict[AdviceAt, Outcome],
+    places: Sequence[tuple[int, int]],
+    advice: Sequence[list[Advice]],
     bench: Bench,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     known: dict[object, Outcome] = {}
-    has_run = False
     for done, (i, j) in enumerate(places):
-        advice = findings[i].advice[j]
-        fix = advice.fix
-        assert fix is not None
-        layers = findings[i].layers_for(advice)
-        if (fix, layers) not in known and (bench.may_run or not has_run):
-            known[fix, layers] = _outcome(bench, fix, layers)
-            has_run |= isinstance(known[fix, layers], Trial)
-        outcomes[i, j] = known.get((fix, layers), outcomes[i, j])
-        if progress is not None:
-            progress("fixes", done + 1, len(places))
+        each = advice[i][j]
+        assert each.fix is not None
+        key = each.fix, findings[i].layers_for(each)
+        has_run = any(isinstance(outcome, Trial) for outcome in known.values())
+        if key not in known and (bench.may_run or not has_run):
+            known[key] = _outcome(bench, *key)
+        outcome = known.get(key, NO_STEPS)
+        if isinstance(outcome, Trial):
+            advice[i][j] = replace(each, trial=outcome, untried="")
+        else:
+            advice[i][j] = replace(each, untried=outcome)
+        progress("fixes", done + 1, len(places))
 
 
 def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
@@ -164,28 +165,12 @@ def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _judged(
-    finding: Finding,
-    number: int,
-    outcomes: dict[AdviceAt, Outcome],
-    record: Record,
-    *,
-    certain: bool,
-) -> Finding:
-    """Return the finding with the outcomes of its trials, its best advice first."""
-    advice = []
-    for j, each in enumerate(finding.advice):
-        outcome = outcomes.get((number, j))
-        if isinstance(outcome, Trial):
-            advice.append(replace(each, trial=outcome))
-        elif outcome is not None:
-            advice.append(replace(each, untried=outcome))
-        else:
-            advice.append(each)
+def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: bool) -> Finding:
+    """Return the finding after the trials of its advice, its best advice first."""
     trials = [each.trial for each in advice if each.trial is not None]
     if not fault_of(finding).certain:
         advice = _in_order(_with_rate(advice, record))
-    advice = [each for each in advice if each.fix != "reinitialise" or _ends_lower(each, record)]
+    advice = [a for a in advice if a.fix != "reinitialise" or a.trial is None or a.trial.pays]
     pays = any(trial.pays for trial in trials)
     if finding.name == "input-mean":  # else the learning rate explains the gain
         pays = any(trial.helps for trial in trials)
@@ -199,11 +184,6 @@ def _judged(
     elif fault_of(finding).often_meant and (trials or _does_not_apply(advice)):
         strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
-
-
-def _ends_lower(again: Advice, record: Record) -> bool:
-    """Return whether an initialisation may be advised: not one tried in vain, nor if trained."""
-    return not record.trained and (again.trial is None or again.trial.pays)
 
 
 def _promotes(trial: Trial, finding: Finding) -> bool:

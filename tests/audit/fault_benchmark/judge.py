@@ -29,11 +29,10 @@ from audit.fault_benchmark.run import LONGER, STEPS, Case, Healthy, Run, errors
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.bench import Bench
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
-from adiv_monitor.audit.trials.trial import compared, plain_losses
+from adiv_monitor.audit.trials.trial import Bench, compared
 from adiv_monitor.audit.trials.tried import NOT_AMONG_THE_FIRST
 from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
@@ -72,7 +71,7 @@ def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     if isinstance(bed, Healthy):
         return _found(report)
     setup, record = run.setup(STEPS, seed), report.record
-    bench = Bench(setup, record, plain_losses(setup, record), math.inf)
+    bench = Bench(setup, record)
     chance = random.Random(f"{bed.name} {seed}")
     one = next(changes(bench, chance), None)
     changed = {
