@@ -32,8 +32,7 @@ from adiv_monitor.audit.training.setup import (
     seeded,
 )
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
-from adiv_monitor.audit.training.train import Progress
-from adiv_monitor.audit.training.warned import each_warning_once
+from adiv_monitor.audit.training.train import Progress, each_warning_once
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.own_run import compared

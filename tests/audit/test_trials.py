@@ -20,7 +20,7 @@ from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
 from adiv_monitor.audit.trials.by_heart import couples
 from adiv_monitor.audit.trials.fixes import FIXES, Fix
-from adiv_monitor.audit.trials.trial import FOR_RATES, Bench, Cap, compared, plain_losses
+from adiv_monitor.audit.trials.trial import FOR_RATES, Bench, Cap, compared
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
@@ -46,10 +46,10 @@ def test_the_observed_run_is_the_plain_run() -> None:
     healthy = setup()
     seen = record(healthy)
     plain = tuple(train(healthy.fork()).losses)
-    assert plain_losses(healthy, seen) == plain == seen.losses
+    assert Bench(healthy, seen).without == plain == seen.losses
     shorter = replace(healthy, steps=7)
-    assert plain_losses(shorter, seen) == tuple(train(shorter.fork()).losses)
-    assert plain_losses(healthy, replace(seen, losses=plain[:9])) == plain
+    assert Bench(shorter, seen).without == tuple(train(shorter.fork()).losses)
+    assert Bench(healthy, replace(seen, losses=plain[:9])).without == plain
 
 
 def test_the_error_is_that_of_the_paired_differences() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 DEFAULT_SIZE = 16  # samples in a batch of a data set
 
@@ -41,9 +41,7 @@ def is_drawn_anew(batches: object) -> bool:
     """Return whether a loader draws its order with torch's own random numbers."""
     if not isinstance(batches, DataLoader):
         return False
-    sampler = batches.sampler
-    if isinstance(batches.batch_sampler, BatchSampler):
-        sampler = batches.batch_sampler.sampler
+    sampler = getattr(batches.batch_sampler, "sampler", batches.sampler)
     return isinstance(sampler, RandomSampler) and not _generators(batches)
 
 
@@ -56,9 +54,8 @@ def in_words(batches: object) -> str:
 
 def _generators(batches: object) -> list[Any]:
     by_batch = getattr(batches, "batch_sampler", None)
-    holders = (batches, getattr(batches, "sampler", None), by_batch,
-               getattr(by_batch, "sampler", None))  # fmt: skip
-    found = [getattr(holder, "generator", None) for holder in holders]
+    samplers = getattr(batches, "sampler", None), by_batch, getattr(by_batch, "sampler", None)
+    found = [getattr(holder, "generator", None) for holder in (batches, *samplers)]
     return list({id(g): g for g in found if hasattr(g, "get_state")}.values())
 
 
@@ -124,9 +121,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def mapped(
-    batch: Any,
-    change: Callable[[Any], Any],
-    is_leaf: Callable[[Any], bool] = torch.is_tensor,
+    batch: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = torch.is_tensor
 ) -> Any:
     """Return the same structure with its tensors changed; objects of unknown types stay."""
     if is_leaf(batch):

@@ -1,11 +1,15 @@
-"""The training loop of a fork."""
+"""The training loop of a fork, and the warnings of many trainings."""
 
 import inspect
 import math
+import os
+import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,8 @@ from torch.optim import Optimizer
 
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork, seeded
+
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"  # this package: it runs the training again
 
 Progress = Callable[[str, int, int], None]  # part of the work, units done, units in all
 
@@ -86,7 +92,7 @@ def train(fork: Fork, watch: Watch | None = None) -> Course:
 def _step(fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> None:
     """Take a step, and record the first call of its closure when the step is complete."""
     began = time.perf_counter()
-    length = parameter_norm(fork.optimizer)
+    length = _norm([p.detach() for p in held(fork.optimizer)])
     watch.begins(step, batch)
     losses: list[float] = []
     norms: list[float] = []
@@ -124,11 +130,6 @@ def _step(fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> No
 def gradient_norm(optimizer: Optimizer) -> float:
     """Return ‖gradient‖ of all parameters that the optimizer holds; 0 if none has a gradient."""
     return _norm([p.grad for p in held(optimizer) if p.grad is not None])
-
-
-def parameter_norm(optimizer: Optimizer) -> float:
-    """Return ‖all parameters that the optimizer holds‖."""
-    return _norm([p.detach() for p in held(optimizer)])
 
 
 def held(optimizer: Optimizer) -> list[Tensor]:
@@ -173,3 +174,26 @@ def _number(loss: object) -> float:
             "some parameter with requires_grad=True"
         )
     return float(loss.detach())
+
+
+@contextmanager
+def each_warning_once() -> Iterator[None]:
+    """Show each warning once for each line of the training, whatever numbers it names.
+
+    Python forgets which ones it showed wherever filters change for a while, as in some schedulers.
+    """
+    shown: set[object] = set()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def once(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any
+        ) -> None:
+            what = (category, re.sub(r"\d+", "", str(message)))
+            place = what if filename.startswith(_OWN) else (what, filename, lineno)
+            if place not in shown:
+                shown.update((what, place))
+                show(message, category, filename, lineno, *rest)
+
+        warnings.showwarning = once  # type: ignore[assignment]
+        yield

@@ -13,16 +13,16 @@ from adiv_monitor.audit.training.batches import first, mapped, size_of
 from adiv_monitor.audit.training.setup import Setup, seeded
 from adiv_monitor.audit.trials.fixes import DoesNotApply
 from adiv_monitor.audit.trials.fixes.optimizer import scale_rate
-from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import (
     FOR_ONE_BATCH,
     NEVER,
     Cap,
     CapReached,
+    affordable,
+    best_rate,
     compared,
     losses_of,
     quarter,
-    step_cost,
 )
 from adiv_monitor.diagnosis.course import FEWEST
 from adiv_monitor.diagnosis.finding import Trial
@@ -60,16 +60,15 @@ def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
     Raises:
         KeyboardInterrupt: the user interrupted the run.
     """
-    each = step_cost(record)
-    affordable = FOR_ONE_BATCH / each if each else math.inf
-    steps = int(min(STEPS, affordable))
+    most = affordable(record, FOR_ONE_BATCH)
+    steps = int(min(STEPS, most))
     if steps < FEWEST:
         return None
     batch = setup.batches[0]
     small = first(batch, SAMPLES)
     trials: list[Trial] = []
     attempts = [(small, factor) for factor in FACTORS]
-    while attempts and (len(trials) + 1) * steps <= affordable:
+    while attempts and (len(trials) + 1) * steps <= most:
         samples, factor = attempts.pop(0)
         small_setup = replace(setup, batches=(samples,), steps=steps)
         try:

@@ -1,14 +1,23 @@
 """Trials of the fixes of findings in short runs, before they are recommended."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.optimizer import rate_name
-from adiv_monitor.audit.trials.rates import best_rate
-from adiv_monitor.audit.trials.trial import FOR_FIXES, NEVER, Bench, Cap, CapReached, silent, within
+from adiv_monitor.audit.trials.trial import (
+    FOR_FIXES,
+    NEVER,
+    Bench,
+    Cap,
+    CapReached,
+    affordable,
+    best_rate,
+    silent,
+    within,
+)
 from adiv_monitor.diagnosis.course import FEWEST
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.finding import (
@@ -28,8 +37,6 @@ FIRST = 3  # number of fixes of a finding that are tried
 _AS_GOOD = 0.1  # losses that differ by a smaller share count as equal
 
 NOT_AMONG_THE_FIRST = f"only the first {FIRST} fixes of each finding are tried"
-
-Outcome = Trial | str  # or the reason why there is no trial
 
 
 def tried(
@@ -65,13 +72,14 @@ def tried(
     """
     rates = {trial.fix: trial for trial in record.rates.values()}
     advice = [[_known(each, finding, rates) for each in finding.advice] for finding in findings]
-    places = list(_places(findings, advice))
+    places = _places(findings, advice)
     for i, j in places:
         advice[i][j] = replace(advice[i][j], untried=NO_STEPS)
     if places:
         steps = next((trial.steps for trial in rates.values()), min(FEWEST, setup.steps))
         shorter = None if rates else within(setup, record, FIRST, FOR_FIXES)
-        bench = Bench(shorter or replace(setup, steps=steps), record, cap, FOR_FIXES)
+        left = affordable(record, FOR_FIXES)
+        bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
         try:
             _try(findings, places, advice, bench, progress)
         except KeyboardInterrupt:
@@ -86,12 +94,9 @@ def tried(
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
     said = [unrefuted(finding, (*record.rates.values(), *trials)) for finding in judged]
-    raised = {
-        after.name
-        for before, after in zip(findings, judged, strict=True)
-        if (before.strength, after.strength) == ("watch", "act")
-    }
-    causes = {f.name for f in judged if f.name in raised and fault_of(f).explains}
+    pairs = zip(findings, judged, strict=True)
+    raised = [f for was, f in pairs if (was.strength, f.strength) == ("watch", "act")]
+    causes = {finding.name for finding in raised if fault_of(finding).explains}
     has_cause = any(f.strength == "act" and is_cause(f) for f in said)
     if causes or (raised and not has_cause):  # consequences come after their cause
         said = explained(sorted(said, key=lambda finding: finding.name not in causes))
@@ -117,16 +122,14 @@ def _known(advice: Advice, finding: Finding, rates: Mapping[str, Trial]) -> Advi
 
 def _places(
     findings: Sequence[Finding], advice: Sequence[Sequence[Advice]]
-) -> Iterator[tuple[int, int]]:
-    """Yield the fixes to try, in order, as indices of finding and advice."""
-    for strength in ("act", "watch"):
-        several = [i for i, finding in enumerate(findings) if finding.strength == strength]
-        open_ = {
-            i: [j for j, a in enumerate(advice[i]) if a.untried == NOT_AMONG_THE_FIRST]
-            for i in several
-        }
-        for number in range(FIRST):
-            yield from ((i, open_[i][number]) for i in several if number < len(open_[i]))
+) -> list[tuple[int, int]]:
+    """Return the fixes to try, in order, as indices of finding and advice."""
+    found = []
+    for i, finding in enumerate(findings):
+        open_ = [j for j, a in enumerate(advice[i]) if a.untried == NOT_AMONG_THE_FIRST]
+        rank = STRENGTHS.index(finding.strength)
+        found += [(rank, number, i, j) for number, j in enumerate(open_[:FIRST])]
+    return [(i, j) for *_, i, j in sorted(found)]
 
 
 def _try(
@@ -136,7 +139,7 @@ def _try(
     bench: Bench,
     progress: Progress,
 ) -> None:
-    known: dict[object, Outcome] = {}
+    known: dict[object, Trial | str] = {}
     for done, (i, j) in enumerate(places):
         each = advice[i][j]
         assert each.fix is not None
@@ -152,7 +155,8 @@ def _try(
         progress("fixes", done + 1, len(places))
 
 
-def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
+def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
+    """Return the trial of a fix, or the reason why there is none."""
     if name not in FIXES:
         return f"no fix is called {name}"
     try:
@@ -220,11 +224,8 @@ def _in_order(advice: list[Advice]) -> list[Advice]:
     """Sort advice: helps; pays, but is no fix; not tried; does not pay."""
 
     def kind(each: Advice) -> int:
-        if each.trial is None:
-            return 2
-        if not each.trial.pays:
-            return 3
-        return 0 if each.trial.helps else 1
+        trial = each.trial
+        return 2 if trial is None else 0 if trial.helps else 1 if trial.pays else 3
 
     kinds = [[each for each in advice if kind(each) == number] for number in range(4)]
     return [*_best_first(kinds[0]), *_best_first(kinds[1]), *kinds[2], *kinds[3]]
@@ -232,14 +233,10 @@ def _in_order(advice: list[Advice]) -> list[Advice]:
 
 def _best_first(advice: list[Advice]) -> list[Advice]:
     """Sort advice by loss; fixes as good as the best of the rest stay in the order of the rules."""
-    ordered, rest = [], list(advice)
+    rest = [(each.trial.loss, each) for each in advice if each.trial is not None]
+    ordered = []
     while rest:
-        least = min(_loss(each) for each in rest)
-        ordered.append(next(x for x in rest if _loss(x) <= least + _AS_GOOD * abs(least)))
-        rest.remove(ordered[-1])
+        least = min(loss for loss, _ in rest)
+        first = next(i for i, (loss, _) in enumerate(rest) if loss <= least + _AS_GOOD * abs(least))
+        ordered.append(rest.pop(first)[1])
     return ordered
-
-
-def _loss(advice: Advice) -> float:
-    assert advice.trial is not None
-    return advice.trial.loss

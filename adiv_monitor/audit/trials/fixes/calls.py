@@ -1,6 +1,6 @@
 """Fixes that replace functions which a pass calls: activations, reshapes, dropout and the loss."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,29 @@ from adiv_monitor.audit.experiments.operands import maps_that_run
 from adiv_monitor.audit.experiments.reshapes import FUNCTIONS, permuted, scrambles
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import (
-    DoesNotApply,
-    Layers,
-    fix,
-    replace_calls,
-    some,
-    with_input,
-)
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Layers, fix, some
 from adiv_monitor.audit.trials.fixes.layers import modules_at
 from adiv_monitor.diagnosis.record import Record
 
 _SATURATING = ("sigmoid", "tanh", "hardsigmoid", "hardtanh", "softsign")
+
+
+def replace_calls(
+    fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]
+) -> None:
+    """Replace the results of calls of a kind from now on.
+
+    Raises:
+        DoesNotApply: Nothing of that kind is called.
+    """
+    some(loss_inputs.those(fork, is_met), "nothing of that kind is called")
+    change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
+
+
+def with_input(call: Call, x: object) -> object:
+    """Return the result of a call's function with another first argument, `input`."""
+    others = {name: value for name, value in call.kwargs.items() if name != "input"}
+    return call.function(x, *call.args[1:], **others)
 
 
 @fix("leaky-relu", "leaky ReLU in place of ReLU", names=("relu",), slope=0.1)
@@ -100,14 +111,15 @@ def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
 @fix("no-softmax", "outputs without a softmax", rescales=True)
 def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Leave out softmaxes of one class; use a sigmoid if the loss takes probabilities."""
-    samples, names = size_of(fork.batches[0]), _names(fork)
+    samples = size_of(fork.batches[0])
+    of_probabilities = loss_inputs.those(fork, lambda call: call.name == "binary_cross_entropy")
 
     def is_met(call: Call) -> bool:
         return call.name in loss_inputs.SOFTMAXES and loss_inputs.is_of_one(call, samples)
 
     def instead(call: Call) -> object:
         x = call.argument(0, "input")
-        return x.sigmoid() if "binary_cross_entropy" in names else x
+        return x.sigmoid() if of_probabilities else x
 
     replace_calls(fork, is_met, instead)
 
@@ -115,20 +127,14 @@ def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
 @fix("softmax-over-classes", "the softmax over the classes", rescales=True)
 def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Take softmaxes over samples over the classes; leave them out if the loss takes one itself."""
-    samples, names = size_of(fork.batches[0]), _names(fork)
+    samples = size_of(fork.batches[0])
+    own = loss_inputs.those(fork, lambda call: call.name in loss_inputs.OWN)
 
     def instead(call: Call) -> object:
         x = call.argument(0, "input")
-        return x if names & {*loss_inputs.OWN} else call.function(x, dim=1)
+        return x if own else call.function(x, dim=1)
 
     replace_calls(fork, lambda call: loss_inputs.is_over_samples(call, samples), instead)
-
-
-def _names(fork: Fork) -> set[str]:
-    """Return the names of all functions that a pass calls."""
-    names: set[str] = set()
-    see_calls(fork, lambda call: names.add(call.name))
-    return names
 
 
 @fix("unbounded-outputs", "outputs of any value", rescales=True,
@@ -154,22 +160,21 @@ def _within_range(
 @fix("permute", "axes exchanged by a permutation", rescales=True)
 def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Replace a reshape that cuts across axes by a permutation of the axes or of their parts."""
-    made: dict[int, tuple[int, ...]] = {}
 
-    def look(call: Call) -> None:
-        if scrambles(call) and permuted(call.args[0], tuple(call.result.shape)) is not None:
-            made[call.number] = tuple(call.result.shape)
+    def is_met(call: Call) -> bool:
+        return scrambles(call) and permuted(call.args[0], tuple(call.result.shape)) is not None
+
+    found = some(loss_inputs.those(fork, is_met), "no permutation has that shape")
+    made = {call.number: tuple(call.result.shape) for call in found}
 
     def change(call: Call) -> object:
         if call.number not in made or call.name not in FUNCTIONS:
             return NotImplemented
         # The first axis, the samples, may differ in length between batches.
         x, shape = call.args[0], made[call.number]
-        found = permuted(x, (len(x), *shape[1:]))
-        return NotImplemented if found is None else found.contiguous()
+        moved = permuted(x, (len(x), *shape[1:]))
+        return NotImplemented if moved is None else moved.contiguous()
 
-    see_calls(fork, look)
-    some(made, "no permutation has that shape")
     change_calls(fork, change)
 
 

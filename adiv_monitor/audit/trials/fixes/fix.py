@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from adiv_monitor.audit.experiments.calls import Call, change_calls
-from adiv_monitor.audit.experiments.loss_inputs import those
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.diagnosis.record import Record
 
@@ -71,21 +69,3 @@ def some(found: T | None, otherwise: str) -> T:
     if not found:
         raise DoesNotApply(otherwise)
     return found
-
-
-def replace_calls(
-    fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]
-) -> None:
-    """Replace the results of calls of a kind from now on.
-
-    Raises:
-        DoesNotApply: Nothing of that kind is called.
-    """
-    some(those(fork, is_met), "nothing of that kind is called")
-    change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
-
-
-def with_input(call: Call, x: object) -> object:
-    """Return the result of a call's function with another first argument, `input`."""
-    others = {name: value for name, value in call.kwargs.items() if name != "input"}
-    return call.function(x, *call.args[1:], **others)

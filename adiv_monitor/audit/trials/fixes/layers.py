@@ -165,13 +165,9 @@ def _unfreeze(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Train frozen parameters of these names, or inside these modules; by default all."""
     modules = [module for path, module in named_modules(fork.model) if path in layers]
     inside = {id(p) for module in modules for p in module.parameters()}
-    frozen = [
-        p
-        for name, p in fork.model.named_parameters()
-        if (not layers or name in layers or id(p) in inside)
-        and not p.requires_grad
-        and p.is_floating_point()
-    ]
+    every = fork.model.named_parameters()
+    chosen = [p for name, p in every if not layers or name in layers or id(p) in inside]
+    frozen = [p for p in chosen if not p.requires_grad and p.is_floating_point()]
     for parameter in some(frozen, "nothing is frozen here"):
         parameter.requires_grad_(True)
     hold(fork, frozen)

@@ -1,7 +1,6 @@
 """Fixes of the optimizer: its learning rates and other settings, what it holds, and clipping."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,7 @@ from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Layers, fix, some
 from adiv_monitor.capture.selection import named_modules
-from adiv_monitor.diagnosis.faults.remedies import (
-    USUAL,
-    clip_norm,
-    group_rates,
-    less_momentum,
-    rates_per_layer,
-)
+from adiv_monitor.diagnosis.faults import remedies
 from adiv_monitor.diagnosis.record import Record
 
 FAR_FACTORS = tuple(10.0**n for n in range(2, 10))  # for layers that hardly move
@@ -75,7 +68,7 @@ for _factor in (0.001, 0.01, 0.1, 0.3, 3.0, 10.0, *FAR_FACTORS):
 @fix("rate-per-layer", "a learning rate for each layer that evens out how fast the layers move")
 def _per_layer(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Scale the learning rates as `remedies.rates_per_layer` recommends."""
-    wanted = {} if record is None else rates_per_layer(record, layers)
+    wanted = {} if record is None else remedies.rates_per_layer(record, layers)
     some(wanted, "no layer is known to move unlike the others")
     factors: dict[int, float] = {}
     for path, module in named_modules(fork.model):
@@ -87,7 +80,7 @@ def _per_layer(fork: Fork, layers: Layers, record: Record | None) -> None:
 @fix("group-rate", "the learning rate of the other parameter groups")
 def _group_rate(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Give the parameter groups of these layers the learning rate of most other layers."""
-    found = None if record is None or not record.reports else group_rates(record, layers)
+    found = None if record is None or not record.reports else remedies.group_rates(record, layers)
     groups = fork.optimizer.param_groups
     if found is None or max(*found.own, found.like) >= len(groups):
         raise DoesNotApply("these layers have no learning rate of their own")
@@ -130,25 +123,21 @@ def _less_momentum(fork: Fork, layers: Layers, record: Record | None) -> None:
 
     Where momentum adds steps up, η/(1 − m), the learning rate in the long run, is kept.
     """
-    changed = [_lowered(group) for group in fork.optimizer.param_groups]
-    some(any(changed), "there is no momentum")
-
-
-def _lowered(group: dict[str, Any]) -> bool:
-    if group.get("momentum"):
-        before, after = group["momentum"], less_momentum(group["momentum"])
-        group["momentum"] = after
-        if not group.get("dampening"):
-            group["lr"] = group["lr"] * (1 - after) / (1 - before)
-        return True
-    if "betas" in group and group["betas"][0]:
-        group["betas"] = (less_momentum(group["betas"][0]), *group["betas"][1:])
-        return True
-    return False
+    groups = fork.optimizer.param_groups
+    found = [g for g in groups if g.get("momentum") or g.get("betas", (0,))[0]]
+    for group in some(found, "there is no momentum"):
+        if group.get("momentum"):
+            before, after = group["momentum"], remedies.less_momentum(group["momentum"])
+            group["momentum"] = after
+            if not group.get("dampening"):
+                group["lr"] = group["lr"] * (1 - after) / (1 - before)
+        else:
+            first, *others = group["betas"]
+            group["betas"] = (remedies.less_momentum(first), *others)
 
 
 @fix("usual-momentum", "momentum of 0.9 at the same learning rate",
-     key="momentum", usual=USUAL, nothing="no momentum is above 0.9")  # fmt: skip
+     key="momentum", usual=remedies.USUAL, nothing="no momentum is above 0.9")  # fmt: skip
 @fix("usual-epsilon", "an epsilon of 1e-8", rescales=True,
      key="eps", usual=USUAL_EPSILON, nothing="no epsilon is above 1e-8")  # fmt: skip
 def _usual(
@@ -170,7 +159,7 @@ def _no_clip(fork: Fork, layers: Layers, record: Record | None) -> None:
 def _clip(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
     some(fork.clip_norm is None, "gradients are clipped already")
-    fork.clip_norm = 1.0 if record is None else clip_norm(record)
+    fork.clip_norm = 1.0 if record is None else remedies.clip_norm(record)
 
 
 @fix("plain-sgd", "plain SGD, without momentum or decay", rescales=True)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.attention import spreads, uses
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.calls import Call, change_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
 from adiv_monitor.audit.experiments.exchange import mask_of, patch_of, patch_size, places
+from adiv_monitor.audit.experiments.loss_inputs import those
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Layers, fix, some, with_input
+from adiv_monitor.audit.trials.fixes.calls import with_input
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Layers, fix, some
 from adiv_monitor.diagnosis.faults.initialisation import SPREAD
 from adiv_monitor.diagnosis.record import Record
 
@@ -34,13 +36,7 @@ def _positions(fork: Fork, layers: Layers, record: Record | None) -> None:
     batch = fork.batches[0]
     inputs = ChangedInputs(fork, batch).inputs
     count = places(inputs[0], patch_size(fork, batch)) if inputs else 0
-    found: list[Call] = []
-
-    def look(call: Call) -> None:
-        if not found and count and _makes_places(call, count):
-            found.append(call)
-
-    see_calls(fork, look)
+    found = those(fork, lambda call: count > 0 and _makes_places(call, count))
     first = some(found, "no layer gives each place a vector")[0]
 
     def change(call: Call) -> object:
@@ -70,9 +66,7 @@ def _makes_places(call: Call, count: int) -> bool:
 
 @fix("inverted-masks", "masks the other way round", rescales=True)
 def _inverted_masks(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found: list[bool] = []
-    see_calls(fork, lambda call: found.append(mask_of(call) is not None))
-    some(any(found), "no mask of booleans is used")
+    some(those(fork, lambda call: mask_of(call) is not None), "no mask of booleans is used")
 
     def change(call: Call) -> object:
         told = mask_of(call)
