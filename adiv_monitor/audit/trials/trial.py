@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import Progress, train
@@ -37,14 +37,7 @@ _LOWER = (0.1, 0.01, 0.001)  # tried first where the loss rises, until one helps
 # The factors on the learning rate that a fix is tried with, each with the one that must be the best
 # before it: one step in both directions, then on in the better one while it gets better. These are
 # at most five runs, as many as the unchanged model has.
-_AFTER: dict[float, float | None] = {
-    3.0: None,
-    0.3: None,
-    10.0: 3.0,
-    100.0: 10.0,
-    0.1: 0.3,
-    0.01: 0.1,
-}
+_AFTER = ((3.0, None), (0.3, None), (10.0, 3.0), (100.0, 10.0), (0.1, 0.3), (0.01, 0.1))
 
 
 def silent(part: str, done: int, units: int) -> None:
@@ -115,7 +108,7 @@ class Bench:
             KeyboardInterrupt: the user interrupted a run.
         """
         best, runs = 1.0, {1.0: self.losses(fix, layers)}
-        for factor, after in _AFTER.items() if fix.rescales else ():
+        for factor, after in _AFTER if fix.rescales else ():
             if after in (None, best) and self.may_run:
                 with suppress(CapReached):
                     runs[factor] = self.losses(fix, layers, factor)
@@ -184,7 +177,7 @@ def compared(
     loss, loss_without = at_the_end(losses, steps), at_the_end(without, steps)
     n = quarter(steps)
 
-    def error(of: ArrayLike) -> float:
+    def error(of: Any) -> float:
         return float(np.std(of, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
 
     own = error(losses[-n:]) if math.isfinite(loss) else math.nan

@@ -114,8 +114,8 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
 
 def _known(advice: Advice, finding: Finding, rates: Mapping[str, Trial]) -> Advice:
     """Return advice with what is known before any fix is tried: the trials of learning rates."""
-    if advice.fix in rates:
-        return replace(advice, trial=rates[advice.fix])
+    if (trial := rates.get(advice.fix or "")) is not None:
+        return replace(advice, trial=trial)
     is_open = advice.fix is not None and finding.strength != "note"
     return replace(advice, untried=NOT_AMONG_THE_FIRST) if is_open else advice
 

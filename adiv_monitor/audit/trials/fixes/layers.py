@@ -50,8 +50,8 @@ def _in_front(model: nn.Module, layers: Layers) -> list[tuple[nn.Module, nn.Modu
     order = list(model.modules())
     # Attention uses the weight of its last layer without a call of that layer.
     read = {m.out_proj for m in order if isinstance(m, nn.MultiheadAttention)}
-    affine = {m for m in order if isinstance(m, _AFFINE) and m not in read}
-    found = []
+    affine: set[nn.Module] = {m for m in order if isinstance(m, _AFFINE) and m not in read}
+    found: list[tuple[nn.Module, nn.Module]] = []
     for module in modules_at(model, layers).values() if layers else [model]:
         inside = [m for m in module.modules() if m in affine]
         before = [m for m in order[: order.index(module)] if m in affine]
