@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "adiv_monitor"
 # Part: its folders and files, and the most code lines that it may have. A ceiling only goes down.
 CEILINGS: dict[str, tuple[Sequence[str], int]] = {
-    "audit and diagnosis": (("audit", "diagnosis"), 14_000),
-    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 3_400),
+    "audit and diagnosis": (("audit", "diagnosis"), 12_500),
+    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_900),
     "max_lr": (("max_lr",), 1_600),
     "core": (("alignment", "capture", "features", "maths", "rerun", "step"), 17_600),
     "report and top level": ((), 2_300),  # the rest
