@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from loop_runs import CREEPING, FAR, HITS, MEANT, UP, run
+from loop_runs import CREEPING, FAR, HITS, LAYERS, MEANT, UP, run
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
@@ -63,6 +63,21 @@ def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:
     first, *others = diagnose(replace(broken, first_non_finite="the loss", non_finite_since=20))
     assert (first.name, first.strength) == ("rate-too-high", "act")
     assert {f.name: f.strength for f in others}["non-finite"] == "watch"
+
+
+@pytest.mark.parametrize(
+    ("move", "idle", "first"),
+    [(1.5, 1.0, "rate-too-high"), (0.3, 1.0, "dead-units"), (1.5, 0.4, "uneven-rates")],
+)
+def test_a_step_that_kills_a_layer_is_too_long(move: float, idle: float, first: str) -> None:
+    """Units that die after a step longer than their activations do not explain themselves."""
+    peak = (2.3, *(2.3 + 0.4 * step for step in range(10)), *(2.31,) * 29)
+    layers = LAYERS | {"c": reading(update_ratio=move)}
+    after = {"a": reading(update_ratio=1e-3, idle_share=idle)} | dict.fromkeys("bc", reading())
+    begun = run(losses=peak, layers=layers)
+    ended = run(losses=peak, layers=after)
+    of = replace(begun, reports=(*begun.reports[:1], *ended.reports[1:]))
+    assert next(iter(found(of))) == first
 
 
 @pytest.mark.parametrize(("losses", "first"), [(RISING, "rate-too-high"), (STILL, "input-scale")])

@@ -51,6 +51,7 @@ SHARE_OF_FALL_SUFFERS = 0.5
 MOVES_TOO_FAR = 1.0
 MOVES_TOO_FAR_UNSEEN = 10.0  # limit if the losses are unknown, so that they may fall all the same
 OVERSHOOTS = 10 * HEALTH["update_ratio"].healthy[1]
+KILLS = 1.0  # the same, if a layer gets no gradient any more afterwards: a move by its own length
 LEAST_GAIN = 0.1  # rms of a weight's entries · √fan-in: below it, its outputs begin near zero
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
@@ -320,7 +321,8 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     evidence = []
     if over is not None:
         path, move = over
-        evidence.append(Evidence("update_ratio", move.value, OVERSHOOTS, path, move.since))
+        furthest = _furthest(record, move.since)
+        evidence.append(Evidence("update_ratio", move.value, furthest, path, move.since))
         said = (f"Step {move.since} moved the activations of {named(record, path)} by "
                 f"{move.value:.3g} times their length, and the loss rose after it.")  # fmt: skip
     if far:
@@ -339,8 +341,9 @@ def overshoot(record: Record) -> tuple[str, Typical] | None:
     """Return the layer that moved furthest in a step after which the loss rose, and its move.
 
     It counts at any measured step, though the layer may stand still later, if it is ten times
-    beyond the healthy range. A weight that begins at or near zero (the second factor of a low-rank
-    update, the end of a residual branch, a head) moves far relative to its output and is healthy.
+    beyond the healthy range, or if it is longer than the activations and a layer is dead after it.
+    A weight that begins at or near zero (the second factor of a low-rank update, the end of a
+    residual branch, a head) moves far relative to its output and is healthy.
     """
     rising = [report for report in record.reports if _rises_after(record, report.step)]
     moves = [
@@ -350,7 +353,19 @@ def overshoot(record: Record) -> tuple[str, Typical] | None:
         if path not in record.weights or record.weights[path].gain >= LEAST_GAIN
     ]
     most = max(moves, key=lambda pair: pair[1].value, default=None)
-    return most if most is not None and most[1].above(OVERSHOOTS) else None
+    return most if most is not None and most[1].above(_furthest(record, most[1].since)) else None
+
+
+def _furthest(record: Record, step: int | None) -> float:
+    """Return the largest move of a step after which no layer died, or the smallest that kills."""
+    last = record.reports[-1].layers
+    died = any(
+        path in last and reading.idle_share < 1 == last[path].idle_share
+        for report in record.reports
+        if step is not None and report.step <= step
+        for path, reading in report.layers.items()
+    )
+    return KILLS if died else OVERSHOOTS
 
 
 def _rises_after(record: Record, step: int) -> bool:
