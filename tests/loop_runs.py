@@ -12,7 +12,7 @@ OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
 LAYERS = {name: reading() for name in "abc"}
 SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
 FAR = {name: reading(update_ratio=50.0) for name in "abc"}
-CREEPING = tuple(550.0 - 0.4 * step + 2 * (-1) ** step for step in range(40))  # by 3 %
+CREEPING = tuple(550.0 - 0.4 * step + 1.5 * (-1) ** step for step in range(40))  # by 3 %
 UP = (2.3, *(2.3 + 3 * step for step in range(39)))
 UP_AGAIN = (*(2.3 - 0.1 * step for step in range(10)), *(1.4 + 3 * step for step in range(30)))
 

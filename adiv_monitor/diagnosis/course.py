@@ -164,13 +164,16 @@ def rose(record: Record) -> bool:
 
 
 def fell_little(record: Record) -> bool:
-    """Return whether the loss fell by less than `STILL`, but by more than noise.
+    """Return whether the loss fell by less than `STILL`, but by more than noise, and still falls.
 
-    The decrease is that of the mean, from the first to the last quarter of the steps.
+    The decrease is that of the mean, to the last quarter of the steps from the first, and from the
+    third: a loss that fell to that of a constant prediction, and stays there, learnt nothing.
     """
+    if not record.losses or fell(record):
+        return False
     n = _quarter(record)
-    way = fmean(record.losses[:n]) - end(record) if record.losses else 0.0
-    return not fell(record) and way > 2 * noise(record) * math.sqrt(2 / n)
+    least = end(record) + 2 * noise(record) * math.sqrt(2 / n)
+    return min(fmean(record.losses[:n]), fmean(record.losses[-2 * n : -n] or (0.0,))) > least
 
 
 def may_have_fallen(record: Record) -> bool:

@@ -142,6 +142,8 @@ def test_a_loss_that_falls_slowly_is_a_note() -> None:
     assert finding.summary == "The loss falls by less than 5%: 552 at first, 536 at the end."
     by_noise = tuple(x - 20 * (-1) ** step for step, x in enumerate(CREEPING))
     assert found(run(losses=by_noise))["loss-stuck"].strength == "watch"
+    stays = (*CREEPING[:10], *(x + 6 for x in CREEPING[10:20]), *(537.0, 535.0) * 10)
+    assert found(run(losses=stays))["loss-stuck"].strength == "watch"
     assert found(record(losses=CREEPING, chance=552.0))["loss-stuck"].strength == "watch"
 
 

@@ -98,7 +98,7 @@ def test_it_says_what_the_page_says() -> None:
 
 def test_what_follows_from_a_cause_comes_after_all_causes_without_advice() -> None:
     faulty = example_audits.faulty()
-    behind = Finding("dead-units", ("stem.0",), "watch", (), FIRST_THAT, "Units are dead.")
+    behind = Finding("dead-units", "watch", "Units are dead.", (), FIRST_THAT, layers=("stem.0",))
     made = replace(faulty, findings=(behind, *faulty.findings))
     for of in (digest(made), re.sub(r"<[^>]*>", "", page(made))):
         assert FIRST_THAT[0].text not in of

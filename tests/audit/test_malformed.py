@@ -144,7 +144,6 @@ def shown(found: AuditReport) -> None:
 def test_what_is_read_is_shown(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its pictures, which take seconds."""
     for module, picture in (
-        ("report_page", "cosine_picture"),
         ("report_page", "loss_picture"),
         ("compare_page", "two_losses"),
     ):
