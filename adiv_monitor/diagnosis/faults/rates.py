@@ -360,7 +360,7 @@ def _furthest(record: Record, step: int | None) -> float:
     """Return the largest move of a step after which no layer died, or the smallest that kills."""
     last = record.reports[-1].layers
     died = any(
-        path in last and reading.idle_share < 1 == last[path].idle_share
+        path in last and (reading.idle_share or 0.0) < 1 and last[path].idle_share == 1
         for report in record.reports
         if step is not None and report.step <= step
         for path, reading in report.layers.items()
