@@ -69,9 +69,9 @@ def _head(report: Diagnosis, count: int) -> Iterator[str]:
         yield f"\n{markdown(introduced(record))}"
         run = f"{len(record.losses):,} of {record.facts.steps:,} steps"
         steps = f"{run}{', interrupted' * record.interrupted}, {count:,} measured."
-    yield f"\n{what_happens(record)} {steps}"
     verdict = f" {markdown(report.verdict)}" * is_audited
     yield f"\n**{markdown(headline(findings, record))}.**{verdict}"
+    yield f"\n{what_happens(record)} {steps}"
 
 
 def _findings(findings: Sequence[Finding], is_audited: bool) -> Iterator[list[str]]:
