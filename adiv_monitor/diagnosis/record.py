@@ -179,7 +179,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact that a probe found.
+    """One fact that a question found.
 
     Attributes:
         place: path of a module, name of a parameter, or a function with its line.
@@ -194,7 +194,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Probed:
-    """The result of one probe of copies of the model: found, nothing found, or unknown.
+    """The answer to one question about copies of the model: found, nothing found, or unknown.
 
     Attributes:
         facts: facts that were found; empty: none.
@@ -247,7 +247,7 @@ class Record:
             gave depends on the clock.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
         non_finite_since: the step at which `first_non_finite` was seen; None: not known.
-        probed: name of a probe → what it found; empty: not asked.
+        probed: name of a question → what it found; empty: not asked.
         lost: what the copy could not be given of the run, or does otherwise, in a few words each.
         skipped: the first step whose loss was not finite although a later one was, and how many
             there were; None: none. `first_non_finite` leaves them out.
@@ -284,9 +284,9 @@ class Record:
     own_losses: Mapping[int, float] = field(default_factory=dict)
     skipped: tuple[int, int] | None = None
 
-    def found_by(self, probe: str) -> tuple[Fact, ...]:
-        """Return the facts that a probe found; empty if it found none, or did not run."""
-        return self.probed[probe].facts if probe in self.probed else ()
+    def found_by(self, question: str) -> tuple[Fact, ...]:
+        """Return the facts that a question found; empty if it found none, or was not asked."""
+        return self.probed[question].facts if question in self.probed else ()
 
     @property
     def is_audited(self) -> bool:

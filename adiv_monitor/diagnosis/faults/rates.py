@@ -320,8 +320,7 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     over = None if fell(record) else overshoot(record)
     evidence = []
     if over is not None:
-        path, move = over
-        furthest = _furthest(record, move.since)
+        path, move, furthest = over
         evidence.append(Evidence("update_ratio", move.value, furthest, path, move.since))
         said = (f"Step {move.since} moved the activations of {named(record, path)} by "
                 f"{move.value:.3g} times their length, and the loss rose after it.")  # fmt: skip
@@ -337,8 +336,8 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
         yield _too_high(record, "act" if suffers(record) else "watch", said, evidence, 0.1)
 
 
-def overshoot(record: Record) -> tuple[str, Typical] | None:
-    """Return the layer that moved furthest in a step after which the loss rose, and its move.
+def overshoot(record: Record) -> tuple[str, Typical, float] | None:
+    """Return the layer that moved furthest before the loss rose, its move, and the limit of this.
 
     It counts at any measured step, though the layer may stand still later, if it is ten times
     beyond the healthy range, or if it is longer than the activations and a layer is dead after it.
@@ -353,19 +352,22 @@ def overshoot(record: Record) -> tuple[str, Typical] | None:
         if path not in record.weights or record.weights[path].gain >= LEAST_GAIN
     ]
     most = max(moves, key=lambda pair: pair[1].value, default=None)
-    return most if most is not None and most[1].above(_furthest(record, most[1].since)) else None
+    if most is None:
+        return None
+    path, move = most
+    limit = KILLS if _kills(record, move.since) else OVERSHOOTS
+    return (path, move, limit) if move.above(limit) else None
 
 
-def _furthest(record: Record, step: int | None) -> float:
-    """Return the largest move of a step after which no layer died, or the smallest that kills."""
+def _kills(record: Record, step: int | None) -> bool:
+    """Return whether a layer that got a gradient up to a step gets none at the end."""
     last = record.reports[-1].layers
-    died = any(
+    return any(
         path in last and (reading.idle_share or 0.0) < 1 and last[path].idle_share == 1
         for report in record.reports
         if step is not None and report.step <= step
         for path, reading in report.layers.items()
     )
-    return KILLS if died else OVERSHOOTS
 
 
 def _rises_after(record: Record, step: int) -> bool:
