@@ -12,8 +12,6 @@ import pytest
 from example_audits import made_up
 from example_reports import attention, reading, report
 
-from adiv_monitor.alignment.slopes import LayerWidths
-from adiv_monitor.alignment.width import described
 from adiv_monitor.audit.command import terminal
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.diagnosis.finding import Advice, Finding
@@ -171,12 +169,6 @@ def test_nothing_that_steers_is_in_a_warning(name: str) -> None:
         failures.switch_off(name, ValueError(name))
     assert not steers(str(warned[0].message))
     assert failures.switched_off == {name: f"measuring it failed: ValueError: {name}"}
-
-
-@pytest.mark.parametrize("name", STEERING, ids=ascii)
-def test_nothing_that_steers_is_in_the_widths_table(name: str) -> None:
-    text = described([LayerWidths(name, 1, None, None, {}, {})])
-    assert not steers(text) and text.count("\n") == 2
 
 
 def tags(html: str) -> list[str]:

@@ -34,8 +34,6 @@ from adiv_monitor.rerun.surroundings import is_plain, untouched
 from adiv_monitor.rerun.thread import surely
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# Gets the path of the module that runs, a function that it has called, and what that gave.
-Called = Callable[[str, FunctionToCall, Any], None]
 _EMBEDDINGS = ("", "embedding", "embedding_bag")
 
 
@@ -76,7 +74,6 @@ def run_probe(
     arguments: Arguments,
     found: Callable[[Found], None],
     entrywise: Callable[[Entrywise], None],
-    called: Called | None = None,
 ) -> dict[str, str]:
     """Run a forward pass in evaluation mode, without gradients or autocast.
 
@@ -99,7 +96,7 @@ def run_probe(
             # `parametrize.cached()`, left by an interrupt, would count down once more when it dies.
             parametrize._cache_enabled = 1
             _evaluating(modules)
-            seeing = stack.enter_context(_seeing(model, found, entrywise, called))
+            seeing = stack.enter_context(_seeing(model, found, entrywise))
             # The model may change its arguments in place.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, arguments)
             try:
@@ -146,7 +143,6 @@ def _seeing(
     model: nn.Module,
     found: Callable[[Found], None],
     entrywise: Callable[[Entrywise], None],
-    called: Called | None,
 ) -> Iterator["_Seeing"]:
     paths = {
         module: path
@@ -154,7 +150,7 @@ def _seeing(
         if not isinstance(module, torch.jit.ScriptModule)
     }
     forwards = Forwards(paths, Guard(), repeated=True)
-    seeing = _Seeing(model, paths, forwards, found, entrywise, called)
+    seeing = _Seeing(model, paths, forwards, found, entrywise)
     try:
         forwards.watch(seeing)
         yield seeing
@@ -172,7 +168,6 @@ class _Seeing(Watcher):
         forwards: the forwards that run.
         found: gets every layer at each of its calls.
         entrywise: gets parameters that act entry by entry.
-        called: gets all functions that were called; None: nothing does.
 
     Attributes:
         refused: by name of a weight, why a use of it is not measured.
@@ -185,14 +180,12 @@ class _Seeing(Watcher):
         forwards: Forwards,
         found: Callable[[Found], None],
         entrywise: Callable[[Entrywise], None],
-        called: Called | None = None,
     ) -> None:
         self.refused: dict[str, str] = {}
         self._paths = paths
         self._forwards = forwards
         self._found = found
         self._entrywise = entrywise
-        self._called = called
         self._weights = Weights(model)
         self._lineage = Lineage(model)
         self._rules = {m: rule for m in paths if isinstance(rule := find_rule(m), Rule)}
@@ -228,8 +221,6 @@ class _Seeing(Watcher):
         data = [t for t in tensors if id(t) not in weights and not self._lineage.of_model(t)]
         sources = self._lineage.sources(data)
         result = call()
-        if self._called is not None:
-            self._called(self._running, call, result)
         if self._forwards.innermost in self._rules:
             weights = {}  # the module's rule covers them
         uses: Sequence[Use] | None = ()

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 pytest.importorskip("scipy")
 
+from logits import read_logits, scale_named
+from width import Experiment, described, measure_widths
+from width_plot import distinct
+from width_slopes import layer_widths
+
 from adiv_monitor.alignment import Probe
-from adiv_monitor.alignment.logits import read_logits, scale_named
-from adiv_monitor.alignment.slopes import layer_widths
-from adiv_monitor.alignment.width import Experiment, described, measure_widths
-from adiv_monitor.alignment.width_plot import distinct
 
 X = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0))
 

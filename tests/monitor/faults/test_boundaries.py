@@ -29,7 +29,6 @@ ELSEWHERE = {
     *("shard_accumulation.py", "collectives.py", "rows_across_ranks.py", "split_calls.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions
-    *("slopes.py", "width.py", "width_plot.py", "logits.py"),  # no part of a training
 }
 FILES = sorted(
     str(file.relative_to(HOME))

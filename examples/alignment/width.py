@@ -1,7 +1,7 @@
 """The coordinate check: how a model's activations and their moves scale with width.
 
-    python -m adiv_monitor.alignment.width my_module:build --widths 64 256 1024 --plot widths.png
-    python -m adiv_monitor.alignment.width --runs 64=small.jsonl 256=large.jsonl
+    python examples/alignment/width.py my_module:build --widths 64 256 1024 --plot widths.png
+    python examples/alignment/width.py --runs 64=small.jsonl 256=large.jsonl
 
 `build(width, seed)` returns an `Experiment`. Runs are `JsonlSink` files of a monitor with
 `alignment=Probe(...)`.
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from logits import read_logits
 from torch import nn
+from width_plot import plot_widths
+from width_slopes import RATIOS, LayerWidths, Run, Slope, layer_widths
 
 from adiv_monitor.alignment.instrument import Alignment
-from adiv_monitor.alignment.logits import read_logits
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.slopes import RATIOS, LayerWidths, Run, Slope, layer_widths
-from adiv_monitor.alignment.width_plot import plot_widths
 from adiv_monitor.printable import printable
 
 
@@ -143,7 +143,7 @@ def _file(given: str) -> tuple[int, Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m adiv_monitor.alignment.width")
+    parser = argparse.ArgumentParser(prog="python examples/alignment/width.py")
     parser.add_argument("build", nargs="?", help="module:function of (width, seed)")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--steps", type=int, default=10)

@@ -7,7 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adiv_monitor.alignment.slopes import RATIOS, LayerWidths, Slope
+from width_slopes import RATIOS, LayerWidths, Slope
+
 from adiv_monitor.files import write_whole
 
 if TYPE_CHECKING:

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.alignment.passes import run_probe
-from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.capture.forwards import FunctionToCall
+from adiv_monitor.alignment import Probe
 
 _MOST_SAMPLES = 8
 _ROUNDING = 0.01
@@ -44,34 +46,73 @@ def read_logits(model: nn.Module, probe: Probe) -> dict[str, Logits]:
     """The logits of all attentions, by path of the module that runs them.
 
     Seen are calls of `F.scaled_dot_product_attention`, and softmaxes of what a product of two
-    activations is when it is scaled and masked.
+    activations is when it is scaled and masked. The pass runs in evaluation mode.
     """
-    watch = _Watch()
-    run_probe(model, probe.arguments, lambda _: None, lambda _: None, watch.called)
+    was_training = model.training
+    args, kwargs = probe.arguments
+    with torch.no_grad(), _Watch(model) as watch:
+        model.eval()(*args, **kwargs)
+    model.train(was_training)
     return watch.found
 
 
-class _Watch:
-    def __init__(self) -> None:
+class _Watch(TorchFunctionMode):
+    """Finds the logits of each attention that runs in the context."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.found: dict[str, Logits] = {}
+        self._model = model
+        self._hooks: list[Any] = []
+        self._within: list[str] = [""]
         self._product: tuple[Tensor, int] | None = None  # the last of two activations, and d
 
-    def called(self, path: str, call: FunctionToCall, result: Any) -> None:
-        """A function was called."""
-        name = getattr(call.function, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            self._add(path, *_fused(call.args, call.kwargs))
-        elif name in _PRODUCTS and isinstance(result, Tensor):
-            factors = [x for x in call.args if isinstance(x, Tensor)][-2:]
+    def __enter__(self) -> "_Watch":
+        for path, module in self._model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(partial(self._enter, path)),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+        fused = F.scaled_dot_product_attention
+
+        def seen(*args: Any, **kwargs: Any) -> Tensor:
+            self._add(self._within[-1], *_fused(args, kwargs))
+            return fused(*args, **kwargs)
+
+        # `F.multi_head_attention_forward` hides its calls from a function mode.
+        F.scaled_dot_product_attention = seen
+        self._fused = fused
+        return super().__enter__()
+
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        self._within.append(path)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._within.pop()
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        F.scaled_dot_product_attention = self._fused
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        path, name = self._within[-1], getattr(func, "__name__", "")
+        if name in _PRODUCTS and isinstance(result, Tensor):
+            factors = [x for x in args if isinstance(x, Tensor)][-2:]
             if result.dim() > 2 and not any(isinstance(x, nn.Parameter) for x in factors):
                 self._product = result.detach(), factors[0].shape[-1]
         elif name == "softmax" and self._product is not None and isinstance(result, Tensor):
             product, d = self._product
             if product.numel() == result.numel():
-                product, given = product.view(result.shape), call.args[0]
+                product, given = product.view(result.shape), args[0]
                 seen = (result > 0) & (product != 0)
                 self._add(path, product, d, float((given[seen] / product[seen]).median()))
                 self._product = None
+        return result
 
     def _add(self, path: str, product: Tensor, d: int, scale: float) -> None:
         name, count = f"{path} logits".strip(), 2

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from adiv_monitor.alignment.logits import scale_named
+from logits import scale_named
 
 Verdict = Literal["grows", "stays", "vanishes", "unclear"]
 _TOLERANCE = 0.1  # slopes up to this have no effect of order one at usual widths
