@@ -156,7 +156,7 @@ class BackwardHooks:
         key, rows = id(parameter), self._layers.rows
         led = self._layers.led[key]
         found: list[Accumulated] = [rows[path] for path in led if path in rows]
-        found += self._shares.led_by(key, led)
+        found += self._shares.led_by(key)
         if self._attention is not None:
             found += self._attention.rows_of(parameter)
         return found

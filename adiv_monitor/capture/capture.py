@@ -193,12 +193,12 @@ class Capture:
         modes = {call.evaluates for calls in reached.values() for call in calls}
         self.evaluated = tuple(_evaluated(self._model)) if modes == {True} else ()
         shared = self.layers.shared(reached, self._without_rule.unmeasured)
-        captured, knows_own = self._gathering.captured, self.selection.peers is None
         found: dict[Layer, CapturedLayer] = {}
         for layer, calls in reached.items():
-            is_shared = layer.path in shared
             try:
-                found[layer] = captured(layer, calls, is_shared=is_shared, knows_own=knows_own)
+                found[layer] = self._gathering.captured(
+                    layer, calls, is_shared=layer.path in shared
+                )
             except Exception as error:
                 self.layers.failed(layer.path, error)
         if is_alone:

@@ -7,7 +7,6 @@ from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.layer_rows import Call, LayerRows
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import Parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +23,6 @@ class CapturedLayer:
             followed.
         is_moved: whether something wrote to its parameters since their gradient arrived.
         is_shared: whether other uses have a share in its parameters' gradient.
-        own: by a piece's key, its own share of that gradient; None: all is its own, or not known.
     """
 
     layer: Layer
@@ -34,4 +32,3 @@ class CapturedLayer:
     shares: Sequence[Sequence[GradientShare]]
     is_moved: bool
     is_shared: bool
-    own: Parts | None

@@ -86,16 +86,13 @@ class Gathering:
         self._hooks.clear()
         self._followed.clear()
 
-    def captured(
-        self, layer: Layer, calls: Sequence[Call], *, is_shared: bool, knows_own: bool
-    ) -> CapturedLayer:
+    def captured(self, layer: Layer, calls: Sequence[Call], *, is_shared: bool) -> CapturedLayer:
         """Return what a step is measured from; see `CapturedLayer`.
 
         Args:
             layer: a layer that a gradient reached.
             calls: the calls through which it came.
             is_shared: whether other uses have a share in its parameters' gradient.
-            knows_own: whether this rank knows the gradients of whole parameters.
         """
         shares = self._shares.of(layer)
         return CapturedLayer(
@@ -106,7 +103,6 @@ class Gathering:
             shares=self._shares.in_gradients(shares),
             is_moved=True in [share.is_moved for share in shares],
             is_shared=is_shared,
-            own=self._shares.own_gradient(layer) if is_shared and knows_own else None,
         )
 
     def use(
@@ -291,7 +287,6 @@ class Gathering:
     ) -> None:
         """Add the gradients that a node passes to parameters to the shares of their layers."""
         has_rows = call is not None and call.arrives_now
-        is_shared: bool | None = None
         for contribution, edge, moves in handed:
             contribution.has_rows &= has_rows
             gradient = gradients[edge]
@@ -300,12 +295,6 @@ class Gathering:
             for move in moves:
                 gradient = move(gradient)
             contribution.arrive(gradient)
-            if is_shared is None:
-                is_shared = self._layers.is_shared(path)
-                if not is_shared:
-                    self._shares.drop_own(path)
-            if is_shared:
-                self._shares.own(path, contribution.parameter).arrive(gradient)
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         self._backward.follow_gradient(layer)

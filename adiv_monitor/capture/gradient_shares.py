@@ -28,20 +28,16 @@ class GradientShare:
 
     Args:
         parameter: the parameter.
-        whole: whether to keep all entries, not only sampled ones.
 
     Attributes:
         parameter: the parameter.
         is_known: whether all calls were followed.
         has_rows: whether the rows of each call arrived in the same pass as its contribution.
-        is_joint: whether a node passes on the sum of several layers' contributions.
     """
 
-    def __init__(self, parameter: nn.Parameter, *, whole: bool = False) -> None:
+    def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.is_known = self.has_rows = True
-        self.is_joint = False
-        self._kept = _all if whole else sampled_entries
         self._held: Tensor | None = None  # sampled entries from earlier passes
         self._arrived: Tensor | None = None  # from the last pass
         self._backward = -1  # the graph task of the last pass
@@ -57,7 +53,7 @@ class GradientShare:
             return
         if not lies_as(gradient, self.parameter):
             gradient = torch.empty_like(self.parameter, dtype=gradient.dtype).copy_(gradient)
-        entries, task = self._kept(gradient), torch._C._current_graph_task_id()
+        entries, task = sampled_entries(gradient), torch._C._current_graph_task_id()
         if self._backward != task:
             if self._arrived is not None:
                 self._close()
@@ -104,7 +100,7 @@ class GradientShare:
             return None if self._arrived is None else self._arrived.flatten()
         self._close()
         return (
-            torch.zeros_like(self._kept(held)).flatten()
+            torch.zeros_like(sampled_entries(held)).flatten()
             if self._held is None
             else self._held.flatten()
         )
@@ -145,10 +141,6 @@ def total_of(shares: Iterable[GradientShare]) -> Tensor | None:
     return total
 
 
-def _all(gradient: Tensor) -> Tensor:
-    return gradient
-
-
 def _times(entries: Tensor, factor: Tensor) -> Tensor:
     return entries * factor.to(entries.dtype)
 
@@ -166,9 +158,6 @@ class Shares:
         # By the ids of a layer's first parameter and of the parameter with the gradient.
         self._led: dict[int, dict[int, GradientShare]] = defaultdict(dict)
         self._in_gradient: dict[int, list[GradientShare]] = defaultdict(list)  # by id of it
-        # The share that each of several layers contributes to one parameter, by path and by id.
-        self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
-        self._not_kept: set[str] = set()  # paths of layers that contributed before others were seen
 
     def of(self, layer: Layer) -> list[GradientShare]:
         """Return the shares in the layer's parameter gradients, or none for sharded parameters."""
@@ -204,41 +193,9 @@ class Shares:
             found += (every,)
         return found
 
-    def led_by(self, key: int, paths: Iterable[str]) -> list[GradientShare]:
-        """Return the shares of the layers whose first parameter has this id, at these paths."""
-        found = [*self._led[key].values()]
-        for path in paths if self._own else ():
-            found += self._own.get(path, {}).values()
-        return found
-
-    def drop_own(self, path: str) -> None:
-        """Record that a layer's own contributions are not kept: they can't be had later."""
-        self._not_kept.add(path)
-
-    def own(self, path: str, parameter: nn.Parameter) -> GradientShare:
-        """Return the share of one of several layers that use a parameter.
-
-        The share has all entries, so it takes as much memory as a gradient.
-        """
-        own = self._own[path]
-        if id(parameter) not in own:
-            own[id(parameter)] = GradientShare(parameter, whole=True)
-        return own[id(parameter)]
-
-    def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
-        """Return the layer's own contributions to its pieces by key, or None if unknown."""
-        every, own = self.of(layer), self._own.get(layer.path, {})
-        is_known = all(share.is_known and not share.is_joint for share in every)
-        if not (every and is_known and layer.is_direct) or layer.path in self._not_kept:
-            return None
-        found: dict[int, Tensor] = {}
-        for piece in layer.pieces:
-            share = own.get(id(piece.parameter))
-            entries = None if share is None else share.entries()
-            if entries is None:
-                return None
-            found[piece.key] = piece.of(entries.view(piece.parameter.shape))
-        return found
+    def led_by(self, key: int) -> list[GradientShare]:
+        """Return the shares of the layers whose first parameter has this id."""
+        return [*self._led[key].values()]
 
 
 # The contributions of one node: the share, the index of the edge to the parameter, and the nodes
@@ -300,11 +257,5 @@ class _Following(partial[None]):
     def leave_to(self, other: "_Following") -> None:
         """Remove contributions that another call's hook on the same node observes already."""
         mine: Handed = self.args[-1]
-        theirs = {(id(share.parameter), edge): share for share, edge, _ in other.args[-1]}
-        for entry in list(mine):
-            share, edge, _ = entry
-            observed = theirs.get((id(share.parameter), edge))
-            if observed is not None:
-                mine.remove(entry)
-                if self.path != other.path:
-                    share.is_joint = observed.is_joint = True
+        observed = {(id(share.parameter), edge) for share, edge, _ in other.args[-1]}
+        mine[:] = [x for x in mine if (id(x[0].parameter), x[1]) not in observed]

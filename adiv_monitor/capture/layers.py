@@ -67,7 +67,6 @@ class Layers:
         self.context = context
         self._calls = context.calls
         self._is_due = is_due
-        self._sharing: set[str] | None = None  # paths of layers that share parameters
         self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
         # By number of a forward call; the references are weak because `rows` owns the calls.
         self._made_in: dict[int, list[weakref.ref[Call | Passing]]] = defaultdict(list)
@@ -135,7 +134,6 @@ class Layers:
         """Register a layer that was found, and watch it if it is due."""
         path = layer.path
         self.found[path] = layer
-        self._sharing = None
         self.led[id(layer.parameters[0])].append(path)
         if not (self.is_off(path) or self.waits(layer)):
             self.rows[path] = LayerRows(self._chooser, path)
@@ -217,7 +215,6 @@ class Layers:
     def forget(self, path: str) -> None:
         """Remove a layer that turned out not to exist."""
         lead = self.found.pop(path).pieces[0].parameter
-        self._sharing = None
         self.led[id(lead)].remove(path)
         self.rows.pop(path, None)
 
@@ -247,12 +244,6 @@ class Layers:
         """Return the paths of the layers that a parameter, or a part of it, belongs to."""
         layers = self.found.items()
         return [path for path, x in layers if any(p is parameter for p in x.parameters)]
-
-    def is_shared(self, path: str) -> bool:
-        """Return whether other layers that were found use this one's parameters, too."""
-        if self._sharing is None:
-            self._sharing = self.shared(set(self.found.values()), ())
-        return path in self._sharing
 
     def shared(self, reached: Container[Layer], elsewhere: Collection[int]) -> set[str]:
         """Return the paths of the layers that share at least one parameter entry with another use.

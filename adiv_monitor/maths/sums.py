@@ -261,21 +261,6 @@ class CeilingSums(Generic[T]):
     square: T
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnDots(Generic[T]):
-    """Dot products with γ′, a layer's own part of the gradient of shared parameters.
-
-    They are in the units that backward left.
-
-    Attributes:
-        gamma: ⟨γ, γ′⟩.
-        w: ⟨w, γ′⟩; None if no step was taken.
-    """
-
-    gamma: T
-    w: T | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Dots(Generic[T]):
     """Dot products of vectors that hold all parameters of the layer.
@@ -377,7 +362,6 @@ class LayerSums(Generic[T]):
         realised: (rows, 7), the dot products of `REALISED`.
         attainable: `attainable_cosine`, over all rows.
         ceiling: sums for `attainable_cosine`, of one of several ranks.
-        own: dot products for a layer whose parameters other layers use too.
         made: how the weight is computed from parameters, if it is.
     """
 
@@ -395,7 +379,6 @@ class LayerSums(Generic[T]):
     realised: T | None = None
     attainable: T | None = None
     ceiling: CeilingSums[T] | None = None
-    own: OwnDots[T] | None = None
     made: Made[T] | None = None
 
     @property

@@ -28,13 +28,12 @@ from adiv_monitor.maths.sums import (
     CeilingSums,
     Evidence,
     LayerSums,
-    OwnDots,
     Partition,
     Sampled,
     Totals,
 )
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.layer_in_progress import LayerInProgress, products
+from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.row_moves import WeightVersion, act, gram_is_less, probe
@@ -138,7 +137,7 @@ class FinalGradient:
             parts: γ of the pieces that were all-gathered.
         """
         captured, factor = self._captured.pop(layer), self._factors.get(layer.path)
-        calls, own = captured.calls, captured.own
+        calls = captured.calls
         features, G = _joined_rows(calls)
         sampled = Sampled(
             seen=G.shape[0],
@@ -149,7 +148,7 @@ class FinalGradient:
         )
         shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
         self.pieces[layer.path] = shares, bool(parts)
-        reason = _why_from_rows(features, shared=captured.is_shared and own is None)
+        reason = _why_from_rows(features, shared=captured.is_shared)
         evidence = self._evidence(captured, sampled.partition, reason, factor)
         attainable, ceiling = self._of_ceiling(captured, sampled.partition)
         self._keep_all_rows(layer.path, calls)
@@ -164,21 +163,19 @@ class FinalGradient:
             evidence=evidence,
             attainable=attainable,
             ceiling=ceiling,
-            own=None if own is None else OwnDots(products(own, gamma)),
         )
         measured = LayerInProgress(
             layer,
             _versions(calls),
             features,
             places=[(call.place, call.rows) for call in calls],
-            own=own,
             sums=sums,
             G=G,
             factor=factor,
             z=joined([call.z for call in calls]),
         )
         # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason and own is None
+        trusted = self._is_alone and not reason
         trusted = trusted and layer.path not in self._history.distrusted
         if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
             self._move_by_rows(measured, features, gamma)

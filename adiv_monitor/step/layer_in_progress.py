@@ -5,28 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.capture.realised.rows import Calls
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Index, to_compute_dtype, to_device
+from adiv_monitor.features.rows import Index, to_device
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Blocks, Common, LayerSums, Vector, column_of, pairs_of
 from adiv_monitor.step.row_moves import Change, WeightVersion, added
 
 _ORDER = tuple(Vector)
-
-
-def products(own: Parts, others: Parts) -> Float[Tensor, "1"]:
-    """Return the dot product of two sets of pieces."""
-    parts = [
-        (to_compute_dtype(part) * to_compute_dtype(others[key])).sum() for key, part in own.items()
-    ]
-    return torch.stack(parts).sum().reshape(1)
 
 
 @dataclass(slots=True)
@@ -38,8 +28,6 @@ class LayerInProgress:
         versions: the weight versions that its calls used, with the number of rows of each.
         features: Φ of the rows of all calls.
         places: the place and the sampled rows of each call.
-        own: by a piece's key, the layer's share of a gradient that several layers contribute to;
-            None: the whole gradient is its own, or its share is not known.
         sums: the numbers for the host, without those of the rows until `finished`.
         G: ∂L/∂z, as the backward pass left it.
         factor: the factor from G to the units of the optimizer's gradient; None: 1.
@@ -54,7 +42,6 @@ class LayerInProgress:
     versions: list[WeightVersion]
     features: Features
     places: Calls
-    own: Parts | None
     sums: LayerSums[Tensor]
     G: Tensor
     factor: Tensor | None

@@ -26,7 +26,7 @@ from adiv_monitor.maths.sums import LayerSums
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
-from adiv_monitor.step.layer_in_progress import LayerInProgress, products
+from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
 from adiv_monitor.step.realised import Realised
@@ -346,9 +346,6 @@ class MeasuredStep:
         whole = {**taken, **parts}
         changed = [version.change(whole, whole) for version, _ in measured.versions]
         measured.d = act(measured.versions, changed, measured.features)
-        if measured.own is not None and measured.sums.own is not None:
-            own = replaced(measured.sums.own, w=products(measured.own, taken))
-            measured.sums = replaced(measured.sums, own=own)
         del measured  # releases the rows; the bias's part of d may be the difference itself
         self._finish_rows(layer.path)
         for piece in layer.pieces:

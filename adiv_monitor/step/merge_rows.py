@@ -25,7 +25,6 @@ from adiv_monitor.maths.sums import (
     Dots,
     Evidence,
     LayerSums,
-    OwnDots,
     Pairs,
     Sampled,
     ScaleTotals,
@@ -170,7 +169,6 @@ def merge(
         asked_common=all(part.asked_common for part in some),
         realised=_of_every((x.realised for x in some), np.concatenate),
         attainable=_of_every((x.ceiling for x in some), _attainable),
-        own=_of_every((x.own for x in some), _own),
         made=_of_every((x.made for x in some), lambda of: joined(of, np.concatenate)),
     )
 
@@ -202,11 +200,6 @@ def _dots(parts: Sequence[RankSums]) -> Dots[float]:
         a_gamma=_of_every((dots.a_gamma for dots in several), sum),
         partial=True,
     )
-
-
-def _own(several: Sequence[OwnDots[Array]]) -> OwnDots[Array]:
-    gamma = np.sum([own.gamma for own in several], axis=0)
-    return OwnDots(gamma, _of_every((own.w for own in several), lambda of: np.sum(of, axis=0)))
 
 
 def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:

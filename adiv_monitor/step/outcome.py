@@ -125,10 +125,7 @@ def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspect
     if reason:
         layer = replaced(layer, evidence=replaced(seen, reason=reason))
     own_gamma = own_w = math.nan
-    if layer.own is not None:
-        own_gamma = factor_of(layer) * float(layer.own.gamma[0])
-        own_w = math.nan if layer.own.w is None else factor_of(layer) * float(layer.own.w[0])
-    elif seen.reason != "shared":
+    if seen.reason != "shared":
         own_gamma, own_w = dots.gamma_gamma, math.nan if dots.w_gamma is None else dots.w_gamma
     if reason in _NOT_THE_LOSSES:
         own_w = math.nan  # −⟨γ, ΔΘ⟩ is not the descent of the loss, which only the rows know

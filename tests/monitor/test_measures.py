@@ -33,7 +33,6 @@ from adiv_monitor.maths.sums import (
     Dots,
     Evidence,
     LayerSums,
-    OwnDots,
     Pairs,
     Sampled,
     ScaleTotals,
@@ -315,7 +314,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
 
     layers = {
         "x": of(torch.tensor([[1.0, 2.0]]), realised=torch.tensor(True)),
-        "y": of(torch.tensor(7.0), own=OwnDots(torch.tensor([9.0]))),
+        "y": of(torch.tensor(7.0), realised=torch.tensor([9.0])),
     }
     products: PieceNumbers[Tensor] = PieceNumbers()
     norms: PieceNumbers[Tensor] = PieceNumbers()
@@ -340,9 +339,9 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert (x.totals.active.tolist(), y.totals.active.tolist()) == ([5], [3])
     assert (x.totals.G_G.tolist(), y.totals.G_G.tolist()) == ([0.5], [pytest.approx(0.3)])
     assert x.products.tolist() == [[1, 2]]
-    assert x.realised == 1 and x.own is None
-    assert y.products == 7 and y.realised is None
-    assert y.own is not None and y.own.gamma.tolist() == [9] and y.own.w is None
+    assert x.realised == 1
+    assert y.products == 7
+    assert y.realised is not None and y.realised.tolist() == [9]
     assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
     assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None

@@ -1,4 +1,4 @@
-"""Parameters shared by several layers: each layer's part of the gradient is known exactly."""
+"""Parameters that several layers share: what each layer does is estimated from its rows."""
 
 import copy
 import math
@@ -126,14 +126,12 @@ WAYS: dict[str, dict[str, Callable[[nn.Module], object]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_use_has_its_own_part_of_the_descent(way: str) -> None:
-    report, expected = Step().measured(SEEN, **WAYS[way])
-    assert not any("rows alone" in note for note in report.notes)
+def test_all_rows_tell_each_use_its_own_part_of_the_descent(way: str) -> None:
+    report, expected = Step().measured(None, **WAYS[way])
+    assert any("'embed', 'head'" in x and "from rows alone" in x for x in report.notes)
     for path, reading in report.layers.items():
-        assert reading.rows_seen == SEEN < reading.rows_total
-        assert reading.descent == pytest.approx(expected[path], rel=1e-6)
-        assert not {"descent", "effective_lr"} & reading.standard_error.keys()
-    assert report.descent == pytest.approx(sum(expected.values()), rel=1e-6)
+        assert reading.descent == pytest.approx(expected[path], rel=1e-9)
+    assert report.descent == pytest.approx(sum(expected.values()), rel=1e-9)
 
 
 def errors_of(step: Step, path: str, draws: int = 30) -> tuple[dict[str, float], float]:
@@ -152,12 +150,10 @@ def errors_of(step: Step, path: str, draws: int = 30) -> tuple[dict[str, float],
 
 
 @pytest.mark.parametrize("path", ["embed", "head"])
-def test_tied_uses_are_told_as_surely_as_others(path: str) -> None:
-    (tied, beyond), (untied, _) = (errors_of(Step(tied=t), path) for t in (True, False))
+def test_errors_of_sampled_rows_are_calibrated(path: str) -> None:
+    errors, beyond = errors_of(Step(), path)
     assert beyond <= 0.02
-    for name, error in tied.items():
-        assert error <= 2 * untied[name] + 1e-7, name
-        assert error < 0.15
+    assert all(0 <= error < 0.15 for error in errors.values())
 
 
 def test_a_tied_read_out_stands_in_its_own_place() -> None:
@@ -165,32 +161,15 @@ def test_a_tied_read_out_stands_in_its_own_place() -> None:
     assert list(Step().measured(None)[0].layers) == ["embed", "inner", "head"]
 
 
-def test_all_rows_tell_the_same_as_the_parts() -> None:
-    """Exact measures from few rows equal those computed from all rows."""
-    exact = Step().measured(SEEN)[0]
-    whole = Step().measured(None)[0]
-    for path, reading in exact.layers.items():
-        for name in ("effective_lr", "descent", "parameter_cosine"):
-            expected = getattr(whole.layers[path], name)
-            assert getattr(reading, name) == pytest.approx(expected, rel=1e-9)
-
-
-# --- uses whose part is unknown ------------------------------------------------------------------
-
-
-def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
-    """Readings come from the rows if the first pass cannot know that another use will follow."""
-
+def test_a_first_pass_through_one_use_counts() -> None:
     def late(model: nn.Module) -> None:
         model.embed(words(TOKENS)[0]).square().sum().backward()
         in_three(model)
 
     report, expected = Step().measured(SEEN, backward=late)
-    assert any("embed" in note and "from rows alone" in note for note in report.notes)
     reading = report.layers["embed"]
-    assert reading.standard_error["descent"] > 0
     off = abs(reading.descent - expected["embed"])
-    assert off < 5 * reading.standard_error["descent"]
+    assert 0 < off < 5 * reading.standard_error["descent"]
 
 
 class Made(nn.Module):
@@ -220,24 +199,6 @@ def test_uses_whose_parts_come_together_leave_the_rows(made: Callable[[Tensor], 
     assert all(reading.standard_error["descent"] > 0 for reading in report.layers.values())
 
 
-def test_a_layer_alone_keeps_no_second_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For parameters with one use, only sampled entries of a second gradient are kept."""
-    from adiv_monitor.capture import gradient_shares
-
-    wholes: list[bool] = []
-    real = gradient_shares.GradientShare
-
-    def counted(parameter: nn.Parameter, *, whole: bool = False) -> gradient_shares.GradientShare:
-        wholes.append(whole)
-        return real(parameter, whole=whole)
-
-    monkeypatch.setattr(gradient_shares, "GradientShare", counted)
-    Step(tied=False).measured(SEEN)
-    assert wholes and not any(wholes)
-    Step(tied=True).measured(SEEN)
-    assert sum(wholes) == 3  # the table's two uses, and the bias of one of them
-
-
 # --- several ranks -------------------------------------------------------------------------------
 
 WORLD = 2
@@ -249,7 +210,7 @@ def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = words(TOKENS)
     cut = 3 * TOKENS // 4
     shares = ((slice(cut), 0.75), (slice(cut, None), 0.25))
-    whole, expected = step.measured(
+    _, expected = step.measured(
         SEEN, before_step=lambda m: [p.grad.mul_(0.5) for p in m.parameters()]
     )
     model = copy.deepcopy(step.model)
@@ -270,35 +231,9 @@ def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {rank: prepared(part, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
     merged, _ = merge_ranks(own, WORLD, SEEN, generator)
     report = understand(merged, RunHistory())
-    assert report.notes == ()
     for path, reading in report.layers.items():
-        assert reading.descent == pytest.approx(expected[path], rel=1e-6)
-        assert reading.effective_lr == pytest.approx(whole.layers[path].effective_lr, rel=1e-6)
-
-
-def test_uses_in_unknown_units_have_no_descent() -> None:
-    """With hand-set, then clipped gradients, only a weight with one use knows its descent."""
-    torch.manual_seed(0)
-    first, second = (nn.Linear(8, 8, bias=False).double() for _ in range(2))
-    second.weight = first.weight
-    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(8, 4).double())
-    x, y = torch.randn(20, 8, dtype=torch.float64), torch.randint(4, (20,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        parameters = list(model.parameters())
-        gradients = torch.autograd.grad(functional.cross_entropy(model(x), y), parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        nn.utils.clip_grad_norm_(parameters, 0.01)
-        before = model[4].weight.detach().clone(), model[4].bias.detach().clone()
-        optimizer.step()
-    report = monitor.latest
-    assert report is not None and len(report.notes) == 1
-    *tied, alone = report.layers.values()
-    assert all(math.isnan(reading.descent) for reading in tied)
-    moved = zip(before, (model[4].weight, model[4].bias), strict=True)
-    expected = sum(float((old - p.detach()).mul(p.grad).sum()) for old, p in moved)
-    assert alone.descent == pytest.approx(expected)
+        off = abs(reading.descent - expected[path])
+        assert off <= 4 * reading.standard_error.get("descent", 0.0) + 1e-9
 
 
 class Twice(nn.Module):

@@ -10,9 +10,7 @@ from faults.scenarios import SCENARIOS, Scenario
 from faults.trial import REASON, Fault, Trial, take, unmonitored
 from torch import nn
 
-from adiv_monitor import Monitor
 from adiv_monitor.capture import watching
-from adiv_monitor.capture.gradient_shares import Shares
 from adiv_monitor.maths import readings, totals
 from adiv_monitor.step import outcome, transfer
 
@@ -55,24 +53,6 @@ def test_out_of_memory_for_the_transfer_loses_nothing(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(transfer, "_flatten_dense_tensors", no_room)
     assert measures(take(DEEP, on_error="raise")) == expected
-
-
-def test_out_of_memory_for_the_shares_of_tied_weights_loses_their_layers_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_room(self: Shares, layer: object) -> None:
-        raise torch.OutOfMemoryError(REASON)
-
-    monkeypatch.setattr(Shares, "own_gradient", no_room)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[4].weight = model[0].weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=REASON), Monitor(model, optimizer) as monitor:
-        model(torch.randn(9, 4)).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest.layers.keys() == {"2"}
-    assert monitor.latest.unsupported.keys() == {"0", "4"}
-    assert all(REASON in why for why in monitor.latest.unsupported.values())
 
 
 def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(
