@@ -16,7 +16,6 @@ from adiv_monitor.alignment.weights import Weight, Weights
 from adiv_monitor.capture.forwards import Forwards, FunctionToCall, Watcher
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.hook import has_data
-from adiv_monitor.capture.jagged import is_nested, uses_of_packed
 from adiv_monitor.capture.selection import inside_wrappers, named_modules
 from adiv_monitor.capture.watching import OPENED
 from adiv_monitor.capture.weights.pieces import Strides
@@ -28,7 +27,7 @@ from adiv_monitor.features.recurrent import maps_of, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
+from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, Use, name_of, uses_in
 from adiv_monitor.rerun.kept import is_writable, may_be_written
 from adiv_monitor.rerun.surroundings import is_plain, untouched
 from adiv_monitor.rerun.thread import surely
@@ -280,8 +279,8 @@ class _Seeing(Watcher):
         described = FunctionCall(made, of_model, self._forwards.inside, trains=False)
         name = name_of(call.function)
         try:
-            if is_nested(made):
-                return uses_of_packed(name, described, args, kwargs)
+            if made.is_nested:
+                raise Refused(NESTED)
             return uses_in(name, described, args, kwargs)
         except Refused as refusal:
             self._refuse(weights.values(), str(refusal))

@@ -26,7 +26,6 @@ from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gradient_shares import Handed, Shares, follow
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook, holds_memory
-from adiv_monitor.capture.jagged import NESTED, is_nested
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers, Passing
@@ -40,7 +39,7 @@ from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows, behind_view
-from adiv_monitor.features.uses import Refused, Use, as_it_is
+from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
 from adiv_monitor.features.whole import hooks_keep, squares
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
@@ -193,8 +192,9 @@ class Gathering:
         if any(map(is_shard, tensors)):  # taking rows of a shard could need a collective
             self._without_rule.refuse(left, NO_RULE)
             return
-        if any(map(is_nested, (*tensors, *tensors_in(*arguments[0], *arguments[1].values())))):
-            self._without_rule.refuse(left, NESTED.format("a measurement of a module as a whole"))
+        given = tensors_in(*arguments[0], *arguments[1].values())
+        if any(x.is_nested for x in (*tensors, *given)):
+            self._without_rule.refuse(left, NESTED)
             return
         try:
             others, names = self._others(module, left)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from adiv_monitor.capture.batch import sums_of
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall, Watcher
 from adiv_monitor.capture.hook import has_data, trains
-from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
@@ -26,7 +25,7 @@ from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRul
 from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
+from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, Use, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
@@ -179,9 +178,8 @@ class Watching(Watcher):
         path, rule = self._selection.modules[module], self._selection.rules[module]
         if not trains(output):
             return
-        if any(map(is_nested, tensors_in(output, *args, *kwargs.values()))):
-            of_rule = NESTED.format("its rule")
-            self.refused |= dict.fromkeys(map(id, module.parameters(recurse=False)), of_rule)
+        if any(x.is_nested for x in tensors_in(output, *args, *kwargs.values())):
+            self.refused |= dict.fromkeys(map(id, module.parameters(recurse=False)), NESTED)
             self.record.others.add(module)
             return
         try:
@@ -378,7 +376,7 @@ class Watching(Watcher):
     ) -> tuple[Sequence[Use], Split | None]:
         """Return the uses in a call and, if several ranks share the call, how it is split."""
         if call.result.is_nested:
-            return uses_of_packed(name, call, args, kwargs), None
+            raise Refused(NESTED)
         peers = self._selection.peers
         if peers is None or not is_shard(call.result):
             return uses_in(name, call, args, kwargs), None

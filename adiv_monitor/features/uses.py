@@ -36,6 +36,9 @@ class Refused(Exception):
     """Raised by a rule for a call that can't be measured; the message says why."""
 
 
+NESTED = "it is used with nested tensors, which are not measured: pad them"
+
+
 @dataclass(frozen=True)
 class Use:
     """One call of a function that uses a parameter: z = Φ_W Wᵀ + φ_b ⊗ b + other terms.
