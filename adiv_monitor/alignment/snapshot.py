@@ -17,7 +17,7 @@ from adiv_monitor.alignment.passes import Entrywise, Found, run_probe
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.weights import Matrices, Weight
 from adiv_monitor.capture.selection import inside_wrappers, is_chosen
-from adiv_monitor.capture.weights.shards import is_shard, part_of, peers, sharded_as
+from adiv_monitor.capture.weights.shards import is_parallel, is_shard, part_of, sharded_as
 from adiv_monitor.errors import AdivError
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.functions.blocks import BlockFeatures
@@ -197,7 +197,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
         TypeError: the model can't be called with the batch.
     """
     _check_arguments(model, probe)
-    if (parallel := peers(model)) is not None and parallel.count > 1:
+    if is_parallel(model):
         raise AdivError(
             "Probe: some layers are computed by several ranks together (tensor parallelism), "
             "expected layers of which each rank has all"

@@ -6,7 +6,6 @@ accumulated count: `torch.autograd.grad` runs a parameter's tensor hooks too, bu
 post-accumulate hooks.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
 from adiv_monitor.capture.layer_rows import LayerRows
 from adiv_monitor.capture.passes import Passes
-from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
+from adiv_monitor.capture.weights.shards import gradient_part, part_of
 from adiv_monitor.maths import dots
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.rerun.thread import surely
@@ -102,7 +101,6 @@ class Accumulation:
         self._tasks: list[int] = []  # the passes that accumulated since the gradient was zeroed
         self._at = (-1, -1)  # at the last of them: parameter's version, steps of optimizers
         self._raw: Tensor | None = None  # ‖gradient‖ before the user's hooks
-        self.is_partial_sum = False  # whether ranks hold partial sums after a pass
         self.foreign: Tensor | None = None  # ‖.grad‖ from before any row was seen
         self._ended: Tensor | None = None  # sampled entries of `.grad` at the end of the last pass
         self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []  # with torch's tables
@@ -180,7 +178,6 @@ class Accumulation:
         """Inspect a gradient before it is accumulated, or returned by `autograd.grad`."""
         for rows in self._owner.users(self._known_as):
             rows.settle()
-        self.is_partial_sum = is_sum(gradient)
         held = self._parameter.grad
         norm = None if held is None else dots.norm(self._part(held))
         touched = held is not None and not self._untouched(held)
@@ -231,7 +228,7 @@ class Accumulation:
         else:
             self._left = parts
             entries = None if followed else sampled_entries(grad).clone().reshape(-1)
-        self._entries = None if entries is None else self._if_alike(entries, parameter.grad)
+        self._entries = None if entries is None else entries
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
 
     def _count_pass(self, parameter: Tensor, left: Tensor | None, *, zeroed: bool) -> None:
@@ -258,11 +255,6 @@ class Accumulation:
     def _part(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient."""
         return gradient_part(gradient, self._parameter)
-
-    def _if_alike(self, entries: Tensor, gradient: Tensor) -> Tensor:
-        """Return the entries, or NaN if gradient and parameter are partitioned differently."""
-        is_other = lies_apart(gradient, self._parameter) and not is_sum(gradient)
-        return entries * math.nan if is_other else entries
 
     def _untouched(self, held: Tensor) -> bool:
         """Return whether this is the tensor that the last pass left, without writes since."""

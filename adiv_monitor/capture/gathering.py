@@ -30,8 +30,7 @@ from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers, Passing
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.split_calls import NO_RULE, PARTIAL_SUM, Split
-from adiv_monitor.capture.weights.shards import is_shard, part_of
+from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
@@ -111,7 +110,6 @@ class Gathering:
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Gather rows of a use and put a hook on its output; `_on_gradient` receives its G."""
@@ -125,7 +123,6 @@ class Gathering:
         z = use.layout(part_of(output))
         rows_of_layer = self._layers.rows[layer.path]
         call = self._new_call(layer, tuple(z.shape[:-1]), output.device)
-        call.split = split
         features = self._look(call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -189,9 +186,6 @@ class Gathering:
     ) -> None:
         """Gather rows of a module that is measured as a whole and hook its output."""
         left = [module.get_parameter(name) for name in names]
-        if any(map(is_shard, tensors)):  # taking rows of a shard could need a collective
-            self._without_rule.refuse(left, NO_RULE)
-            return
         given = tensors_in(*arguments[0], *arguments[1].values())
         if any(x.is_nested for x in (*tensors, *given)):
             self._without_rule.refuse(left, NESTED)
@@ -306,15 +300,10 @@ class Gathering:
         whole = use.whole() if layer.weight is not None else None
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        taken = call.rows.take(z)
-        if call.split is not None:
-            taken = call.split.term(taken, features)
         late = use.late() if layer.weight is not None and whole is None else None
         if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
             late = None
-        call.look(_trained(layer, features), taken, whole, late)
-        if call.split is not None and not call.split.own:
-            return features  # the ceiling would need the rows of all ranks merged
+        call.look(_trained(layer, features), call.rows.take(z), whole, late)
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = _trained(layer, use.features(every))
@@ -333,17 +322,11 @@ class Gathering:
     def _on_gradient(
         self, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
-        if call.split is not None:
-            call.split = call.split.arrived(gradient)
-            gradient = part_of(gradient)
         gradient = layout(gradient)
         rows, squares = _seen(call, gradient)
-        is_partial_sum = (
-            call.split is not None and call.split.gradient == PARTIAL_SUM
-        )  # the norms of partial sums are useless
         precision = torch.finfo(gradient.dtype).eps
         of_layer = self._layers.rows[call.layer.path]
-        of_layer.arrive(call, rows, None if is_partial_sum else squares, precision)
+        of_layer.arrive(call, rows, squares, precision)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         else:  # a second pass through one graph, whose rows are already summed up

@@ -1,7 +1,6 @@
 """The rows of one layer in one step, gathered call by call and matched with gradients."""
 
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import prod
@@ -14,7 +13,6 @@ from torch import Tensor
 from adiv_monitor.capture.realised.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
 from adiv_monitor.features.whole import LateScales, Whole
@@ -45,9 +43,6 @@ class Call:
         forward: the number of the module's forward call in which it was made.
         evaluates: whether the model was in eval mode.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
-        split: how the ranks share the call; None: they do not share it.
-        total: the number of rows of the call that this rank represents; `rows` may be sampled from
-            more.
     """
 
     features: Features
@@ -74,8 +69,6 @@ class Call:
         self.tells_sums = False  # a second pass through the graph, or merged rows
         self.place: CallPlace | None = None
         self.forward, self.evaluates = -1, False
-        self.split: Split | None = None
-        self.total = rows.total
 
     @property
     def layer(self) -> Layer:
@@ -183,36 +176,23 @@ class Chooser:
     Args:
         max_rows: the number of rows to sample per layer; None: all rows.
         generator: the monitor's own random number generator.
-        shared: the seed of a generator common to the ranks that get the same data: their draws for
-            a call must not depend on earlier draws.
     """
 
-    def __init__(
-        self,
-        max_rows: int | None,
-        generator: np.random.Generator,
-        shared: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, max_rows: int | None, generator: np.random.Generator) -> None:
         self.max_rows = max_rows
         self._generator = generator
-        self._shared = shared
         self._first: dict[tuple[tuple[int, ...], torch.device], Rows] = {}
 
     def first(self, shape: tuple[int, ...], device: torch.device) -> Rows:
         """Return the rows of a layer's first call."""
         alike = shape, device
         if alike not in self._first:
-            self._first[alike] = self.further(shape, device, np.inf, shape)
+            self._first[alike] = self.further(shape, device, np.inf)
         return self._first[alike]
 
-    def further(
-        self, shape: tuple[int, ...], device: torch.device, bound: float, call: object
-    ) -> Rows:
-        """Return the rows of a later call with keys below a bound; `call` identifies the call."""
-        generator = self._generator
-        if self._shared is not None:
-            generator = np.random.default_rng([*self._shared, zlib.crc32(repr(call).encode())])
-        return draw(shape, self.max_rows, bound, generator, device)
+    def further(self, shape: tuple[int, ...], device: torch.device, bound: float) -> Rows:
+        """Return the rows of a later call with keys below a bound."""
+        return draw(shape, self.max_rows, bound, self._generator, device)
 
 
 class LayerRows:
@@ -256,9 +236,7 @@ class LayerRows:
             self._most_waiting = 2 * len(self._waiting)
         if not self.calls:
             return self._chooser.first(shape, device)
-        self._drawn += 1
-        call = self._path, self._drawn
-        return self._chooser.further(shape, device, self._below(prod(shape)), call)
+        return self._chooser.further(shape, device, self._below(prod(shape)))
 
     def _below(self, total: int) -> float:
         """Return the bound below which a row's key must be for the row to have a chance."""

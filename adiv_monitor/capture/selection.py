@@ -21,11 +21,9 @@ from adiv_monitor.capture.weights.pieces import (
     covered,
 )
 from adiv_monitor.capture.weights.shards import (
-    Peers,
     held_in_place_of,
+    is_parallel,
     is_shard,
-    managed,
-    peers,
     why_unusable,
 )
 from adiv_monitor.capture.world import world_size
@@ -159,7 +157,6 @@ class Selection:
         trained: the parameters that the step trains. `requires_grad` is read at selection, because
             it may be switched off when the report is made.
         names: id → name, for the requested parameters.
-        peers: the ranks that get the same data as this one (tensor parallelism).
         due: ids of the parameters that are due in this step; None: all layers are measured in
             every step.
     """
@@ -172,7 +169,6 @@ class Selection:
     unsupported: dict[str, str]
     trained: list[Tensor]
     names: dict[int, str]
-    peers: Peers | None = None
     due: Collection[int] | None = None
 
     @cached_property
@@ -419,7 +415,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
-    made_whole, sharded, parallel = managed(model), held_in_place_of(model), peers(model)
+    sharded, parallel = held_in_place_of(model), is_parallel(model)
     modules = {module: path for path, module in named_modules(model)}
     for module, path in modules.items():
         own = {
@@ -442,18 +438,12 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue
         unusable = {
-            n: why for n, p in held_here.items() if (why := _unusable(p, made_whole, parallel))
+            n: why for n, p in held_here.items() if (why := _unusable(p, parallel=parallel))
         }
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
         if rule is not None:
             if unusable:
-                continue
-            if parallel and any(id(p) in parallel.placements for p in held_here.values()):
-                unsupported[path] = (
-                    f"{type(module).__module__}.{type(module).__qualname__}: its rule does not "
-                    "know how its rows are placed on the ranks (tensor parallelism)"
-                )
                 continue
             rules[module] = rule
         for name, parameter in held_here.items():
@@ -467,7 +457,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
     holders, closed = _holders(modules, places, sharded)
-    return Selection(places, kept, rules, holders, closed, unsupported, trained, names, parallel)
+    return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
 
 
 def _holders(
@@ -537,11 +527,13 @@ def elements(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _unusable(parameter: Tensor, made_whole: Collection[int], parallel: Peers | None) -> str | None:
+def _unusable(parameter: Tensor, *, parallel: bool) -> str | None:
+    if parallel:
+        return "belongs to a model with tensor parallelism, which is not measured"
     if is_lazy(parameter):
         return "has no shape yet: the layer is lazy and has not run"
     if is_shard(parameter):
-        if (why := why_unusable(parameter, made_whole, parallel)) is not None:
+        if (why := why_unusable(parameter)) is not None:
             return why
     elif type(parameter.data) is not Tensor:
         kind = type(parameter.data).__name__

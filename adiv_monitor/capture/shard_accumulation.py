@@ -54,7 +54,6 @@ class ShardAccumulation(Accumulation):
         """Inspect a gradient before it is accumulated, or returned by `autograd.grad`."""
         super()._before(gradient)
         entries = to_compute_dtype(sampled_entries(self._part(gradient))).reshape(-1).clone()
-        entries = self._if_alike(entries, gradient)
         self._arrived = torch._C._current_graph_task_id(), entries
         self._waits = self._parameter.grad is not None or self._is_waiting()
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.uses import Use
@@ -25,7 +24,6 @@ class Takes(Protocol):
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Take a use and the function's result; return the call if the layer is watched.
@@ -35,7 +33,6 @@ class Takes(Protocol):
             output: the result of the function.
             known: the layer or its path, if already known.
             checked: whether the use is certain to describe the output.
-            split: how the ranks share the call, if `use` is this rank's part of it.
             inputs: the autograd nodes that produced the function's inputs other than weights; None:
                 not known.
         """

@@ -1,6 +1,6 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,17 +15,15 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
-from adiv_monitor.capture.split_calls import Split, uses_of_parts
 from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.trace import Called, Known, Record, versions
-from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
-from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, Use, name_of, uses_in
+from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
@@ -142,7 +140,9 @@ class Watching(Watcher):
         with _Noting(given.trained, self._failed), without_autocast(output):
             inputs = {id(value) for value in given.inputs}
             call = FunctionCall(output, lambda value: id(value) not in inputs)
-            found, _ = self._uses_in(known.function, call, given.args, given.kwargs)
+            if output.is_nested:
+                raise Refused(NESTED)
+            found = uses_in(known.function, call, given.args, given.kwargs)
             if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return
@@ -347,13 +347,13 @@ class Watching(Watcher):
             self._is_special()
             return trained
         with self._noting(trained) as used, without_autocast(call.result):
-            found, split = self._uses_in(name, call, args, kwargs)
+            if call.result.is_nested:
+                raise Refused(NESTED)
+            found = uses_in(name, call, args, kwargs)
             taken: list[Call | None] = []
             for use in found:
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                if split is not None:
-                    self._takes.use(use, call.result, split=split, inputs=inputs)
-                elif name in REPEATING:
+                if name in REPEATING:
                     number = self._forwards.number
                     self._repetitions.add(Repetition(use, call.result, number))
                 else:
@@ -370,17 +370,6 @@ class Watching(Watcher):
     def _is_special(self) -> None:
         """Mark the running module as one whose uses a plain hook can't capture."""
         self.record.others.add(self._forwards.innermost)
-
-    def _uses_in(
-        self, name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Sequence[Use], Split | None]:
-        """Return the uses in a call and, if several ranks share the call, how it is split."""
-        if call.result.is_nested:
-            raise Refused(NESTED)
-        peers = self._selection.peers
-        if peers is None or not is_shard(call.result):
-            return uses_in(name, call, args, kwargs), None
-        return uses_of_parts(name, call, args, kwargs, peers)
 
     def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor], data: list[Tensor]) -> Any:
         """Call a recurrent function and pass on the linear maps inside it."""

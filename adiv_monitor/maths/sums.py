@@ -91,25 +91,6 @@ class About:
     undefined: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """One sample of rows of a group of ranks, each of which keeps a part of it.
-
-    Attributes:
-        first: rank of the first rank of the group.
-        place: index of this rank in the group.
-        count: number of ranks in the group; 1 where each has all rows.
-        seen: number of rows that all of them sample together.
-        total: number of all rows.
-    """
-
-    first: int
-    place: int
-    count: int
-    seen: int
-    total: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """The sampled rows of a layer and the number of all its rows.
@@ -120,14 +101,12 @@ class Sampled:
         keys: random key of each sampled row, if the sample is to become part of a larger one: see
             `capture/sampling.py`.
         bound: every row of this rank with a smaller key is in the sample.
-        partition: the sample of the group of ranks, if its rows are partitioned across ranks.
     """
 
     seen: int
     total: int
     keys: Array | None = None
     bound: float = math.inf
-    partition: Partition | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -253,9 +253,7 @@ class StepController:
 
     def _chooser(self, selection: Selection) -> Chooser:
         """Return the chooser of the coming step's rows."""
-        peers = selection.peers
-        shared = None if peers is None else (self._number, peers.first)
-        return Chooser(self._asked.max_rows, self._generator, shared)
+        return Chooser(self._asked.max_rows, self._generator)
 
     def _plan(self, selection: Selection) -> Plan | None:
         """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""

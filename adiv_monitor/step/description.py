@@ -35,11 +35,6 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
     grouped = measured if len(set(learning_rates)) > 1 else ()
     groups = {layer.path: rates.groups.get(id(layer.pieces[0].parameter)) for layer in grouped}
     part.elements = selection.elements
-    if selection.peers is not None:
-        part.held = {
-            layer.path: selection.unmeasured({id(p): p.numel() for p in layer.parameters})
-            for layer in measured
-        }
     part.rows_lost |= set(off)
     part.report = replace(
         part.report,

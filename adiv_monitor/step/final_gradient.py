@@ -28,7 +28,6 @@ from adiv_monitor.maths.sums import (
     CeilingSums,
     Evidence,
     LayerSums,
-    Partition,
     Sampled,
     Totals,
 )
@@ -37,7 +36,6 @@ from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.row_moves import WeightVersion, act, gram_is_less, probe
-from adiv_monitor.step.rows_across_ranks import partition
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.weight_versions import with_own_scales
@@ -48,7 +46,6 @@ _WITHOUT_FEATURES = ("common_share", "bias_share")
 _MOST_SUMS = 2**20
 # Reasons for a missing attainable_cosine.
 _TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
-_IN_PARTS = "it needs all rows, of which each rank holds a part (tensor parallelism)."
 _SUMMED = (
     "several backward passes went through one forward pass, so only sums of their rows are known."
 )
@@ -85,14 +82,11 @@ class FinalGradient:
     ) -> None:
         self.measured: dict[str, LayerInProgress] = {}
         self.pieces: dict[str, PieceShares] = {}
-        self.without_ceiling: dict[str, list[str]] = {
-            why: [] for why in (_TOO_LARGE, _IN_PARTS, _SUMMED)
-        }
+        self.without_ceiling: dict[str, list[str]] = {why: [] for why in (_TOO_LARGE, _SUMMED)}
         self.moved: list[str] = []
         self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
         self._captured = captured
         self._is_alone = world_size() == 1
-        self._peers = unsharded.peers
         self._history = history
         self._unsharded = unsharded
         self._steps = steps
@@ -141,16 +135,13 @@ class FinalGradient:
         features, G = _joined_rows(calls)
         sampled = Sampled(
             seen=G.shape[0],
-            total=sum([call.total for call in calls]),
-            partition=partition(
-                calls, self._peers, all_participate=self._unsharded.all_participate
-            ),
+            total=sum([call.rows.total for call in calls]),
         )
         shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
         self.pieces[layer.path] = shares, bool(parts)
         reason = _why_from_rows(features, shared=captured.is_shared)
-        evidence = self._evidence(captured, sampled.partition, reason, factor)
-        attainable, ceiling = self._of_ceiling(captured, sampled.partition)
+        evidence = self._evidence(captured, reason, factor)
+        attainable, ceiling = self._of_ceiling(captured)
         self._keep_all_rows(layer.path, calls)
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
@@ -230,7 +221,6 @@ class FinalGradient:
     def _evidence(
         self,
         captured: CapturedLayer,
-        partition: Partition | None,
         reason: str,
         factor: Tensor | None,
     ) -> Evidence[Tensor]:
@@ -239,9 +229,7 @@ class FinalGradient:
         lead = layer.parameters[0]
         if captured.is_moved:
             self.moved.append(layer.path)
-        # Of ranks that compute the same rows, only the first one's entries count.
-        counts = partition is None or partition.place == 0 or accumulated.is_partial_sum
-        then = accumulated.entries if counts else None
+        then = accumulated.entries
         now: list[Tensor | None] = [None] * (len(captured.shares) or 1)
         contributed: list[Tensor | None] = []
         if then is not None:
@@ -250,7 +238,7 @@ class FinalGradient:
         for place, shares in enumerate(captured.shares):
             for share in shares:
                 followed &= share.is_known and share.has_rows
-            total = total_of(shares) if counts else None
+            total = total_of(shares)
             contributed.append(total)
             if total is not None:
                 now[place] = self._steps.entries_of(shares[0].parameter)
@@ -272,20 +260,17 @@ class FinalGradient:
         )
 
     def _of_ceiling(
-        self, captured: CapturedLayer, partition: Partition | None
+        self, captured: CapturedLayer
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
         """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
         path, rows = captured.layer.path, captured.rows
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
-        if not (is_whole or partition is None):
-            self.without_ceiling[_IN_PARTS].append(path)
-        elif not is_whole and isinstance(captured.calls[0].features, KNOWN):
+        if not is_whole and isinstance(captured.calls[0].features, KNOWN):
             self.without_ceiling[_SUMMED].append(path)
         elif ceiling is not None and self._is_alone:
             return ceiling.cosine(), None
         elif ceiling is not None:
-            alike = 1 if partition is None else partition.count  # ranks with the same rows
-            sums = [part / alike for part in ceiling.sums()]
+            sums = ceiling.sums()
             if sum(part.numel() for part in sums) <= _MOST_SUMS:
                 return None, CeilingSums(*sums)
             self.without_ceiling[_TOO_LARGE].append(path)

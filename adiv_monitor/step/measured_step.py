@@ -15,7 +15,6 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.world import world_size
@@ -31,7 +30,6 @@ from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weig
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.row_moves import act, added
-from adiv_monitor.step.rows_across_ranks import NOT_ALIKE
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
@@ -117,7 +115,6 @@ class MeasuredStep:
             all_participate = self._unsharded.gradients(
                 set(map(id, self._selection.due_parameters))
             )
-            self._put_together(reached)
             pieces = [piece for layer in reached for piece in layer.pieces]
             self._steps = ParameterSteps(
                 pieces,
@@ -125,7 +122,6 @@ class MeasuredStep:
                 updates=steps,
                 copy_gradient=scale is not None,
                 new=not self._history.knows({layer.path for layer in reached}),
-                gradients=self._unsharded.parts,
             )
             if steps:
                 self._unsharded.keep(self._steps)
@@ -147,13 +143,6 @@ class MeasuredStep:
     @property
     def _measured(self) -> dict[str, LayerInProgress]:
         return {} if self._gradient is None else self._gradient.measured
-
-    def _put_together(self, reached: dict[Layer, CapturedLayer]) -> None:
-        """Merge the rows that ranks hold together; drop the layers where that fails."""
-        for layer in self._unsharded.rows({x: found.calls for x, found in reached.items()}):
-            why = NOT_ALIKE if self._unsharded.all_participate or not spread(layer) else WHY_NOT
-            self._lose(layer.path, Refused(why))
-            del reached[layer]
 
     @torch.no_grad()
     def updated(self) -> None:

@@ -6,7 +6,6 @@ selected it, and the rows with the smallest keys of all ranks are a uniform samp
 """
 
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.sampling import draw, winners
-from adiv_monitor.maths.sums import Array, LayerSums, Partition
+from adiv_monitor.maths.sums import Array, LayerSums
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import merge_rows
 from adiv_monitor.step.attention_merge import merge_attention
@@ -43,31 +42,19 @@ def prepared(
     """
     layers = {}
     for path, layer in part.layers.items():
-        partition = layer.sampled.partition
-        seen, total = (partition or layer.sampled).seen, (partition or layer.sampled).total
-        alike = (
-            generator if partition is None else _chance_of_all(part.report.step, partition, path)
-        )
-        most = None if max_rows is None else seen
-        drawn = draw((total,), most, np.inf, alike)
+        seen, total = layer.sampled.seen, layer.sampled.total
+        drawn = draw((total,), None if max_rows is None else seen, np.inf, generator)
         keys, bound = drawn.keys, drawn.bound
-        if partition is not None and keys is not None:
-            keys = keys[partition.place :: partition.count]
         layer = merge_rows.counted(layer)
         if max_rows is not None and total:
-            # One rank, or group, has more than this share of the sample only with low probability.
-            share = max_rows / world * (1 if partition is None else partition.count)
+            # One rank has more than this share of the sample only with low probability.
+            share = max_rows / world
             bound = min(bound, (share + 4 * math.sqrt(share)) / total)
         layer = replace(layer, sampled=replace(layer.sampled, keys=keys, bound=bound))
         kept = None if max_rows is None else winners([layer.sampled], None)[0]
         layer = layer if kept is None else merge_rows.pick(layer, kept)
         layers[path] = merge_rows.packed(layer)
     return replace(part, layers=layers)
-
-
-def _chance_of_all(step: int, partition: Partition, path: str) -> Generator:
-    """Return a generator that is equal in all ranks across which a layer's rows are partitioned."""
-    return np.random.default_rng([step, partition.first, zlib.crc32(path.encode())])
 
 
 @np.errstate(all="ignore")  # as in `understand`
@@ -102,24 +89,21 @@ def merge_ranks(
         return replace(first, report=report, layers={}, refused=refused), ranks
     misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
     rows_lost = {path for part in several for path in part.rows_lost}
-    layers, incomplete = {}, {}
+    layers = {}
     for path in dict.fromkeys(path for part in several for path in part.layers):
         if path in misdescribed:
             continue
         layer, is_whole = _layer_together(several, path, world, max_rows, generator)
         if not is_whole:
             rows_lost.add(path)
-        if layer is None:
-            incomplete[path] = _INCOMPLETE
-        else:
-            layers[path] = layer
+        layers[path] = layer
     missing = world > len(several)
     if missing and not _make_up_the_gradient(layers):
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
     scale = first.facts.gradient_scale
     layers = _in_units(layers, scale, world, rows_lost, missing=missing)
-    report = _report_together(several, layers, incomplete, rows_lost)
+    report = _report_together(several, layers, rows_lost)
     report = replace(report, notes=tuple(notes), losses=losses)
     whole = replace(
         first,
@@ -135,7 +119,6 @@ def merge_ranks(
 def _report_together(
     several: Sequence[RankContribution],
     layers: Mapping[str, LayerSums[Array]],
-    incomplete: Mapping[str, str],
     rows_lost: set[str],
 ) -> StepReport:
     """Return the report of several ranks, without notes and losses.
@@ -143,18 +126,15 @@ def _report_together(
     Args:
         several: the contributions, the first rank's first.
         layers: the merged layers.
-        incomplete: path → why a layer that some ranks measured is not in the report.
         rows_lost: paths of layers of which some ranks lost rows.
     """
     first, reports = several[0], [part.report for part in several]
     changes = [x for report in reports if (x := report.realised_loss_change) is not None]
     unmeasured = _fewest([report.unmeasured for report in reports])
-    for path in incomplete:
-        unmeasured |= next((part.held[path] for part in several if path in part.held), {})
     recovered = sum(first.report.unmeasured.values()) - sum(unmeasured.values())
     return replace(
         first.report,
-        unsupported={**incomplete, **_unsupported(reports, layers, rows_lost)},
+        unsupported=_unsupported(reports, layers, rows_lost),
         unmeasured=unmeasured,
         coverage=first.report.coverage + recovered / max(first.elements, 1),
         realised_loss_change=sum(changes) / len(changes) if changes else None,
@@ -163,10 +143,6 @@ def _report_together(
 
 
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")
-_INCOMPLETE = (
-    "its rows were partitioned across ranks that compute it together (tensor parallelism), one of "
-    "which did not report this step: it failed, or was late"
-)
 
 
 def _layer_together(
@@ -175,14 +151,11 @@ def _layer_together(
     world: int,
     max_rows: int | None,
     generator: Generator,
-) -> tuple[LayerSums[Array] | None, bool]:
-    """Merge a layer of all ranks, None if that is impossible; also return if no rows are lost."""
+) -> tuple[LayerSums[Array], bool]:
+    """Merge a layer of all ranks; also return whether no rows are lost."""
     own = [part.layers[path] for part in several if path in part.layers]
     alike = [layer for layer in own if merge_rows.is_alike(own[0], layer)]
     is_whole = len(alike) == len(own)
-    alike = merge_rows.once(alike)
-    if not alike:
-        return None, False
     layer = merge_rows.merge(alike, max_rows, generator)
     if layer.dots.partial and len(alike) < world:
         layer = _without_parameters(layer)

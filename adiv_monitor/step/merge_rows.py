@@ -1,7 +1,6 @@
 """Merging of one layer's records of several ranks."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -110,23 +109,6 @@ def _shapes(layer: RankSums) -> dict[str, tuple[int, ...]]:
     return {
         name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in leaves(layer)
     }
-
-
-def once(parts: Sequence[RankSums]) -> list[RankSums]:
-    """Return the records that make up all rows once; none if a part of a partition is missing."""
-    kept, groups = list[RankSums](), defaultdict[int, list[RankSums]](list)
-    for part in parts:
-        if part.sampled.partition is None:
-            kept.append(part)
-        else:
-            groups[part.sampled.partition.first].append(part)
-    for group in groups.values():
-        shared = group[0].sampled.partition
-        assert shared is not None
-        if len(group) < shared.count:
-            return []
-        kept += group[: shared.count]  # only the first, where each rank has all rows
-    return kept
 
 
 def _with_keys(part: RankSums, generator: np.random.Generator) -> RankSums:

@@ -19,7 +19,7 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.entries import is_small
-from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
+from adiv_monitor.capture.weights.pieces import Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype, to_device
 from adiv_monitor.maths import dots
@@ -54,7 +54,6 @@ class ParameterSteps:
         updates: whether an optimizer step follows, so that the parameters must be copied.
         copy_gradient: whether the optimizer will write to `.grad` (it unscales AMP gradients).
         new: whether some of the layers were not measured before.
-        gradients: id of a parameter → its gradient, where `.grad` does not hold it yet.
 
     Attributes:
         products: numbers that add up to dot products.
@@ -70,7 +69,6 @@ class ParameterSteps:
         updates: bool,
         copy_gradient: bool,
         new: bool,
-        gradients: Parts = NOTHING,
     ) -> None:
         uses = Counter(pieces)
         every = list(uses)
@@ -90,7 +88,7 @@ class ParameterSteps:
         for p in every:
             of = id(p.parameter)
             if of not in self._parameters:
-                self._parameters[of] = gradients[of] if of in gradients else gradient(p.parameter)
+                self._parameters[of] = gradient(p.parameter)
             if p.view is None:
                 self._whole[of] = p.key
             grads[p.key] = p.own(self._parameters[of])

@@ -67,8 +67,6 @@ class RankContribution:
         rows_lost: paths of layers that had rows here but are not in `layers`.
         checked: layers whose rule has been verified (an output of zeros verifies nothing).
         elements: number of elements of the trained parameters whose turn it is.
-        held: by path of a layer that several ranks compute together, the elements of its parameters
-            by name.
         attention: records of attentions by path.
         no_attention: path → why there is no record.
     """
@@ -81,7 +79,6 @@ class RankContribution:
     rows_lost: set[str] = field(default_factory=set)
     checked: set[str] = field(default_factory=set)
     elements: int = 0
-    held: dict[str, dict[str, int]] = field(default_factory=dict)
     attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
 

@@ -5,26 +5,21 @@ the all-gather through the process group's store: either all participate, or non
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.entries import sampled_entries
-from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.capture.weights.shards import (
-    gradient_part,
     is_shard,
-    lies_apart,
     part_of,
-    same_on,
 )
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 from adiv_monitor.step.collectives import Agree, Collectives
 from adiv_monitor.step.parameter_steps import ParameterSteps
-from adiv_monitor.step.rows_across_ranks import RowsAcrossRanks
 
 WHY_NOT = (
     "its parameters are sharded, and not all ranks took part in gathering them (is there a rank "
@@ -43,25 +38,19 @@ class UnshardedParameters:
         all_participate: all ranks participate in the all-gather of the gradients.
         entries: sampled entries of the gradient, by id of the parameter, in the layout in which
             backward passes leave it.
-        parts: by id of the parameter, gradients that were sharded differently from the parameter,
-            resharded like it.
     """
 
     def __init__(self, selection: Selection, agree: Agree) -> None:
         self._sharded = selection.shards
         self._named = selection.names
-        self.peers = selection.peers
         self._agree = agree
         self._collectives = Collectives()
-        self._rows = RowsAcrossRanks(selection, self._collectives, agree)
         self._reached: list[nn.Parameter] = []  # with a gradient, in all ranks or in none
         self._before: dict[int, Tensor] = {}
         self.all_participate = False
         self._unsharded: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
-        self.parts: dict[int, Tensor] = {}
-        self._known: dict[int, Tensor] = {}  # the unsharded gradients of `parts`
 
     @property
     def has_shards(self) -> bool:
@@ -69,34 +58,17 @@ class UnshardedParameters:
         return bool(self._sharded)
 
     def gradients(self, wanted: Collection[int]) -> bool:
-        """Agree on gathering the gradients, and gather those of `parts`; return if all agree.
+        """Agree on gathering the gradients; return whether all ranks agree.
 
         Args:
             wanted: ids of the parameters whose gradients are needed.
         """
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
-        for made in (self.entries, self.parts, self._known, self._before):
-            made.clear()
+        self.entries.clear()
+        self._before.clear()
         self._collectives.pending.clear()
-        apart = {p: p.grad for p in self._reached if p.grad is not None and lies_apart(p.grad, p)}
-        rest = [p for p in self._reached if p not in apart]
-        self.all_participate = self._agree_on(
-            "gradient", [*apart.values(), *self._rows.signatures(), *rest]
-        )
-        if self.all_participate:
-            for p in apart:
-                whole = self._collectives.whole(gradient(p))
-                self._known[id(p)], mesh = whole, p.device_mesh  # type: ignore[attr-defined]
-                self.parts[id(p)] = gradient_part(same_on(whole, mesh), p)
+        self.all_participate = self._agree_on("gradient", self._reached)
         return self.all_participate
-
-    def rows(self, reached: Mapping[Layer, Sequence[Call]]) -> list[Layer]:
-        """Gather rows that ranks have in parts; return the layers for which that fails.
-
-        Args:
-            reached: the layers with their calls.
-        """
-        return self._rows.make(reached, all_participate=self.all_participate)
 
     def keep(self, steps: ParameterSteps) -> None:
         """Copy the parameters of which `steps` has no copy, before an optimizer step."""
@@ -128,10 +100,9 @@ class UnshardedParameters:
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Yield layers with γ of their pieces, as soon as their parameters are gathered."""
-        for parameter, whole in self._made(gradient, self._known):
-            left = whole if self.peers is None else self.peers.part(whole, parameter)
+        for parameter, whole in self._made(gradient):
             self.entries[id(parameter)] = (
-                to_compute_dtype(sampled_entries(left)).reshape(-1).clone()
+                to_compute_dtype(sampled_entries(whole)).reshape(-1).clone()
             )
             yield from self._ready(layers)
         self._unsharded.clear()
@@ -147,19 +118,17 @@ class UnshardedParameters:
             assert before is not None
             return to_compute_dtype(before) - to_compute_dtype(part_of(parameter))
 
-        for _ in self._made(taken, {}):
+        for _ in self._made(taken):
             yield from self._ready(layers)
         self._unsharded.clear()
 
     def _made(
-        self, part: Callable[[nn.Parameter], Tensor], known: Mapping[int, Tensor]
+        self, part: Callable[[nn.Parameter], Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with the all-gathered tensor; `part` returns this rank's part."""
         self._given = set()
         for parameter in self._reached:
-            whole = known.get(id(parameter))
-            if whole is None:
-                whole = self._collectives.whole(part(parameter))
+            whole = self._collectives.whole(part(parameter))
             self._unsharded[id(parameter)] = whole
             yield parameter, whole
 

@@ -130,18 +130,6 @@ def cost(job: Job) -> Cost:
     return Cost(flops, moved, held + largest, gathered, sent)
 
 
-def put_together(n: int, m: int, rows: int, tokens: int, parts: int) -> float:
-    """Return the bytes of rows that a rank receives for two layers n → m → n of tensor parallelism.
-
-    Each of `parts` ranks has some of the first layer's m outputs, and as many inputs of the second.
-    """
-    others = (parts - 1) / parts
-    outputs = 2 * 4 * rows * m * others  # z and G
-    inputs = 4 * (rows + 1) * m * others  # x, and the sum of all rows' x
-    terms = 4 * rows * n  # z of the second, which is a sum
-    return outputs + inputs + terms + 2 * 4 * tokens  # and, of all rows, ‖g‖² and ‖x‖²
-
-
 # --- counts --------------------------------------------------------------------------------------
 
 
@@ -313,26 +301,14 @@ def _work(rank: int, world: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     meet(rank, world, folder)
-    found: dict[int, tuple[RankContribution, int, int]] = {}
+    found: dict[int, tuple[RankContribution, int]] = {}
     for width in WIDTHS:
         part, _ = _step_of_one(width, DistributedDataParallel)
         dist.barrier()
         _, gathered = _step_of_one(width, fully_shard)
         dist.barrier()
-        _, joined = _step_of_one(width, _in_parts)
-        dist.barrier()
-        found[width] = part, gathered, joined
+        found[width] = part, gathered
     torch.save(found, Path(folder) / f"{rank}.pt")
-
-
-def _in_parts(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import parallel
-
-    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
-    return parallel.parallelize_module(
-        model, init_device_mesh("cpu", (dist.get_world_size(),)), plan
-    )
 
 
 def several() -> tuple[list[list[object]], list[list[object]]]:
@@ -342,12 +318,10 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
         found = {world: here[world] for world in (2, 4)}
     rows: list[list[object]] = []
     for width, world in product(WIDTHS, (2, 4)):
-        _, gathered, joined = found[world][1][width]
+        _, gathered = found[world][1][width]
         job = Job(((width, width, DEPTH),), TOKENS, processes=world, shards=world)
         expected = cost(job).gathered
         rows.append([width, world, "all-gathered: parameters", *_ratio(expected, gathered)])
-        expected += put_together(width, width, 128, TOKENS, world)
-        rows.append([width, world, "all-gathered: parameters and rows", *_ratio(expected, joined)])
     for width, world in product(WIDTHS, WORLDS):
         sent = len(encode(_thinned(found[2][1][width][0], world)))
         job = Job(((width, width, DEPTH),), TOKENS, processes=world)

@@ -172,7 +172,7 @@ class AttentionCalls:
         self._choosers: dict[int, Chooser] = {}
         self._paths = selection.modules
         self._due, self._selected = selection.due, selection.places
-        self._some_left_out, self._in_parts = False, selection.peers is not None
+        self._some_left_out = False
         trained = {id(p) for p in selection.trained}
         self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for module in selection.modules:
@@ -301,7 +301,7 @@ class AttentionCalls:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES)
             chooser = self._choosers.setdefault(most, Chooser(most, self._generator))
             held = self._held[module]
-            if self._in_parts or any(map(is_shard, held.values())):
+            if any(map(is_shard, held.values())):
                 raise Refused("each rank holds but a part of its parameters, or of the model's")
             self.attending[path] = Attending(module, held, number, LayerRows(chooser, path))
         return self.attending[path]

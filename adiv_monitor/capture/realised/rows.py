@@ -17,7 +17,6 @@ from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.realised.forward_calls import CallPlace, ForwardCalls, NotRepeatable
 from adiv_monitor.capture.realised.losses import Losses
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.capture.weights.provenance import Provenance
@@ -131,7 +130,6 @@ class RerunRows:
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        split: Split | None = None,
         inputs: object = None,
     ) -> None:
         """Take z of a use."""

@@ -2,11 +2,10 @@
 
 Such a parameter is a `DTensor`, whose local tensor is this rank's part. FSDP2 replaces it by an
 unsharded parameter while a module runs, so a forward pass uses another tensor than the optimizer.
-With tensor parallelism it is never unsharded: each rank computes with its part (`Peers`).
+With tensor parallelism it is never unsharded: such models are not measured.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,113 +48,28 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
     )
 
 
-def same_on(whole: Tensor, mesh: Any) -> Any:
-    """Return a tensor that all ranks of a mesh have as a replicated `DTensor` on it."""
-    from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
-
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def is_sum(tensor: object) -> bool:
-    """Return whether the ranks hold partial sums of the tensor that are not reduced yet."""
-    if type(tensor) in _WHOLE:
-        return False
-    return is_shard(tensor) and any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
-
-
-def lies_apart(gradient: object, parameter: object) -> bool:
-    """Return whether a gradient is partitioned differently from its parameter.
-
-    The rank then holds a partial sum or another part. A replicated gradient does not count, as a
-    backward pass may leave one for a sharded parameter.
-    """
-    if type(gradient) in _WHOLE or not (is_shard(gradient) and is_shard(parameter)):
-        return False
-    lies, wanted = gradient.placements, parameter.placements  # type: ignore[attr-defined]
-    return any(g != p and not g.is_replicate() for g, p in zip(lies, wanted, strict=True))
-
-
 def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, with the parameter's placement where possible."""
     if type(gradient) in _WHOLE:
         return gradient.detach()
-    if is_shard(gradient) and is_shard(parameter) and not lies_apart(gradient, parameter):
+    if is_shard(gradient) and is_shard(parameter):
         placements = parameter.placements  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
     return part_of(gradient)
 
 
-@dataclass(frozen=True)
-class Peers:
-    """The ranks that get the same data because each computes with parts of the parameters.
+def is_parallel(model: nn.Module) -> bool:
+    """Return whether ranks compute with parts of parameters that are never unsharded.
 
-    Attributes:
-        mesh: the one-dimensional `DeviceMesh` of these ranks.
-        placements: id of a parameter that is partitioned across them → its placements.
-    """
-
-    mesh: Any
-    placements: Mapping[int, Any]
-
-    @property
-    def count(self) -> int:
-        """The number of these ranks."""
-        return int(self.mesh.size())
-
-    @property
-    def place(self) -> int:
-        """The position of this rank among them."""
-        return int(self.mesh.get_local_rank())
-
-    @property
-    def first(self) -> int:
-        """The global rank of the first of them."""
-        return int(self.mesh.mesh.flatten()[0])
-
-    def share(self, rows: int, before: int = 0) -> slice:
-        """Return this rank's rows: rows are partitioned across the ranks one by one in turn.
-
-        Args:
-            rows: the number of rows.
-            before: the number of rows that were partitioned before.
-        """
-        return slice((self.place - before) % self.count, rows, self.count)
-
-    def hold(self, tensor: object) -> bool:
-        """Return whether a tensor is placed on these ranks."""
-        return is_shard(tensor) and tensor.device_mesh == self.mesh  # type: ignore[attr-defined]
-
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that is placed like a parameter."""
-        placements = self.placements.get(id(parameter))
-        if placements is None:
-            return whole
-        spread = same_on(whole, self.mesh).redistribute(placements=placements)
-        return part_of(spread)
-
-
-def peers(model: nn.Module) -> Peers | None:
-    """Return the ranks across which never unsharded parameters are partitioned, or None.
-
-    If parameters have different groups of ranks, the group of the first parameter counts.
+    So it is with tensor parallelism, also inside FSDP2.
     """
     if not _together():
-        return None
-    spread: dict[int, tuple[Any, Any]] = {}
-    for _, held in _managed(model):  # FSDP partitions them across other ranks too
-        known = "_unsharded_dtensor_spec", "_tp_spec"  # the second before torch 2.14
-        spec = next((s for name in known if (s := getattr(held, name, None)) is not None), None)
-        if spec is not None:
-            spread[id(held.sharded_param)] = spec.mesh, spec.placements
+        return False
+    names = "_unsharded_dtensor_spec", "_tp_spec"  # the second before torch 2.14
+    if any(getattr(held, name, None) is not None for _, held in _managed(model) for name in names):
+        return True
     at_times = managed(model)
-    for parameter in model.parameters():
-        if is_shard(parameter) and id(parameter) not in at_times:
-            p: Any = parameter
-            spread[id(parameter)] = p.device_mesh, p.placements
-    for mesh, _ in spread.values():
-        if mesh.ndim == 1:
-            return Peers(mesh, {key: lies for key, (on, lies) in spread.items() if on == mesh})
-    return None
+    return any(is_shard(p) and id(p) not in at_times for p in model.parameters())
 
 
 def holders(tensor: Tensor) -> int:
@@ -245,29 +159,12 @@ def managed(model: nn.Module) -> set[int]:
     return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
-def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | None) -> str | None:
-    """Return why a sharded parameter can't be measured, or None if it can.
-
-    Args:
-        parameter: the parameter.
-        managed: ids of the parameters that modules unshard when they run.
-        peers: see `peers`.
-    """
+def why_unusable(parameter: Tensor) -> str | None:
+    """Return why a parameter that FSDP2 shards can't be measured, or None if it can."""
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    split = [placement for placement in placements if not placement.is_replicate()]
-    is_parallel = peers is not None and id(parameter) in peers.placements
-    if id(parameter) in managed:
-        alike = 1 if peers is None or is_parallel else peers.count  # groups that compute the same
-        if len(split) > 1 + is_parallel:
-            return "is sharded in more ways than by FSDP and one other kind"
-        if alike * mesh.size() != world_size():
-            return "is sharded over some of the ranks only"
-    elif not is_parallel:
-        return (
-            "is a DTensor that is never all-gathered, or is sharded over other ranks than the "
-            "model's first DTensor, or over a mesh of several dimensions"
-        )
-    return None
+    if sum(not placement.is_replicate() for placement in placements) > 1:
+        return "is sharded in more ways than by FSDP"
+    return None if mesh.size() == world_size() else "is sharded over some of the ranks only"
 
 
 class Standing:

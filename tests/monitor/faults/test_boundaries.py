@@ -26,7 +26,7 @@ ROOMS = ("rerun", "capture", "features", "maths", "step", "alignment", "alarms.p
 ELSEWHERE = {
     *("merge_ranks.py", "attention_merge.py", "merge_rows.py", "ranks.py", "unsharded.py"),
     *("messages.py", "soundness.py"),
-    *("shard_accumulation.py", "collectives.py", "rows_across_ranks.py", "split_calls.py"),
+    *("shard_accumulation.py", "collectives.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions
 }
