@@ -473,26 +473,11 @@ def test_alignments_are_those_of_the_first_batch() -> None:
     assert not plain.record.reports[-1].alignment
     assert found.record.losses == plain.record.losses
 
-
-def test_arguments_by_name_make_a_probe() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x: Tensor, scale: float) -> Tensor:
-            return self.net(scale * x)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0], scale=2.0), batch[1])
-
     def around(model: nn.Module, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(model.net(batch[0]), batch[1])
+        return cross_entropy(nn.Sequential(*model), batch)
 
-    given = {"optimizer": sgd(), "steps": 4, "try_fixes": False, "alignment": True}
-    assert audit(Named(), batches(), loss=loss, **given).record.reports[-1].alignment
     with pytest.raises(ValueError, match="did not call the model"):
-        audit(Named(), batches(), loss=around, **given)
+        audit(model, batches(), alignment=True, **{**given, "loss": around})
 
 
 def test_a_warning_of_the_training_is_shown_once() -> None:

@@ -16,7 +16,6 @@ from adiv_monitor.audit.experiments.exchange import mask_of
 from adiv_monitor.audit.experiments.loss_inputs import those
 from adiv_monitor.audit.experiments.modules import HIGH
 from adiv_monitor.audit.experiments.operands import maps_that_run
-from adiv_monitor.audit.experiments.reshapes import permuted, scrambles
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record
@@ -102,24 +101,6 @@ def _within_range(
         loss = see_calls(fork, look.see)
     found = [call for call, _ in look.found(loss) if call.name in names]
     replace_those(fork, found, instead, "no such function acts on the outputs")
-
-
-@fix("permute", rescales=True)
-def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Replace a reshape that cuts across axes by a permutation of the axes or of their parts."""
-
-    def is_met(call: Call) -> bool:
-        return scrambles(call) and permuted(call.args[0], tuple(call.result.shape)) is not None
-
-    def instead(call: Call) -> object:
-        # The first axis, the samples, may differ in length between batches.
-        x, shape = call.args[0], made[call.number]
-        moved = permuted(x, (len(x), *shape[1:]))
-        return NotImplemented if moved is None else moved.contiguous()
-
-    found = those(fork, is_met)
-    made = {call.number: tuple(call.result.shape) for call in found}
-    replace_those(fork, found, instead, "no permutation has that shape")
 
 
 @fix("uncut", rescales=True)

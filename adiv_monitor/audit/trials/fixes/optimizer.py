@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from adiv_monitor.audit.experiments.operands import Hidden
 from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
@@ -94,15 +93,6 @@ def _warm_up(fork: Fork, layers: Layers, record: Record | None) -> None:
     steps = max(len(fork.batches) // 3, 1)
     schedule = LinearLR(fork.optimizer, start_factor=0.01, total_iters=steps)
     fork.optimizer.register_step_post_hook(lambda *_: schedule.step())
-
-
-@fix("rate-as-others")
-def _rate_as_others(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Replace rates of zero by the initial one, the largest of all groups, or else by 0.001."""
-    groups = fork.optimizer.param_groups
-    others = max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
-    for group in some([g for g in groups if g.get("lr") == 0], "no learning rate is zero"):
-        group["lr"] = float(group.get("initial_lr", 0.0)) or others or 1e-3
 
 
 @fix("no-decay", factor=0.0)
@@ -192,12 +182,6 @@ def _float32(fork: Fork, layers: Layers, record: Record | None) -> None:
 def _hold(fork: Fork, layers: Layers, record: Record | None) -> None:
     trainable = [p for p in fork.model.parameters() if p.requires_grad]
     some(hold(fork, trainable), "the optimizer holds all trainable parameters")
-
-
-@fix("register-parameters")
-def _register(fork: Fork, layers: Layers, record: Record | None) -> None:
-    hidden = list(Hidden(fork).hidden(fork.first_loss()).values())
-    some(hold(fork, hidden), "the optimizer holds all that gets a gradient")
 
 
 def hold(fork: Fork, parameters: Sequence[Tensor]) -> list[Tensor]:
