@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -172,12 +173,16 @@ def _inverted_masks(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 @fix("summed-axis", rescales=True)
 def _summed_axis(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Take the softmaxes over the axis along which their products sum."""
-    found = [use for use in uses(fork) if not use.fits]
-    axes = {use.softmax.number: use.over[0] - len(use.shape) for use in found}
-    replace_those(
-        fork,
-        [use.softmax for use in found],
-        lambda call: call.argument(0, "input").softmax(axes[call.number]),
-        "all weights sum to 1 along the axis that is summed over",
-    )
+    """Take the softmaxes over the axis along which their products sum, if one suits all of them."""
+    found = [use.softmax for use in uses(fork) if not use.fits]
+    nothing = "all weights sum to 1 along the axis that is summed over"
+
+    def along(axis: int) -> Fork:
+        other = replace(fork)
+        replace_those(other, found, lambda call: call.argument(0, "input").softmax(axis), nothing)
+        return other
+
+    most = max((call.argument(0, "input").ndim for call in found), default=2)
+    axes = range(-1, -most, -1)  # never the first axis, that of the samples
+    fitting = [axis for axis in axes if all(use.fits for use in uses(along(axis)))]
+    fork.loss = along(some(fitting, "no axis of these softmaxes is summed over")[0]).loss
