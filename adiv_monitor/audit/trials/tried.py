@@ -1,6 +1,6 @@
 """Trials of the fixes of findings in short runs, before they are recommended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
@@ -32,6 +32,8 @@ from adiv_monitor.diagnosis.finding import (
 from adiv_monitor.diagnosis.record import Record
 
 FIRST = (3, 1, 0)  # number of fixes of a finding that are tried, by its strength
+Outcomes = dict[tuple[str, tuple[str, ...]], Trial | str]  # of fix and layers: why it is not tried
+
 NOT_AMONG_THE_FIRST = "only the first fixes of a finding are tried"
 
 
@@ -66,21 +68,20 @@ def tried(
     Returns:
         The findings, strongest first.
     """
-    rates = {trial.fix: trial for trial in record.rates.values()}
-    advice = [[_known(each, finding, rates) for each in finding.advice] for finding in findings]
-    steps = next((trial.steps for trial in rates.values()), min(FEWEST, setup.steps))
+    rates = record.rates.values()
+    steps = next((trial.steps for trial in rates), min(FEWEST, setup.steps))
     shorter = None if rates else within(setup, record, FIRST[0], FOR_FIXES)
     left = max(affordable(record, FOR_FIXES), steps)  # the very first is tried whatever it costs
     bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
-    _try(findings, advice, bench, progress)
+    outcomes = _outcomes(findings, bench, progress)
     plain = [i for i, f in enumerate(findings) if f.strength == "act" and fault_of(f).certain]
     certain = max(plain, default=-1)
     judged = [
-        _judged(finding, some, record, certain=i <= certain)
-        for i, (finding, some) in enumerate(zip(findings, advice, strict=True))
+        _judged(finding, _told(finding, outcomes), record, certain=i <= certain)
+        for i, finding in enumerate(findings)
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
-    said = [unrefuted(finding, (*record.rates.values(), *trials)) for finding in judged]
+    said = [unrefuted(finding, (*rates, *trials)) for finding in judged]
     pairs = zip(findings, judged, strict=True)
     raised = [f for was, f in pairs if (was.strength, f.strength) == ("watch", "act")]
     causes = {finding.name for finding in raised if fault_of(finding).explains}
@@ -99,48 +100,37 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
     return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
 
 
-def _known(advice: Advice, finding: Finding, rates: Mapping[str, Trial]) -> Advice:
-    """Return advice with what is known before any fix is tried: the trials of learning rates."""
-    if (trial := rates.get(advice.fix or "")) is not None:
-        return replace(advice, trial=trial)
-    is_open = advice.fix in FIXES and finding.strength != "note"
-    return replace(advice, untried=NOT_AMONG_THE_FIRST) if is_open else advice
-
-
-def _places(
-    findings: Sequence[Finding], advice: Sequence[Sequence[Advice]]
-) -> list[tuple[int, int]]:
-    """Return the fixes to try, in order, as indices of finding and advice."""
-    found = []
+def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> Outcomes:
+    """Return what came of the learning rates that were tried, and of the first fixes."""
+    outcomes: Outcomes = {(t.fix, ()): t for t in bench.record.rates.values()}
+    wanted = []
     for i, finding in enumerate(findings):
-        open_ = [j for j, a in enumerate(advice[i]) if a.untried == NOT_AMONG_THE_FIRST]
+        keys = [(a.fix, finding.layers_for(a)) for a in finding.advice if a.fix in FIXES]
         rank = STRENGTHS.index(finding.strength)
-        found += [(rank, number, i, j) for number, j in enumerate(open_[: FIRST[rank]])]
-    return [(i, j) for *_, i, j in sorted(found)]
-
-
-def _try(
-    findings: Sequence[Finding],
-    advice: Sequence[list[Advice]],
-    bench: Bench,
-    progress: Progress,
-) -> None:
-    """Try the first fixes, each with its layers once, and write what came of it into the advice."""
-    known: dict[object, Trial | str] = {}
+        first = [key for key in keys if key not in outcomes][: FIRST[rank]]
+        wanted += [(rank, number, i, key) for number, key in enumerate(first)]
     otherwise = NO_STEPS
-    places = _places(findings, advice)
-    for done, (i, j) in enumerate(places):
-        each = advice[i][j]
-        key = each.fix or "", findings[i].layers_for(each)
+    for done, (*_, key) in enumerate(sorted(wanted)):
         try:
-            if otherwise == NO_STEPS and key not in known and bench.may_run:
-                known[key] = _outcome(bench, *key)
-            progress("fixes", done + 1, len(places))
+            if otherwise == NO_STEPS and key not in outcomes and bench.may_run:
+                outcomes[key] = _outcome(bench, *key)
+            progress("fixes", done + 1, len(wanted))
         except KeyboardInterrupt:
             otherwise = "interrupted"
-        outcome = known.get(key, otherwise)
+        outcomes.setdefault(key, otherwise)
+    return outcomes
+
+
+def _told(finding: Finding, outcomes: Outcomes) -> list[Advice]:
+    """Return the finding's advice with the trials, or the reasons why there are none."""
+    told = []
+    for advice in finding.advice:
+        is_open = advice.fix in FIXES and finding.strength != "note"
+        why = NOT_AMONG_THE_FIRST if is_open else advice.untried
+        outcome = outcomes.get((advice.fix or "", finding.layers_for(advice)), why)
         trial, why = (outcome, "") if isinstance(outcome, Trial) else (None, outcome)
-        advice[i][j] = replace(each, trial=trial, untried=why)
+        told.append(replace(advice, trial=trial, untried=why))
+    return told
 
 
 def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
