@@ -167,5 +167,5 @@ def each_warning_once() -> Iterator[None]:
                 shown.add(what)
                 show(message, category, *where)
 
-        warnings.showwarning = once
+        warnings.showwarning = once  # type: ignore[assignment]
         yield
