@@ -52,11 +52,11 @@ def tried(
     possible steps. Fixes beyond the cost of all trials say that they were not tried.
 
     The advice of a finding is sorted by its effect, and has a learning rate in front of fixes that
-    pay no more than that learning rate alone. A finding to act on becomes one to watch if
-    none of its tried fixes pays, unless it is certain without a trial, or comes before such a
-    finding: then the run suffers for a known reason that the fixes did not reach. A fact that may
-    be harmless becomes a finding to act on if one of its fixes helps. A trial overrules a finding's
-    statement of what would not help.
+    pay no more than that learning rate alone. A finding to act on becomes one to watch if none of
+    its tried fixes pays, unless it is certain without a trial, or comes before such a finding: then
+    the run suffers for a known reason that the fixes did not reach. A fact that may be harmless
+    becomes a finding to act on if one of its fixes helps. A trial overrules a finding's statement
+    of what would not help.
 
     Args:
         findings: findings of the rules, strongest first.
