@@ -105,7 +105,6 @@ def audit(
         seed=seed,
         try_seconds=try_seconds,
     )
-    every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
     name = "" if loss is None else name_of(loss)
     facts: dict[str, Any] = {"data": in_words(batches), "loss": name, **(_facts or {})}
     if loss is not None and takes_outputs(loss):
@@ -124,85 +123,64 @@ def audit(
         setup = replace(setup, differentiates=differentiates(setup))
         record = observe(
             setup,
-            every_n_steps=every_n_steps,
+            every_n_steps=every_n_steps or max(1, steps // 10),
             max_rows=max_rows,
             realised=realised,
             attention=attention,
             alignment=alignment,
             progress=progress,
         )
-        known = replace(record.facts, **facts)
         record = replace(
             record,
-            facts=known,
+            facts=replace(record.facts, **facts),
             notes=(*notes, *record.notes),
-            trained=record.trained or bool(known.trained),
+            trained=record.trained or bool(facts.get("trained")),
         )
         record = _beside(record, own_losses, drawn_anew=is_drawn_anew(batches))
-        tries = try_fixes and try_seconds > 0 and record.repeats and not record.moving_targets
-        cap = trials.Cap(try_seconds) if tries else None
-        return _Diagnosis(setup, record, progress).report(cap)
+        cap = trials.Cap(try_seconds) if try_fixes and try_seconds > 0 else None
+        return _report(setup, record, cap, progress or trials.silent)
 
 
 def _beside(
     record: Record, losses: Mapping[int, float] | Sequence[float] | None, *, drawn_anew: bool
 ) -> Record:
     """Return the record with the losses of the user's own run, and notes on the comparison."""
-    if drawn_anew:
-        order = "the loader draws another order of batches from torch's generator"
-        record = replace(record, notes=(*record.notes, f"{order.capitalize()}."))
-        if losses is not None:
-            record = replace(record, lost=(*record.lost, order))
-    if losses is None:
-        return record
-    by_step = losses if isinstance(losses, Mapping) else dict(enumerate(losses))
+    by_step = losses if isinstance(losses, Mapping) else dict(enumerate(losses or ()))
     record = replace(record, own_losses={int(s): float(x) for s, x in by_step.items()})
-    said = compared(record)
-    return replace(record, notes=(*record.notes, said) if said else record.notes)
+    order = ["the loader draws another order of batches from torch's generator"] * drawn_anew
+    notes = (*(f"{said.capitalize()}." for said in order), compared(record))
+    return replace(
+        record,
+        notes=(*record.notes, *filter(None, notes)),
+        lost=(*record.lost, *(order if by_step else ())),
+    )
 
 
-class _Diagnosis:
-    """The diagnosis of a record; after a keyboard interrupt it holds the results so far."""
+def _report(
+    setup: Setup, record: Record, cap: trials.Cap | None, progress: Progress
+) -> AuditReport:
+    """Diagnose a record, and try other learning rates and fixes; an interrupt ends that.
 
-    def __init__(self, setup: Setup, record: Record, progress: Progress | None) -> None:
-        self._setup = setup
-        self._record = record
-        self._progress = progress or trials.silent
-        self._findings: tuple[Finding, ...] = ()
-
-    def report(self, cap: trials.Cap | None) -> AuditReport:
-        """Return the report; without a cap, or after an interrupted run, nothing is tried."""
-        try:
-            if not self._record.interrupted:
-                self._run(cap)
-        except KeyboardInterrupt:
-            self._record = replace(self._record, interrupted=True)
-        if cap is not None and cap.reached:
-            self._record = replace(self._record, hurried=True)
-        if self._record.interrupted:
-            note = "The audit was interrupted, so not all fixes were tried."
-            self._record = replace(self._record, notes=(*self._record.notes, note))
-        return AuditReport(self._findings or diagnose(self._record), self._record)
-
-    def _run(self, cap: trials.Cap | None) -> None:
-        setup, progress = self._setup, self._progress
-        if cap is not None:
-            rates = trials.rate_trials(setup, self._record, cap=cap, progress=progress)
-            self._record = replace(self._record, rates=rates)
-            overfit = trials.overfit(setup, self._record, cap=cap)
-            self._record = replace(self._record, overfit=overfit)
-        self._findings = diagnose(self._record)
-        if cap is None:
-            compares = self._record.repeats and not self._record.moving_targets
+    Nothing is tried without a cap, or if runs can't be compared.
+    """
+    findings: tuple[Finding, ...] = ()
+    compares = record.repeats and not record.moving_targets
+    try:
+        if cap is not None and compares and not record.interrupted:
+            rates = trials.rate_trials(setup, record, cap=cap, progress=progress)
+            record = replace(record, rates=rates)
+            record = replace(record, overfit=trials.overfit(setup, record, cap=cap))
+            findings = trials.tried(diagnose(record), setup, record, cap=cap, progress=progress)
+            record = replace(record, hurried=cap.reached)
+        elif not record.interrupted:
             off = "trials are off" if compares else "runs can't be compared"
-            self._findings = trials.untried(self._findings, off)
-        else:
-            self._findings = trials.tried(
-                self._findings, setup, self._record, cap=cap, progress=progress
-            )
-            untried = {a.untried for finding in self._findings for a in finding.advice}
-            if "interrupted" in untried:
-                raise KeyboardInterrupt
+            findings = trials.untried(diagnose(record), off)
+    except KeyboardInterrupt:
+        record = replace(record, interrupted=True)
+    if record.interrupted or any(a.untried == "interrupted" for f in findings for a in f.advice):
+        note = "The audit was interrupted, so not all fixes were tried."
+        record = replace(record, interrupted=True, notes=(*record.notes, note))
+    return AuditReport(findings or diagnose(record), record)
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -216,19 +194,20 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         TypeError: the model's output has no loss, or the model does not accept the batch.
     """
+    name = type(model).__name__
     try:
         output = called(model, batch)
     except TypeError as error:
         raise TypeError(
-            f"audit(loss=None): {type(model).__name__} can't take the whole batch ({error}), "
-            "expected a model that gives its own loss: give audit a loss, (model, batch) → number"
+            f"audit(loss=None): {name} can't take the whole batch ({error}), expected a model that "
+            "gives its own loss: give audit a loss, (model, batch) → number"
         ) from error
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")
         raise TypeError(
-            f"audit(loss=None): {type(model).__name__} gave {got}, expected an object with the "
-            "loss as its `loss`, or a dict with it: give audit a loss, (model, batch) → number, "
-            "or batches that hold what the model computes its loss from, such as labels"
+            f"audit(loss=None): {name} gave {got}, expected an object with the loss as its `loss`, "
+            "or a dict with it: give audit a loss, (model, batch) → number, or batches that hold "
+            "what the model computes its loss from, such as labels"
         )
     return loss

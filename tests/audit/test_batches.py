@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from adiv_monitor.audit.training.batches import copied, mapped, on_device, size_of, taken, tensors
+from adiv_monitor.audit.training.batches import copied, first, on_device, size_of, taken, tensors
 
 X = torch.ones(3, 2)
 Pair = namedtuple("Pair", ["x", "y"])
@@ -76,6 +76,8 @@ def test_a_buffer_that_is_used_again_is_not_taken_twice() -> None:
     assert [x.tolist() for x in found] == [[0, 0], [1, 1], [2, 2]]
 
 
-def test_what_is_not_known_stays_as_it_is() -> None:
-    thing = object()
-    assert mapped([thing], lambda x: x)[0] is thing
+def test_batches_of_any_structure_are_cut() -> None:
+    batch = {"x": torch.arange(6).reshape(3, 2), "n": torch.tensor(2.0), "of": ["a", 1]}
+    cut = first(batch, 2)
+    assert torch.equal(cut["x"], batch["x"][:2]) and cut["n"] == 2 and cut["of"] == ["a", 1]
+    assert first(batch, 3) is batch

@@ -1,6 +1,7 @@
 """No rule fails, and none states a number that there is not, whatever values a record holds."""
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from math import inf, isfinite, nan
@@ -10,6 +11,7 @@ import pytest
 from made_records import FACTS, INPUTS, STEPS, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.record import Fact, Probed, Record, UnitStatistics, WeightStatistics
 from adiv_monitor.diagnosis.verdict import looked_for, running_headline, untold
@@ -19,43 +21,8 @@ ODD = (0.0, 1.0, -1.0, 1e-320, 1e300, -1e300, nan, inf, -inf)
 MEASURES = tuple(field.name for field in fields(LayerReading) if "float | None" in str(field.type))
 SIGNED = ("descent", "effective_lr")
 COSINES = tuple(name for name in MEASURES if "cosine" in name)
+READ_BY_A_TABLE = {"targets-moved"}  # by a word that only its question gives
 SHARES = ("idle_share", "common_share", "harmed_fraction", "bias_share")
-# What probes write down, of all facts.
-NUMBERS = (
-    *("samples", "unread", "read", "outputs"),
-    *("samples", "value"),
-    *("errors", "drawn", "pushed"),
-    "samples",
-    *("share", "initial_lr", "ratio", "cosine", "given", "values", "rate", "with", "without"),
-    *("independent", "permutes", "places", "different", "batches", "z", "floor", "classes"),
-    *("times", "change", "loss", "reference", "model", "error", "per class", "held out"),
-    *("at", "beyond", "outside", "right", "wrong", "before", "after"),
-    *("root", "epsilon", "sums", "spread", "largest", "mean", "std", "target mean", "target std"),
-    "momentum",
-)
-WORDS = dict.fromkeys(
-    (
-        *("dtype", "of", "and", "function", "shape", "low", "high", "to", "masked", "given"),
-        "other",
-        *("class", "product", "axis", "over", "by", "sum", "kind", "side", "farthest", "outputs"),
-        "goes on",
-    ),
-    "x",
-)
-PROBES = (
-    *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks", "left-in-eval"),
-    *("samples-mixed", "reshape-scrambles", "gradient-cut", "future-leak", "broadcast-loss"),
-    *("logits-as-probabilities", "loss-reversed", "targets-misplaced", "pairs-reversed"),
-    *("no-log", "softmax-of-one", "softmax-over-samples", "targets-out-of-range"),
-    *("target-is-input", "same-batch", "unshuffled", "one-sided-weights", "order-ignored"),
-    *("input-partly-ignored", "bounded-logits", "batch-norm-starved", "dropout-too-high"),
-    *("unbounded-loss", "behind-reference", "epsilon-dominates"),
-    *("attention-axis", "attention-saturated", "dropout-on-outputs"),
-    *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant", "collapsed"),
-    *("zero-slope", "state-carried", "batch-part-unread"),
-    *("zero-slope", "term-without-graph", "terms-opposed"),
-    *("zero-slope", "dropout-in-eval", "running-statistics"),
-)
 
 
 def of_kind(measure: str, value: float) -> float:
@@ -117,9 +84,11 @@ def drawn(chance: random.Random) -> Record:
         resumed=chance.random() < 0.2,
     )
 
-    def numbers() -> dict[str, float]:
-        found = {name: chance.choice((0.0, 0.5, 1e-300, 1.0, 1e300)) for name in NUMBERS}
-        return found | {name: some(1.0) for name in ("with", "without", "model")}
+    def fact() -> Fact:
+        """Return a fact with whatever numbers and words a rule asks it for."""
+        numbers = defaultdict(lambda: chance.choice((0.0, 0.5, 1e-300, 1.0, 1e300)))
+        numbers.update({name: some(1.0) for name in ("with", "without", "model")})
+        return Fact("a", numbers, defaultdict(lambda: "x"))
 
     def trial(name: str) -> Trial:
         numbers = (some(1.0), some(2.0), chance.choice((None, some(1.5))), some(0.01))
@@ -145,7 +114,10 @@ def drawn(chance: random.Random) -> Record:
         rates={
             factor: trial(f"rate*{factor:g}") for factor in (0.1, 10.0) if chance.random() < 0.7
         },
-        probed={name: Probed((Fact("a", numbers(), WORDS),)) for name in chance.sample(PROBES, 5)},
+        probed={
+            name: Probed((fact(),))
+            for name in chance.sample(sorted(FAULTS.keys() - READ_BY_A_TABLE), 9)
+        },
     )
 
 
@@ -180,7 +152,7 @@ def test_runs_in_which_nothing_or_everything_moves_are_judged() -> None:
         check(made)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_records_of_any_values_are_judged(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(25):

@@ -526,14 +526,11 @@ def weighted_by(shape: tuple[int, ...]) -> Setup:
     return setup(loss=of)
 
 
-def test_losses_times_the_weights_of_other_samples_are_found_and_fixed() -> None:
+def test_losses_times_the_weights_of_other_samples_are_found() -> None:
     wrong, right = weighted_by((-1, 1)), weighted_by((-1,))
     (fact,) = asked("broadcast-loss", wrong)
     assert (fact.words["of"], fact.words["and"]) == ("(32,)", "(32, 1)")
     assert asked("broadcast-loss", right) == ()
-    fork, batch = wrong.fork(), wrong.batches[0]
-    FIXES["matched-shapes"].apply(fork)
-    torch.testing.assert_close(fork.loss(fork.model, batch), right.loss(fork.model, batch))
 
 
 def pairs(z: Tensor, y: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def test_masked_scores_do_not_count_in_the_spread() -> None:
     assert spread(torch.full((1, 4), -torch.inf).double(), -1) != 0, "not known"
 
 
-def test_saturated_attention_is_seen_and_its_scores_are_divided() -> None:
+def test_saturated_attention_is_seen() -> None:
     sharp, well = (with_model(Attending(along(-1), gain)) for gain in (40.0, 1.0))
     (fact,) = asked("attention-saturated", sharp).facts
     assert fact.numbers["spread"] > 3 and fact.numbers["largest"] > 0.6
@@ -218,16 +218,6 @@ def test_saturated_attention_is_seen_and_its_scores_are_divided() -> None:
     assert fact.numbers["spread"] < 1
     assert named(sharp)["attention-saturated"] == "watch"
     assert "attention-saturated" not in named(well)
-    fork = sharp.fork()
-    FIXES["unit-scores"].apply(fork)
-    assert spread_of(fork) == pytest.approx(1.0, rel=1e-4)
-    with pytest.raises(DoesNotApply):
-        FIXES["unit-scores"].apply(well.fork())
-
-
-def spread_of(fork: Any) -> float:
-    (use,) = uses(fork)
-    return spread(use.softmax.argument(0, "input").detach().double(), -1)
 
 
 def test_products_end_what_derives_entry_by_entry() -> None:

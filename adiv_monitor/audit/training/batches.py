@@ -82,11 +82,9 @@ def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any
                 "sample in each"
             )
         key = tuple(id(x) for x in tensors(batch))
-        again = given.get(key) if key else None
-        if again is None or not _alike(batch, again[1]):
-            again = batch, on_device(copied(batch), device)
-            given[key] = again
-        found.append(again[1])
+        if key not in given or not _alike(batch, given[key][1]):
+            given[key] = batch, on_device(copied(batch), device)
+        found.append(given[key][1])
     if not found:
         raise ValueError("audit(batches=…): got no batch, expected at least one")
     return tuple(found)
@@ -169,30 +167,6 @@ def first(batch: Any, samples: int) -> Any:
     if size <= samples:
         return batch
     return mapped(batch, lambda x: x[:samples] if x.ndim and len(x) == size else x)
-
-
-def joined(one: Any, other: Any) -> Any:
-    """Return a batch of the samples of both batches.
-
-    Raises:
-        ValueError: The batches differ in structure, or in a tensor that all samples share.
-        RuntimeError: The samples differ in shape.
-    """
-    mine, theirs = list(tensors(one)), list(tensors(other))
-    size, added = size_of(one), size_of(other)
-    if not mine or len(mine) != len(theirs):
-        raise ValueError(f"they hold {len(mine)} and {len(theirs)} tensors")
-    others = iter(theirs)
-
-    def together(x: Tensor) -> Tensor:
-        y = next(others)
-        if x.ndim and y.ndim and len(x) == size and len(y) == added:
-            return torch.cat([x, y])
-        if not torch.equal(x, y):
-            raise ValueError("they differ in a tensor that all their samples share")
-        return x
-
-    return mapped(one, together)
 
 
 def called(model: nn.Module, batch: Any) -> Any:

@@ -34,17 +34,16 @@ def carry_over(
         places.append((owner, p._backward_hooks, q.register_hook))
         places.append((owner, late, q.register_post_accumulate_grad_hook))
     if optimizers is not None:
-        own, theirs = optimizers
-        before, after = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
-        places.append(("the optimizer", before, theirs.register_step_pre_hook))
-        places.append(("the optimizer", after, theirs.register_step_post_hook))
+        (own, theirs), owner = optimizers, "the optimizer"
+        places.append((owner, own._optimizer_step_pre_hooks, theirs.register_step_pre_hook))
+        places.append((owner, own._optimizer_step_post_hooks, theirs.register_step_post_hook))
     lost = []
     for owner, hooks, register in places:
         for hook in (hooks or {}).values():
-            if (made := _rebound(hook, memo)) is None:
+            try:
+                register(_rebound(hook, memo))
+            except Exception:  # copying user objects may raise anything
                 lost.append(owner)
-            else:
-                register(made)
     return lost
 
 
@@ -66,21 +65,15 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
     return bool(found)
 
 
-def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any] | None:
-    """Return the hook bound to copies of its objects; None if one of them can't be copied."""
-    try:
-        if not isinstance(hook, FunctionType):
-            return copy.deepcopy(hook, memo)  # a method, or an object that is called
-        cells = hook.__closure__ or ()
-        closure = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in cells)
-        used = hook.__globals__.keys() & {*hook.__code__.co_names}
-        own = hook.__globals__ | {name: _copied(hook.__globals__[name], memo) for name in used}
-        defaults = tuple(_copied(x, memo) for x in hook.__defaults__ or ())
-        made = FunctionType(hook.__code__, own, hook.__name__, defaults, closure)
-        made.__kwdefaults__ = hook.__kwdefaults__
-        return made
-    except Exception:  # copying user objects may raise anything
-        return None
+def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any]:
+    """Return the hook bound to copies of its objects; raises what copying them raises."""
+    if not isinstance(hook, FunctionType):
+        return copy.deepcopy(hook, memo)  # a method, or an object that is called
+    closure = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in hook.__closure__ or ())
+    used = hook.__globals__.keys() & {*hook.__code__.co_names}
+    own = hook.__globals__ | {name: _copied(hook.__globals__[name], memo) for name in used}
+    defaults = tuple(_copied(x, memo) for x in hook.__defaults__ or ())
+    return FunctionType(hook.__code__, own, hook.__name__, defaults, closure)
 
 
 def _copied(value: Any, memo: Memo) -> Any:

@@ -24,11 +24,8 @@ def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
     schedulers = _schedulers(optimizer) if groups else []
     if not schedulers:
         return {i: float(g["initial_lr"]) for i, g in groups.items() if g["lr"] == 0}
-    peaks: dict[int, float] = {}
-    for scheduler in schedulers:
-        for i, rate in _peaks(scheduler, steps).items():
-            peaks[i] = max(rate, peaks.get(i, rate))
-    return peaks
+    every = [_peaks(scheduler, steps) for scheduler in schedulers]
+    return {i: max(peaks.get(i, 0.0) for peaks in every) for peaks in every for i in peaks}
 
 
 def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
@@ -47,8 +44,7 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
                 step += 1
                 rates = _rates(moved.optimizer)
                 rising = {i for i in rising if rates[i] >= peaks[i]}
-                if any(rates[i] > peaks[i] for i in rising):
-                    last = step
+                last = step if any(rates[i] > peaks[i] for i in rising) else last
                 peaks |= {i: rates[i] for i in rising}
                 if step == steps:
                     rising = {i for i in rising if peaks[i] > 0}
@@ -73,7 +69,7 @@ def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
     """
     holders = gc.get_referrers(optimizer)
     attributes = [x for x in holders if isinstance(x, dict) and x.get("optimizer") is optimizer]
-    found = [*holders, *(gc.get_referrers(*attributes) if attributes else ())]
+    found = [*holders, *gc.get_referrers(*attributes)]
     kept = [x for x in found if isinstance(x, LRScheduler) and x.optimizer is optimizer]
     parts = {id(part) for x in kept for part in getattr(x, "_schedulers", ())}
     return list({id(x): x for x in kept if id(x) not in parts}.values())

@@ -117,11 +117,12 @@ class Setup:
         if isinstance(self.optimizer, Optimizer):
             optimizer, peaks = _copy(self.optimizer, memo), self.lifted
             pair = self.optimizer, optimizer
+            _check_optimizer(model, optimizer)
         else:
             with seeded(self.seed):
                 optimizer = self.optimizer(model)
-            peaks = lifted(optimizer, self.steps) if isinstance(optimizer, Optimizer) else {}
-        _check_optimizer(model, optimizer)
+            _check_optimizer(model, optimizer)
+            peaks = lifted(optimizer, self.steps)
         for i, rate in peaks.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
@@ -178,17 +179,17 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def _check_optimizer(model: nn.Module, optimizer: object) -> None:
+    kind, own = type(optimizer).__name__, {id(p) for p in model.parameters()}
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"audit(optimizer=…): the factory gave {type(optimizer).__name__}, expected a "
-            "torch.optim.Optimizer over the parameters of the model that it was called with"
+            f"audit(optimizer=…): the factory gave {kind}, expected a torch.optim.Optimizer over "
+            "the parameters of the model that it was called with"
         )
-    own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            f"audit(optimizer=…): got a {type(optimizer).__name__} that holds none of the "
-            f"parameters of {type(model).__name__}, expected the optimizer that trains this model: "
-            "make it from model.parameters(), or give a function model → optimizer"
+            f"audit(optimizer=…): got a {kind} that holds none of the parameters of "
+            f"{type(model).__name__}, expected the optimizer that trains this model: make it from "
+            "model.parameters(), or give a function model → optimizer"
         )
 
 

@@ -2,14 +2,12 @@
 
 import inspect
 import math
-import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,6 @@ from torch.optim import Optimizer
 
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork, seeded
-
-_OWN = f"{Path(__file__).parents[2]}{os.sep}"  # this package: it runs the training again
 
 Progress = Callable[[str, int, int], None]  # part of the work, units done, units in all
 
@@ -75,7 +71,7 @@ def train(fork: Fork, watch: Watch | None = None) -> Course:
     stay those that led to it.
 
     Raises:
-        TypeError, ValueError: The loss is no tensor of one number with a gradient.
+        TypeError: The loss is no tensor of one number with a gradient.
     """
     course = Course()
     try:
@@ -105,7 +101,7 @@ def _step(fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> No
             watch.has_loss(step, batch, losses[0])
             if not math.isfinite(losses[0]):
                 raise _NotFinite
-        _backward(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         watch.has_gradients(step, loss)
         if not norms:
             norms.append(gradient_norm(fork.optimizer))
@@ -113,8 +109,9 @@ def _step(fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> No
             torch.nn.utils.clip_grad_norm_(held(fork.optimizer), fork.clip_norm)
         return loss
 
+    given = inspect.signature(type(fork.optimizer).step).parameters.get("closure")
     with suppress(_NotFinite):
-        if _needs_closure(fork.optimizer):
+        if given is not None and given.default is inspect.Parameter.empty:  # LBFGS
             fork.optimizer.step(closure)  # type: ignore[arg-type]
         else:
             closure()
@@ -142,43 +139,21 @@ def _norm(tensors: list[Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _backward(loss: Tensor) -> None:
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise ValueError(
-            "audit(loss=…): the graph of the loss was used before, expected a loss that only "
-            "computes, anew in each step: take backward() and optimizer.step() out of it, and "
-            "detach what it keeps from the step before, such as a hidden state"
-        ) from error
-
-
 def _number(loss: object) -> float:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"shape {tuple(loss.shape)}" + ", without a gradient" * (not loss.requires_grad)
         raise TypeError(
-            f"audit(loss=…): loss(model, batch) gave {got}, expected a tensor of one number: "
-            "take its mean"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "audit(loss=…): loss(model, batch) gave a tensor without a gradient, expected one that "
-            "depends on the model's parameters: no .item(), .detach() or no_grad() on the way, and "
-            "some parameter with requires_grad=True"
+            f"audit(loss=…): loss(model, batch) gave {got}, expected a tensor of one number that "
+            "has a gradient: take the mean, without .item(), .detach() or no_grad() on the way"
         )
     return float(loss.detach())
 
 
 @contextmanager
 def each_warning_once() -> Iterator[None]:
-    """Show each warning once for each line of the training, whatever numbers it names.
+    """Show each warning once, whatever numbers it names.
 
     Python forgets which ones it showed wherever filters change for a while, as in some schedulers.
     """
@@ -186,14 +161,11 @@ def each_warning_once() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def once(
-            message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any
-        ) -> None:
-            what = (category, re.sub(r"\d+", "", str(message)))
-            place = what if filename.startswith(_OWN) else (what, filename, lineno)
-            if place not in shown:
-                shown.update((what, place))
-                show(message, category, filename, lineno, *rest)
+        def once(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            what = category, re.sub(r"\d+", "", str(message))
+            if what not in shown:
+                shown.add(what)
+                show(message, category, *where)
 
         warnings.showwarning = once  # type: ignore[assignment]
         yield

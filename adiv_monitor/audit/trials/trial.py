@@ -8,17 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
+from torch import Tensor, nn
 
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.batches import first
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, train
-from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply, Fix
+from adiv_monitor.audit.trials.fixes import DoesNotApply, Fix
 from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
-from adiv_monitor.diagnosis.course import FEWEST, is_opposed
+from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
 from adiv_monitor.diagnosis.faults.remedies import usual_factor
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.readings import by_layer
@@ -30,14 +31,13 @@ Losses = tuple[float, ...]
 # `Facts.step_cost`: together some 120 steps of a ResNet-18 on 16 images of 64 × 64.
 FOR_RATES, FOR_ONE_BATCH, FOR_FIXES = 28.0, 8.0, 16.0
 _DIVERGED = 1e3
-FACTORS = (0.1, 0.3, 3.0, 10.0)
-_FEWEST = (0.1, 10.0)
-_BEYOND = {0.1: (0.01,), 10.0: (100.0, 1000.0)}  # tried while it gets better, at that end
+_FACTORS = (0.1, 0.3, 3.0, 10.0)  # tried where the loss does not fall
 _LOWER = (0.1, 0.01, 0.001)  # tried first where the loss rises, until one helps
-# The factors on the learning rate that a fix is tried with, each with the one that must be the best
-# before it: one step in both directions, then on in the better one while it gets better. These are
-# at most five runs, as many as the unchanged model has.
-_AFTER = ((3.0, None), (0.3, None), (10.0, 3.0), (100.0, 10.0), (0.1, 0.3), (0.01, 0.1))
+_WAYS = (1.0, 3.0, 10.0, 100.0, 1000.0), (1.0, 0.3, 0.1, 0.01)  # followed while it gets better
+SAMPLES, ONE_BATCH_STEPS = 16, 100  # of the attempt to overfit
+_FEWEST_OF_ONE_BATCH = 50  # of fewer steps, nothing would follow
+_LEARNT = 0.5  # of the first loss: below it, nothing else is tried
+_STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
 def silent(part: str, done: int, units: int) -> None:
@@ -45,7 +45,7 @@ def silent(part: str, done: int, units: int) -> None:
 
 
 class CapReached(Exception):
-    """Raised if a run would end after the time that trials have."""
+    """Raised if a run would end after the time, or the steps, that trials have."""
 
 
 class Cap:
@@ -87,17 +87,19 @@ class Bench:
     cap: Cap = NEVER
     left: float = math.inf
 
-    @cached_property
+    @property
     def without(self) -> Losses:
         """The losses of the unchanged run with the steps of `setup`.
 
         The observed run is that run: forks begin with the same weights, and the monitor does not
-        change them. If the record holds only a part of the run, it is run again.
+        change them.
         """
-        losses = self.record.losses[: self.setup.steps]
-        if len(losses) == self.setup.steps or (losses and not math.isfinite(losses[-1])):
-            return losses
-        return losses_of(self.setup.fork())
+        return self.record.losses[: self.setup.steps]
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the steps of one more run are left."""
+        return self.setup.steps <= self.left
 
     def trial(self, fix: Fix, layers: Sequence[str]) -> Trial:
         """Train forks with the fix: at the run's learning rate, and at others if it rescales.
@@ -107,35 +109,81 @@ class Bench:
             DoesNotApply: the fix has nothing to change.
             KeyboardInterrupt: the user interrupted a run.
         """
-        best, runs = 1.0, {1.0: self.losses(fix, layers)}
-        for factor, after in _AFTER if fix.rescales else ():
-            if after in (None, best) and self.may_run:
-                with suppress(CapReached):
-                    runs[factor] = self.losses(fix, layers, factor)
-                best = min(runs, key=lambda each: at_the_end(runs[each], self.setup.steps))
+        runs = Runs(self, {1.0: self.losses(fix, layers)}, fix, layers)
+        if fix.rescales:
+            with suppress(CapReached):
+                runs.follow_best()
         by_rate = min(self.record.rates.values(), key=lambda trial: trial.loss, default=None)
-        found = self.compared(fix.name, runs[best], by_rate)
-        return replace(found, rate=best, runs=len(runs))
+        found = self.compared(fix.name, runs.losses[runs.best], by_rate)
+        return replace(found, rate=runs.best, runs=len(runs.losses))
 
     def compared(self, name: str, losses: Losses, by_rate: Trial | None = None) -> Trial:
         """Return the trial of a fix from the losses of its run."""
         found = compared(name, losses, self.without, self.setup.steps, by_rate)
         return replace(found, constant=None if is_opposed(self.record) else self.record.chance)
 
-    @property
-    def may_run(self) -> bool:
-        """Whether the steps of one more run are left."""
-        return self.setup.steps <= self.left
-
-    def losses(self, fix: Fix, layers: Sequence[str] = (), factor: float = 1.0) -> Losses:
+    def losses(self, fix: Fix | None, layers: Sequence[str] = (), factor: float = 1.0) -> Losses:
         """Return the losses of a run with the fix and another learning rate; raises as `trial`."""
         fork = self.setup.fork()
-        fix.apply(fork, layers, self.record)
+        if fix is not None:
+            fix.apply(fork, layers, self.record)
         if factor != 1:
             scale_rate(fork.optimizer, factor)
         self.cap.check(self.record, self.setup.steps)
         self.left -= self.setup.steps
         return losses_of(fork)
+
+
+@dataclass
+class Runs:
+    """Runs at several learning rates, each of which is made when its end is first requested.
+
+    Attributes:
+        bench: what they share.
+        losses: factor on the learning rate → losses of its run.
+        fix: a change that all of them have; None: none.
+        layers: the layers that it changes.
+    """
+
+    bench: Bench
+    losses: dict[float, Losses]
+    fix: Fix | None = None
+    layers: Sequence[str] = ()
+
+    def end(self, factor: float) -> float:
+        """Return the loss at the end of the run at this factor.
+
+        Raises:
+            CapReached: there is no time, or no steps are left, for the run.
+            DoesNotApply: the optimizer has no learning rate.
+        """
+        if factor not in self.losses:
+            if not self.bench.may_run:
+                raise CapReached
+            self.losses[factor] = self.bench.losses(self.fix, self.layers, factor)
+        return at_the_end(self.losses[factor], self.bench.setup.steps)
+
+    @property
+    def best(self) -> float:
+        """The factor whose run ends lowest."""
+        return min(self.losses, key=self.end)
+
+    def trial(self, factor: float) -> Trial:
+        """Return the trial of this learning rate alone; raises as `end` does."""
+        self.end(factor)
+        return self.bench.compared(rate_name(factor), self.losses[factor])
+
+    def follow(self, factors: Sequence[float]) -> bool:
+        """Try one factor after another while the loss gets lower; return whether it ever did."""
+        lower = takewhile(lambda pair: self.end(pair[1]) < self.end(pair[0]), pairwise(factors))
+        return bool([*lower])
+
+    def follow_best(self) -> None:
+        """Follow higher factors than the best one, and lower ones."""
+        best = self.best
+        for way in _WAYS:
+            if best in way:
+                self.follow(way[way.index(best) :])
 
 
 def losses_of(fork: Fork) -> Losses:
@@ -144,10 +192,10 @@ def losses_of(fork: Fork) -> Losses:
     Raises:
         KeyboardInterrupt: the user interrupted the run.
     """
-    course = train(fork)
-    if course.interrupted:
+    trained = train(fork)
+    if trained.interrupted:
         raise KeyboardInterrupt
-    return tuple(course.losses)
+    return tuple(trained.losses)
 
 
 def at_the_end(losses: Sequence[float], steps: int) -> float:
@@ -217,12 +265,14 @@ def within(setup: Setup, record: Record, runs: int, cost: float) -> Setup | None
 def rate_trials(
     setup: Setup, record: Record, *, cap: Cap = NEVER, progress: Progress = silent
 ) -> dict[float, Trial]:
-    """Return runs at the learning rate × 0.1, 0.3, 3 and 10, and some beyond the better end.
+    """Return runs at other learning rates: as few as it takes to see which is better.
 
+    Where the loss falls, these are × 3 and 0.3, and from there on 10, 100 and 1000, or 0.1 and
+    0.01, as long as the loss gets lower. Where it does not, × 0.1, 0.3, 3 and 10 are tried before.
     A run whose loss rises is first tried at × 0.1, 0.01 and 0.001: if one of them helps, it is the
-    last. If the runs cost too much, only × 0.1 and 10 are tried. If layers hardly move, further
-    runs use the power of ten at which activations would move by a hundredth of their length, and
-    then ten times that, or a tenth of it, as long as the loss gets lower.
+    last. If layers hardly move, further runs use the power of ten at which activations would move
+    by a hundredth of their length, and then ten times that, or a tenth of it, as long as the loss
+    gets lower.
 
     If steps are costly, runs are shorter than those of the setup; if they would be too short to
     show an effect, nothing is tried.
@@ -231,7 +281,7 @@ def rate_trials(
         setup: training setup.
         record: record of the unchanged run.
         cap: time by which the runs end.
-        progress: called with ("learning rates", runs done, runs).
+        progress: called with ("learning rates", 0 or 1, 1).
 
     Returns:
         Factor → trial, smallest factor first; empty if nothing was tried, or if the optimizer has
@@ -240,80 +290,110 @@ def rate_trials(
     Raises:
         KeyboardInterrupt: the user interrupted a run.
     """
-    for factors in (FACTORS, _FEWEST):
-        if (shorter := within(setup, record, len(factors) + 1, FOR_RATES)) is not None:
-            break
-    else:
+    shorter = within(setup, record, 5, FOR_RATES) or within(setup, record, 3, FOR_RATES)
+    if shorter is None:
         return {}
-    runs = _Runs(Bench(shorter, record, cap))
-    try:
-        with suppress(CapReached):
-            if not (runs.rises and any(runs.trial(factor).helps for factor in _LOWER)):
-                for done, factor in enumerate(factors):
-                    runs.end(factor)
-                    progress("learning rates", done + 1, len(factors) + 1)
-                best = min(sorted(runs.losses), key=runs.end)
-                runs.follow((best, *_BEYOND.get(best, ())))
-                if (far := far_factor(record)) is not None:  # in the direction that gets better
-                    here = FAR_FACTORS.index(far)
-                    if not runs.follow(FAR_FACTORS[here:]):
-                        runs.follow(FAR_FACTORS[here::-1])
-    except DoesNotApply:
-        return {}
-    progress("learning rates", len(factors) + 1, len(factors) + 1)
+    progress("learning rates", 0, 1)
+    bench = Bench(shorter, record, cap)
+    runs = Runs(bench, {1.0: bench.without})
+    with suppress(CapReached, DoesNotApply):
+        _try(runs)
+    progress("learning rates", 1, 1)
     return {factor: runs.trial(factor) for factor in sorted(runs.losses) if factor != 1}
 
 
-class _Runs:
-    """Runs at several learning rates, each of which is made when its end is first requested.
-
-    Attributes:
-        losses: factor on the learning rate → losses of its run.
-    """
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self.losses: dict[float, Losses] = {1.0: bench.without}
-
-    def end(self, factor: float) -> float:
-        """Return the loss at the end of the run at this factor.
-
-        Raises:
-            CapReached: there is no time for the run.
-            DoesNotApply: the optimizer has no learning rate.
-        """
-        if factor not in self.losses:
-            self.losses[factor] = self._bench.losses(FIXES[rate_name(factor)])
-        return at_the_end(self.losses[factor], self._bench.setup.steps)
-
-    def trial(self, factor: float) -> Trial:
-        """Return the trial of this factor; raises as `end` does."""
-        self.end(factor)
-        return self._bench.compared(rate_name(factor), self.losses[factor])
-
-    def follow(self, factors: Sequence[float]) -> bool:
-        """Try one factor after another while the loss gets lower; return whether it ever did."""
-        lower = takewhile(lambda x: self.end(x[1]) < self.end(x[0]), pairwise(factors))
-        return bool([*lower])
-
-    @property
-    def rises(self) -> bool:
-        """Whether the unchanged run ends above its first loss, and above a constant prediction."""
-        constant = self.trial(1.0).constant
-        return self.end(1.0) > max(self.losses[1.0][0], -math.inf if constant is None else constant)
-
-
-def far_factor(record: Record) -> float | None:
-    """Return the power of ten on the learning rate at which activations would move by a hundredth.
-
-    It is None if some layer moves by more than a few ten-thousandths in a step, so that the usual
-    factors suffice, or if no layer has a measured step.
-    """
-    factor = usual_factor(move.value for move in by_layer(record, "update_ratio").values())
-    return next((far for far in FAR_FACTORS if factor and math.isclose(far, factor)), None)
+def _try(runs: Runs) -> None:
+    """Try the learning rates that `rate_trials` names."""
+    record = runs.bench.record
+    constant = -math.inf if record.chance is None else record.chance
+    rises = runs.end(1.0) > max(runs.losses[1.0][0], constant)
+    if rises and any(runs.trial(factor).helps for factor in _LOWER):
+        return
+    if course(record) != "falls":
+        for factor in _FACTORS:
+            runs.end(factor)
+    runs.follow_best()
+    far = usual_factor(move.value for move in by_layer(record, "update_ratio").values())
+    if far in FAR_FACTORS:
+        here = FAR_FACTORS.index(far)
+        if not runs.follow(FAR_FACTORS[here:]):  # in the direction that gets better
+            runs.follow(FAR_FACTORS[here::-1])
 
 
 def best_rate(rates: Mapping[float, Trial]) -> float:
     """Return the factor with the lowest loss; 1 if none is below that of the unchanged run."""
     best = min(sorted(rates), key=lambda factor: rates[factor].loss, default=1.0)
     return best if rates and rates[best].loss < rates[best].loss_without else 1.0
+
+
+def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
+    """Train a fork on one small batch, without dropout, at the best learning rate that was tried.
+
+    If it fails, something is broken (A. Karpathy 2019).
+
+    Every step draws the same random numbers: noise that is drawn anew can't be learned. The batch
+    is the first 16 samples of the first batch. If the fork does not overfit it, it gets the whole
+    batch, because a loss that couples samples, as one of their covariance does, may leave a rest
+    of few samples; then 3 and 0.3 times that learning rate, because the best one for many batches
+    may be wrong for one.
+
+    Args:
+        setup: training setup.
+        record: record of the unchanged run, with `rates` if learning rates were tried.
+        cap: time by which the attempt ends.
+
+    Returns:
+        The best trial, whose `loss_without` is the first loss, and whose error is that of the mean
+        of the last quarter; None if steps are too costly, or if there is no time.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted a run.
+    """
+    most = affordable(record, FOR_ONE_BATCH)
+    steps = int(min(ONE_BATCH_STEPS, most))
+    if steps < _FEWEST_OF_ONE_BATCH:
+        return None
+    whole = setup.batches[0]
+    small = first(whole, SAMPLES)
+    attempts = [(small, 1.0), *[(whole, 1.0)] * (small is not whole), (small, 3.0), (small, 0.3)]
+    trials: list[Trial] = []
+    for batch, factor in attempts:
+        if (len(trials) + 1) * steps > most:
+            break
+        try:
+            cap.check(record, steps)
+            rate = factor * best_rate(record.rates)
+            trials.append(_of_one_batch(replace(setup, batches=(batch,), steps=steps), rate))
+        except (CapReached, DoesNotApply):  # no time, or no learning rate
+            break
+        except Exception:
+            if batch is whole:
+                raise
+            continue  # this batch can't be cut
+        if trials[-1].loss < _LEARNT * trials[-1].loss_without:
+            break
+    best = min(trials, key=lambda trial: trial.loss, default=None)
+    return None if best is None else replace(best, runs=len(trials))
+
+
+def _of_one_batch(setup: Setup, rate: float) -> Trial:
+    fork = setup.fork()
+    if rate != 1:
+        scale_rate(fork.optimizer, rate)
+    for module in fork.model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    loss = fork.loss
+
+    def as_first(model: nn.Module, batch: Any) -> Tensor:
+        with seeded(setup.seed):
+            return loss(model, batch)
+
+    fork.loss = as_first
+    losses, n = losses_of(fork), quarter(setup.steps)
+    found = compared("overfit", losses, losses[:1] * setup.steps, setup.steps)
+    falls = False
+    if math.isfinite(found.loss):
+        fell = float(np.mean(losses[-2 * n : -n])) - found.loss
+        falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
+    return replace(found, loss_without=losses[0], rate=rate, falls=falls)

@@ -1,12 +1,11 @@
 """Trials of the fixes of findings in short runs, before they are recommended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
-from adiv_monitor.audit.trials.fixes.optimizer import rate_name
 from adiv_monitor.audit.trials.trial import (
     FOR_FIXES,
     NEVER,
@@ -20,23 +19,22 @@ from adiv_monitor.audit.trials.trial import (
 )
 from adiv_monitor.diagnosis.course import FEWEST
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
+from adiv_monitor.diagnosis.faults.remedies import other_rates
 from adiv_monitor.diagnosis.finding import (
-    LOWER_RATES,
     NO_STEPS,
     NO_TIME,
     STRENGTHS,
     Advice,
     Finding,
     Trial,
-    is_rate,
     unrefuted,
 )
 from adiv_monitor.diagnosis.record import Record
 
-FIRST = 3  # number of fixes of a finding that are tried
-_AS_GOOD = 0.1  # losses that differ by a smaller share count as equal
+FIRST = (3, 1, 0)  # number of fixes of a finding that are tried, by its strength
+Outcomes = dict[tuple[str, tuple[str, ...]], Trial | str]  # of fix and layers: why it is not tried
 
-NOT_AMONG_THE_FIRST = f"only the first {FIRST} fixes of each finding are tried"
+NOT_AMONG_THE_FIRST = "only the first fixes of a finding are tried"
 
 
 def tried(
@@ -49,12 +47,12 @@ def tried(
 ) -> tuple[Finding, ...]:
     """Return the findings with their first fixes tried from the same weights and batches.
 
-    Findings to act on come first, then those to watch. Of each, the first advice is tried, then the
-    second, then the third. The very first is tried whatever it costs, in the fewest possible steps.
-    Fixes beyond the cost of all trials say that they were not tried.
+    Of findings to act on, the first three fixes are tried, all first ones before the second ones;
+    then the first fix of those to watch. The very first is tried whatever it costs, in the fewest
+    possible steps. Fixes beyond the cost of all trials say that they were not tried.
 
-    The advice of a finding is sorted by its effect. A fix that pays no more than another learning
-    rate alone comes after that learning rate. A finding to act on becomes one to watch if none of
+    The advice of a finding is sorted by its effect, and has a learning rate in front of fixes that
+    pay no more than that learning rate alone. A finding to act on becomes one to watch if none of
     its tried fixes pays, unless it is certain without a trial, or comes before such a finding: then
     the run suffers for a known reason that the fixes did not reach. A fact that may be harmless
     becomes a finding to act on if one of its fixes helps. A trial overrules a finding's statement
@@ -70,30 +68,20 @@ def tried(
     Returns:
         The findings, strongest first.
     """
-    rates = {trial.fix: trial for trial in record.rates.values()}
-    advice = [[_known(each, finding, rates) for each in finding.advice] for finding in findings]
-    places = _places(findings, advice)
-    for i, j in places:
-        advice[i][j] = replace(advice[i][j], untried=NO_STEPS)
-    if places:
-        steps = next((trial.steps for trial in rates.values()), min(FEWEST, setup.steps))
-        shorter = None if rates else within(setup, record, FIRST, FOR_FIXES)
-        left = affordable(record, FOR_FIXES)
-        bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
-        try:
-            _try(findings, places, advice, bench, progress)
-        except KeyboardInterrupt:
-            for i, j in places:
-                if advice[i][j].untried in (NO_STEPS, NO_TIME):
-                    advice[i][j] = replace(advice[i][j], untried="interrupted")
+    rates = record.rates.values()
+    steps = next((trial.steps for trial in rates), min(FEWEST, setup.steps))
+    shorter = None if rates else within(setup, record, FIRST[0], FOR_FIXES)
+    left = max(affordable(record, FOR_FIXES), steps)  # the very first is tried whatever it costs
+    bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
+    outcomes = _outcomes(findings, bench, progress)
     plain = [i for i, f in enumerate(findings) if f.strength == "act" and fault_of(f).certain]
     certain = max(plain, default=-1)
     judged = [
-        _judged(finding, some, record, certain=i <= certain)
-        for i, (finding, some) in enumerate(zip(findings, advice, strict=True))
+        _judged(finding, _told(finding, outcomes), record, certain=i <= certain)
+        for i, finding in enumerate(findings)
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
-    said = [unrefuted(finding, (*record.rates.values(), *trials)) for finding in judged]
+    said = [unrefuted(finding, (*rates, *trials)) for finding in judged]
     pairs = zip(findings, judged, strict=True)
     raised = [f for was, f in pairs if (was.strength, f.strength) == ("watch", "act")]
     causes = {finding.name for finding in raised if fault_of(finding).explains}
@@ -112,53 +100,41 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
     return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
 
 
-def _known(advice: Advice, finding: Finding, rates: Mapping[str, Trial]) -> Advice:
-    """Return advice with what is known before any fix is tried: the trials of learning rates."""
-    if (trial := rates.get(advice.fix or "")) is not None:
-        return replace(advice, trial=trial)
-    is_open = advice.fix is not None and finding.strength != "note"
-    return replace(advice, untried=NOT_AMONG_THE_FIRST) if is_open else advice
-
-
-def _places(
-    findings: Sequence[Finding], advice: Sequence[Sequence[Advice]]
-) -> list[tuple[int, int]]:
-    """Return the fixes to try, in order, as indices of finding and advice."""
-    found = []
+def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> Outcomes:
+    """Return what came of the learning rates that were tried, and of the first fixes."""
+    outcomes: Outcomes = {(t.fix, ()): t for t in bench.record.rates.values()}
+    wanted = []
     for i, finding in enumerate(findings):
-        open_ = [j for j, a in enumerate(advice[i]) if a.untried == NOT_AMONG_THE_FIRST]
+        keys = [(a.fix, finding.layers_for(a)) for a in finding.advice if a.fix in FIXES]
         rank = STRENGTHS.index(finding.strength)
-        found += [(rank, number, i, j) for number, j in enumerate(open_[:FIRST])]
-    return [(i, j) for *_, i, j in sorted(found)]
+        first = [key for key in keys if key not in outcomes][: FIRST[rank]]
+        wanted += [(rank, number, i, key) for number, key in enumerate(first)]
+    otherwise = NO_STEPS
+    for done, (*_, key) in enumerate(sorted(wanted)):
+        try:
+            if otherwise == NO_STEPS and key not in outcomes and bench.may_run:
+                outcomes[key] = _outcome(bench, *key)
+            progress("fixes", done + 1, len(wanted))
+        except KeyboardInterrupt:
+            otherwise = "interrupted"
+        outcomes.setdefault(key, otherwise)
+    return outcomes
 
 
-def _try(
-    findings: Sequence[Finding],
-    places: Sequence[tuple[int, int]],
-    advice: Sequence[list[Advice]],
-    bench: Bench,
-    progress: Progress,
-) -> None:
-    known: dict[object, Trial | str] = {}
-    for done, (i, j) in enumerate(places):
-        each = advice[i][j]
-        assert each.fix is not None
-        key = each.fix, findings[i].layers_for(each)
-        has_run = any(isinstance(outcome, Trial) for outcome in known.values())
-        if key not in known and (bench.may_run or not has_run):
-            known[key] = _outcome(bench, *key)
-        outcome = known.get(key, NO_STEPS)
-        if isinstance(outcome, Trial):
-            advice[i][j] = replace(each, trial=outcome, untried="")
-        else:
-            advice[i][j] = replace(each, untried=outcome)
-        progress("fixes", done + 1, len(places))
+def _told(finding: Finding, outcomes: Outcomes) -> list[Advice]:
+    """Return the finding's advice with the trials, or the reasons why there are none."""
+    told = []
+    for advice in finding.advice:
+        is_open = advice.fix in FIXES and finding.strength != "note"
+        why = NOT_AMONG_THE_FIRST if is_open else advice.untried
+        outcome = outcomes.get((advice.fix or "", finding.layers_for(advice)), why)
+        trial, why = (outcome, "") if isinstance(outcome, Trial) else (None, outcome)
+        told.append(replace(advice, trial=trial, untried=why))
+    return told
 
 
 def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
     """Return the trial of a fix, or the reason why there is none."""
-    if name not in FIXES:
-        return f"no fix is called {name}"
     try:
         return bench.trial(FIXES[name], layers)
     except CapReached:
@@ -173,13 +149,12 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
     """Return the finding after the trials of its advice, its best advice first."""
     trials = [each.trial for each in advice if each.trial is not None]
     if not fault_of(finding).certain:
-        advice = _in_order(_with_rate(advice, record))
+        advice = sorted(_with_rate(advice, record), key=_place)
     advice = [a for a in advice if a.fix != "reinitialise" or a.trial is None or a.trial.pays]
     pays = any(trial.pays for trial in trials)
-    if finding.name == "input-mean":  # else the learning rate explains the gain
+    lower = finding.name == "uneven-rates" and best_rate(record.rates) < 1
+    if lower or finding.name == "input-mean":  # else the learning rate explains the gain
         pays = any(trial.helps for trial in trials)
-    if finding.name == "uneven-rates" and advice and advice[0].fix in LOWER_RATES:
-        pays = False  # the learning rate is too high for all layers
     strength = finding.strength
     if strength == "act" and trials and not pays and not certain:
         strength = "watch"
@@ -206,37 +181,17 @@ def _does_not_apply(advice: Sequence[Advice]) -> bool:
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
     """Add a learning rate to the advice if a fix pays no more than that learning rate alone."""
     factor = best_rate(record.rates)
-    if factor == 1 or not record.rates[factor].helps:
+    (rate,) = other_rates((factor,))
+    no_better = any(a.trial is not None and a.trial.pays and not a.trial.helps for a in advice)
+    if factor == 1 or not record.rates[factor].helps or not no_better:
         return advice
-    rate = FIXES[rate_name(factor)]
-    if any(each.fix == rate.name for each in advice) or not any(map(_is_no_better, advice)):
-        return advice
-    return [*advice, Advice(rate.text, rate.name, record.rates[factor])]
+    added = replace(rate, trial=record.rates[factor])
+    return advice if any(a.fix == rate.fix for a in advice) else [*advice, added]
 
 
-def _is_no_better(advice: Advice) -> bool:
-    """Return whether a fix pays, but no more than another learning rate alone."""
+def _place(advice: Advice) -> tuple[int, float]:
+    """Return what sorts advice: what pays by its loss, what was not tried, what does not pay."""
     trial = advice.trial
-    return trial is not None and trial.pays and not is_rate(trial.fix) and not trial.beats_rate
-
-
-def _in_order(advice: list[Advice]) -> list[Advice]:
-    """Sort advice: helps; pays, but is no fix; not tried; does not pay."""
-
-    def kind(each: Advice) -> int:
-        trial = each.trial
-        return 2 if trial is None else 0 if trial.helps else 1 if trial.pays else 3
-
-    kinds = [[each for each in advice if kind(each) == number] for number in range(4)]
-    return [*_best_first(kinds[0]), *_best_first(kinds[1]), *kinds[2], *kinds[3]]
-
-
-def _best_first(advice: list[Advice]) -> list[Advice]:
-    """Sort advice by loss; fixes as good as the best of the rest stay in the order of the rules."""
-    rest = [(each.trial.loss, each) for each in advice if each.trial is not None]
-    ordered = []
-    while rest:
-        least = min(loss for loss, _ in rest)
-        first = next(i for i, (loss, _) in enumerate(rest) if loss <= least + _AS_GOOD * abs(least))
-        ordered.append(rest.pop(first)[1])
-    return ordered
+    if trial is None:
+        return 2, 0.0
+    return (0 if trial.helps else 1, trial.loss) if trial.pays else (3, 0.0)

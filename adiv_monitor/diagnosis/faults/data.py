@@ -115,7 +115,7 @@ def same_batch(record: Record) -> Iterator[Finding]:
                 (Advice("check whether the dataset uses its index, and what the sampler returns, "
                         "unless samples are repeated on purpose"),),
                 "Larger batches of the same samples teach no more.",
-                against=("larger-batch",))  # fmt: skip
+                against=())  # fmt: skip
         elif fact.words["of"] == "one":
             yield Finding("same-batch", "watch",
                 f"All {fact.numbers['batches']:.0f} batches are the same one.",
@@ -151,7 +151,7 @@ def unshuffled(record: Record) -> Iterator[Finding]:
                 (Advice("shuffle the samples before they are split into batches (shuffle=True), "
                         "unless the model should learn their order"),),
                 "Larger batches of sorted data are sorted too.",
-                against=("larger-batch",))  # fmt: skip
+                against=())  # fmt: skip
 
 
 @fault("target-leak", "A feature that is the target")

@@ -80,7 +80,7 @@ def batch_norm_starved(record: Record) -> Iterator[Finding]:
             "to batch.",
             (Evidence("values of a channel", values, 4, facts[0].place, 0),),
             (Advice("use LayerNorm or GroupNorm instead", "group-norm"),
-             Advice("use larger batches", "larger-batch")),
+             Advice("use larger batches")),
             layers=tuple(fact.place for fact in facts), since=0)  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def attention_saturated(record: Record) -> Iterator[Finding]:
             (Evidence("standard deviation of a query's scores", size, SPREAD, worst.place, 0),
              Evidence("largest weight of a query, mean", largest, None, worst.place, 0)),
             (Advice("divide the scores by the square root of the width of the queries, and "
-                    "normalise the inputs of the attention", "unit-scores"),), since=0)  # fmt: skip
+                    "normalise the inputs of the attention"),), since=0)  # fmt: skip
 
 
 @fault("bad-initialisation", "Unsuitable initialisation")

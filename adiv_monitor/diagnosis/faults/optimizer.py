@@ -209,7 +209,7 @@ def _straightened(record: Record) -> Iterator[Advice]:
         yield Advice(_less_momentum(record), "less-momentum")
         if "momentum" in record.facts.settings and _momentum(record) > USUAL:
             yield Advice(f"use a momentum of {USUAL:g} at the same learning rate", "usual-momentum")
-        yield Advice(f"use plain gradient descent{rate}", "plain-sgd")
+        yield Advice(f"use plain gradient descent{rate}")
     elif not _sign_is_wrong(record):
         yield Advice("look for code that changes gradients or weights "
                      "between backward() and the step")  # fmt: skip

@@ -86,7 +86,7 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
             "does not change them.",
             (Evidence("share of all parameters", sum(f.numbers["share"] for f in held), 0),),
             (Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into "
-                    "nn.Parameter, then make the optimizer", "register-parameters"),),
+                    "nn.Parameter, then make the optimizer"),),
             "Another learning rate does not train them.", since=0)  # fmt: skip
 
 
@@ -195,8 +195,7 @@ def rate_zero(record: Record) -> Iterator[Finding]:
             + (" A scheduler set it to 0 and does not raise it within the steps of the audit: look "
                "for an integer division.") * scheduled,
             (Evidence("share of the parameters", share, 0),),
-            (Advice("give this parameter group a learning rate, or set requires_grad=False",
-                    "rate-as-others"),),
+            (Advice("give this parameter group a learning rate, or set requires_grad=False"),),
             "Any multiple of a learning rate of zero is zero.", since=0)  # fmt: skip
 
 

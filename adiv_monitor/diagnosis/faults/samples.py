@@ -71,7 +71,7 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
             + " Later positions may reach earlier ones this way (future-leak)." * leaks,
             (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
             (Advice("exchange axes with permute or transpose: view and reshape can only split axes "
-                    "and join neighbouring ones", "permute"),), since=0)  # fmt: skip
+                    "and join neighbouring ones"),), since=0)  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,

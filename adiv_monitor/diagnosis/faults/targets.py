@@ -82,8 +82,7 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
                       fact.numbers["times"], 1.0, step=0),),
             (Advice("squeeze the outputs, or unsqueeze the targets, so that both have the same "
                     "shape" if is_difference else
-                    "squeeze the one, or unsqueeze the other, so that both have the same shape",
-                    "matched-shapes"),),
+                    "squeeze the one, or unsqueeze the other, so that both have the same shape"),),
             "Another learning rate leads to the same mean." * is_difference, since=0)  # fmt: skip
 
 
@@ -146,7 +145,7 @@ def softmax_of_one(record: Record) -> Iterator[Finding]:
             "same whatever the model computes, so no gradient reaches the model.",
             (Evidence("classes of a softmax", 1.0, 1.0, step=0),),
             (Advice("give the model one output per class, or use binary_cross_entropy_with_logits")
-             if own else Advice("remove the softmax, or replace it by a sigmoid", "no-softmax"),),
+             if own else Advice("remove the softmax, or replace it by a sigmoid"),),
             "No learning rate trains a model that receives no gradient.", since=0)  # fmt: skip
 
 
@@ -158,7 +157,7 @@ def softmax_over_samples(record: Record) -> Iterator[Finding]:
             f"{fact.place} of shape {fact.words['shape']} normalises over the samples instead of "
             "the classes: the result for one sample depends on the other samples of its batch.",
             (Evidence("axis of the softmax", 0.0, step=0),),
-            (Advice("use the axis of the classes: dim=1", "softmax-over-classes"),),
+            (Advice("use the axis of the classes: dim=1"),),
             since=0)  # fmt: skip
 
 

@@ -23,7 +23,6 @@ class Fix:
 
     Attributes:
         name: The name that rules use in `Advice.fix`.
-        text: What a user would do, in plain words.
         change: Function that changes a fork in place, from fork, paths of layers (empty: wherever
             it applies) and the record of the run that the fix is for (None: unknown).
         rescales: Whether the fix may need another learning rate, so that a fair trial uses several,
@@ -31,7 +30,6 @@ class Fix:
     """
 
     name: str
-    text: str
     change: Callable[[Fork, Layers, Record | None], None]
     rescales: bool = False
 
@@ -48,13 +46,11 @@ class Fix:
 FIXES: dict[str, Fix] = {}
 
 
-def fix(
-    name: str, text: str, *, rescales: bool = False, **given: object
-) -> Callable[[Change], Change]:
+def fix(name: str, *, rescales: bool = False, **given: object) -> Callable[[Change], Change]:
     """Register the function below as the change of a fix, with these further arguments."""
 
     def register(change: Change) -> Change:
-        FIXES[name] = Fix(name, text, partial(change, **given), rescales)
+        FIXES[name] = Fix(name, partial(change, **given), rescales)
         return change
 
     return register

@@ -1,6 +1,6 @@
-"""Fixes of inputs: standardised, centred or scaled in front of the model; larger batches."""
+"""Fixes of inputs: standardised, centred or scaled in front of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.changed_inputs import arguments
 from adiv_monitor.audit.experiments.inputs import changed, is_input
-from adiv_monitor.audit.training.batches import joined
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Layers, fix, some
+from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record
 
 _CONSTANT = 1e-6  # a smaller standard deviation relative to the largest is rounding
@@ -33,12 +32,9 @@ def _scaled(features: Tensor) -> Map:
     return features.new_zeros(1), torch.where(rms > 0, rms, 1.0)
 
 
-@fix("standardise-inputs", "inputs of mean 0 and standard deviation 1, each feature or channel "
-     "for itself", rescales=True, map_of=_standardised)  # fmt: skip
-@fix("centre-inputs", "inputs less their mean, each feature or channel for itself",
-     rescales=True, map_of=_centred)  # fmt: skip
-@fix("scale-inputs", "inputs divided by one constant, their root mean square",
-     rescales=True, map_of=_scaled)  # fmt: skip
+@fix("standardise-inputs", rescales=True, map_of=_standardised)
+@fix("centre-inputs", rescales=True, map_of=_centred)
+@fix("scale-inputs", rescales=True, map_of=_scaled)
 def _mapped(
     fork: Fork, layers: Layers, record: Record | None, map_of: Callable[[Tensor], Map]
 ) -> None:
@@ -48,7 +44,7 @@ def _mapped(
     model itself does not run for that.
     """
     seen: dict[str, list[Tensor]] = {}
-    for batch in _different(fork.batches):
+    for batch in {id(batch): batch for batch in fork.batches}.values():  # each once
         for name, x in arguments(fork, batch).items():
             if _is_mapped(name, x):
                 seen.setdefault(name, []).append(x.detach())
@@ -57,9 +53,8 @@ def _mapped(
     for name, tensors in seen.items():
         axis = feature_axis(tensors[0], fork.model)
         shape = [-1 if i == axis else 1 for i in range(tensors[0].dim())]
-        last = [x.double()[..., None] if axis is None else x.double().movedim(axis, -1)
-                for x in tensors]  # fmt: skip
-        features = torch.cat([x.flatten(0, -2) for x in last])
+        last = [x[..., None] if axis is None else x.movedim(axis, -1) for x in tensors]
+        features = torch.cat([x.double().flatten(0, -2) for x in last])
         some(bool(features.isfinite().all()), "inputs are not finite")
         less, over = map_of(features)
         maps[name] = less.reshape(shape), over.reshape(shape)
@@ -91,21 +86,3 @@ def feature_axis(x: Tensor, model: nn.Module) -> int | None:
         channels = {m.in_channels for m in model.modules() if isinstance(m, nn.Conv1d)}
         return 1 if x.shape[1] in channels else 2
     return x.dim() - 1 if x.shape[1] > x.shape[-1] and x.shape[-1] <= 4 else 1
-
-
-@fix("larger-batch", "batches twice as large, for as many steps: twice the samples")
-def _larger_batch(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Join batches 2i and 2i + 1, cyclically, for step i; the number of steps stays."""
-    batches = _different(fork.batches)
-    n = len(batches)
-    some(n > 1, "there is one batch only")
-    try:
-        pairs = [joined(batches[2 * i % n], batches[(2 * i + 1) % n]) for i in range(n)]
-    except (ValueError, RuntimeError) as error:
-        raise DoesNotApply(f"batches can't be joined: {error}") from error
-    fork.batches = [pairs[step % n] for step in range(len(fork.batches))]
-
-
-def _different(batches: Sequence[Any]) -> list[Any]:
-    """Return each batch once, in order."""
-    return list({id(batch): batch for batch in batches}.values())

@@ -15,15 +15,15 @@ from adiv_monitor.audit.experiments.modules import BATCH_NORM, NORMS
 from adiv_monitor.audit.experiments.operands import OneSided
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
-from adiv_monitor.audit.trials.fixes.optimizer import hold, scale_rates
+from adiv_monitor.audit.trials.fixes.optimizer import hold
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.record import Record
 
 _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def modules_at(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
-    """Return the modules at these paths, as reports name them; all modules if there are no paths.
+def _modules_at(model: nn.Module, layers: Layers) -> list[nn.Module]:
+    """Return the modules at these paths, as reports name them; the model if there are no paths.
 
     Several functions of one module have names such as `path#2`, which is the module at `path`.
 
@@ -31,10 +31,8 @@ def modules_at(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
         DoesNotApply: There are paths, but no module at any of them.
     """
     every = dict(named_modules(model))
-    if not layers:
-        return every
     paths = dict.fromkeys(layer.partition("#")[0] for layer in layers)
-    found = {path: every[path] for path in paths if path in every}
+    found = [every[path] for path in paths if path in every] if layers else [model]
     return some(found, f"the model has no module at {', '.join(map(repr, paths))}")
 
 
@@ -52,49 +50,35 @@ def _in_front(model: nn.Module, layers: Layers) -> list[tuple[nn.Module, nn.Modu
     read = {m.out_proj for m in order if isinstance(m, nn.MultiheadAttention)}
     affine: set[nn.Module] = {m for m in order if isinstance(m, _AFFINE) and m not in read}
     found: list[tuple[nn.Module, nn.Module]] = []
-    for module in modules_at(model, layers).values() if layers else [model]:
+    for module in _modules_at(model, layers):
         inside = [m for m in module.modules() if m in affine]
         before = [m for m in order[: order.index(module)] if m in affine]
         found += [(m, m) for m in inside] or [(module, m) for m in before[-1:]]
     return list(dict.fromkeys(some(found, "there is no linear layer or convolution here")))
 
 
-def _affine_at(model: nn.Module, layers: Layers) -> list[nn.Module]:
+def _affine_at(model: nn.Module, layers: Layers) -> list[Any]:
     """Return the affine layers of `_in_front`, which raises DoesNotApply if there are none."""
     return list(dict.fromkeys(layer for _, layer in _in_front(model, layers)))
 
 
-@fix("affine-like", "affine-like layers, (Wx + b)/√(‖x‖² + 1)", rescales=True,
-     to="affine-like", factor=1.0)  # fmt: skip
-@fix("norm-like", "norm-like layers, Wx/‖x‖ + b, at half their learning rate", rescales=True,
-     to="norm-like", factor=0.5)  # fmt: skip
+@fix("affine-like", rescales=True, to="affine-like")
+@fix("norm-like", rescales=True, to="norm-like")
 def _converted(
-    fork: Fork,
-    layers: Layers,
-    record: Record | None,
-    to: Literal["affine-like", "norm-like"],
-    factor: float,
+    fork: Fork, layers: Layers, record: Record | None, to: Literal["affine-like", "norm-like"]
 ) -> None:
-    """Convert layers in place.
+    """Convert layers in place: (Wx + b)/√(‖x‖² + 1), or Wx/‖x‖ + b.
 
     The new layers hold the same parameters, so that the optimizer's state stays valid.
     """
     wanted = {id(module) for module in _affine_at(fork.model, layers)}
     report = convert(fork.model, to, lambda path, module: id(module) in wanted)
     some(report.swapped, "; ".join(dict.fromkeys(report.left.values())))
-    if factor != 1:
-        swapped = [fork.model.get_submodule(path) for path in report.swapped]
-        scale_rates(fork.optimizer, {id(p): factor for m in swapped for p in m.parameters()})
 
 
 def _layer_norm(x: Tensor, axes: int) -> Tensor:
     """Return (x − mean)/std over a row's features; for convolutions, over a whole sample."""
     return functional.layer_norm(x, x.shape[-axes - 1 :])
-
-
-def _rms_norm(x: Tensor, axes: int) -> Tensor:
-    """Return x·√n/‖x‖ over a row's n features; for convolutions, over a whole sample."""
-    return functional.rms_norm(x, x.shape[-axes - 1 :])
 
 
 def _batch_norm(x: Tensor, axes: int) -> Tensor:
@@ -107,10 +91,12 @@ def _batch_norm(x: Tensor, axes: int) -> Tensor:
     return functional.batch_norm(rows, None, None, training=True).reshape(x.shape)
 
 
+@fix("layer-norm", rescales=True, norm=_layer_norm)
+@fix("batch-norm", rescales=True, norm=_batch_norm)
 def _normalised(
     fork: Fork, layers: Layers, record: Record | None, norm: Callable[[Tensor, int], Tensor]
 ) -> None:
-    """Normalise the inputs of these modules by a forward pre-hook.
+    """Normalise the inputs of these modules by a forward pre-hook, without parameters.
 
     A normaliser gets the number of axes of space: 0 for a linear layer.
     """
@@ -123,57 +109,43 @@ def _normalised(
         module.register_forward_pre_hook(partial(hook, axes))
 
 
-for _name, _norm in {"layer": _layer_norm, "rms": _rms_norm, "batch": _batch_norm}.items():
-    _text = f"a {_name} norm without parameters in front"
-    fix(f"{_name}-norm", _text, rescales=True, norm=_norm)(_normalised)
-
-
-@fix("group-norm", "GroupNorm of one group in place of batch normalisation", rescales=True)
+@fix("group-norm", rescales=True)
 def _group_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Replace batch normalisations by GroupNorm of one group with the same parameters."""
     found = [(path, m) for path, m in fork.model.named_modules() if isinstance(m, BATCH_NORM)]
     for path, norm in some(found, "there is no batch normalisation"):
         group = nn.GroupNorm(1, norm.num_features, norm.eps, norm.affine)
         group.weight, group.bias = norm.weight, norm.bias
-        parent, _, name = path.rpartition(".")
-        setattr(fork.model.get_submodule(parent), name, group)
+        fork.model.set_submodule(path, group)
 
 
-@fix("train-mode", "all modules in training mode")
+@fix("train-mode")
 def _train_mode(fork: Fork, layers: Layers, record: Record | None) -> None:
     still = [m for m in fork.model.modules() if isinstance(m, NORMS) and not m.training]
     some(still, "no normalisation is in evaluation mode")
     for module in fork.model.modules():  # a train() of the model's own may leave parts as they are
         module.training = True
-    for module in still:  # a forward pass may call eval(), which calls train(False)
-        module.train = partial(_stays, module)  # type: ignore[assignment, method-assign]
 
 
-def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module
-
-
-@fix("batch-first", "batch_first=True", rescales=True)
+@fix("batch-first", rescales=True)
 def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
     found = [m for m in fork.model.modules() if isinstance(m, ORDERED) and not m.batch_first]
     for module in some(found, "no recurrent layer or attention lacks batch_first=True"):
         module.batch_first = True
 
 
-@fix("unfreeze", "train what is frozen")
+@fix("unfreeze")
 def _unfreeze(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Train frozen parameters of these names, or inside these modules; by default all."""
-    modules = [module for path, module in named_modules(fork.model) if path in layers]
-    inside = {id(p) for module in modules for p in module.parameters()}
-    every = fork.model.named_parameters()
-    chosen = [p for name, p in every if not layers or name in layers or id(p) in inside]
-    frozen = [p for p in chosen if not p.requires_grad and p.is_floating_point()]
+    inside = tuple(f"{layer}." for layer in layers) or ("",)
+    every = [p for name, p in fork.model.named_parameters() if f"{name}.".startswith(inside)]
+    frozen = [p for p in every if not p.requires_grad and p.is_floating_point()]
     for parameter in some(frozen, "nothing is frozen here"):
         parameter.requires_grad_(True)
     hold(fork, frozen)
 
 
-@fix("centred-weights", "weights drawn around zero", rescales=True)
+@fix("centred-weights", rescales=True)
 def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
     found = OneSided(fork)
@@ -182,40 +154,29 @@ def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
         nn.init.xavier_normal_(weight)
 
 
-@fix("reinitialise", "draw the weights anew, by their fan-in")
+@fix("reinitialise")
 def _reinitialise(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Draw weights from N(0, gain²/fan-in), biases as 0; reset other modules as torch does.
 
     Weights are those of affine layers, and parameters that no such layer holds, if they are named.
 
     The initialisation is that of He et al. 2015 and Glorot and Bengio 2010. The gain is √2, but 1
-    if the model has saturating activations, and for the layer that runs last; if that is unknown,
-    for the one that is registered last.
+    if the model has saturating activations, and for the layer that is registered last.
     """
     saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
     bare = {name: rows for name, rows in bare_weights(fork).items() if name in layers}
     for rows in bare.values():
         nn.init.normal_(rows, std=(1 if saturating else 2) ** 0.5 * rows.shape[-1] ** -0.5)
     layers = [path for path in layers if path not in bare]
-    if bare and not layers:
-        return
-    named = list(modules_at(fork.model, layers).values()) if layers else []
+    named = _modules_at(fork.model, layers) if layers else []
     others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, _AFFINE)]
     for module in others:
         module.reset_parameters()  # type: ignore[operator]
-    if others and len(others) == len(named):
+    if (bare or others) and len(others) == len(named):
         return
-    last = _last(fork.model, record)
+    affine = [m for m in fork.model.modules() if isinstance(m, _AFFINE)]
     for module in _affine_at(fork.model, layers):
-        assert isinstance(module, _AFFINE)
-        linear = saturating or module is last
+        linear = saturating or module is affine[-1]
         nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if linear else "relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-
-
-def _last(model: nn.Module, record: Record | None) -> nn.Module | None:
-    affine = {path: m for path, m in model.named_modules() if isinstance(m, _AFFINE)}
-    ran = [] if record is None or not record.reports else list(record.reports[0].layers)
-    order = [path for path in ran if path in affine] or list(affine)
-    return affine[order[-1]] if order else None

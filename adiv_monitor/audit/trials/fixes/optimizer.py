@@ -1,15 +1,15 @@
 """Fixes of the optimizer: its learning rates and other settings, what it holds, and clipping."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from adiv_monitor.audit.experiments.operands import Hidden
 from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
+from adiv_monitor.audit.training.batches import mapped
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
@@ -42,10 +42,8 @@ def scale_rates(optimizer: Optimizer, factors: Mapping[int, float]) -> None:
     """Multiply the learning rates of single parameters, by id; parameter groups are split for that.
 
     Raises:
-        DoesNotApply: The optimizer takes only one group, or has no learning rate.
+        DoesNotApply: The optimizer has no learning rate.
     """
-    if hasattr(optimizer, "_params"):  # LBFGS
-        raise DoesNotApply(f"{type(optimizer).__name__} has one learning rate for all parameters")
     scale_rate(optimizer, 1.0)
     divided = []
     for group in optimizer.param_groups:
@@ -62,33 +60,33 @@ def _rate(fork: Fork, layers: Layers, record: Record | None, factor: float) -> N
 
 
 for _factor in (0.001, 0.01, 0.1, 0.3, 3.0, 10.0, *FAR_FACTORS):
-    fix(rate_name(_factor), f"learning rate × {_factor:g}", factor=_factor)(_rate)
+    fix(rate_name(_factor), factor=_factor)(_rate)
 
 
-@fix("rate-per-layer", "a learning rate for each layer that evens out how fast the layers move")
+@fix("rate-per-layer")
 def _per_layer(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Scale the learning rates as `remedies.rates_per_layer` recommends."""
     wanted = {} if record is None else remedies.rates_per_layer(record, layers)
     some(wanted, "no layer is known to move unlike the others")
-    factors: dict[int, float] = {}
-    for path, module in named_modules(fork.model):
-        if path in wanted:
-            factors |= {id(p): wanted[path] for p in module.parameters(recurse=False)}
-    scale_rates(fork.optimizer, some(factors, "none of these layers was measured"))
+    every = ((wanted.get(path), module) for path, module in named_modules(fork.model))
+    scale_rates(
+        fork.optimizer,
+        {id(p): factor for factor, m in every if factor for p in m.parameters(recurse=False)},
+    )
 
 
-@fix("group-rate", "the learning rate of the other parameter groups")
+@fix("group-rate")
 def _group_rate(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Give the parameter groups of these layers the learning rate of most other layers."""
     found = None if record is None or not record.reports else remedies.group_rates(record, layers)
-    groups = fork.optimizer.param_groups
-    if found is None or max(*found.own, found.like) >= len(groups):
+    if found is None:
         raise DoesNotApply("these layers have no learning rate of their own")
+    groups = fork.optimizer.param_groups
     for group in found.own:
         groups[group]["lr"] = groups[found.like]["lr"]
 
 
-@fix("warm-up", "let the learning rate rise from near 0 at the beginning")
+@fix("warm-up")
 def _warm_up(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Raise the learning rate linearly from a hundredth over the first third of the steps."""
     scale_rate(fork.optimizer, 1.0)
@@ -97,27 +95,15 @@ def _warm_up(fork: Fork, layers: Layers, record: Record | None) -> None:
     fork.optimizer.register_step_post_hook(lambda *_: schedule.step())
 
 
-@fix("rate-as-others", "a learning rate above zero")
-def _rate_as_others(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Replace learning rates of zero.
-
-    The new one is the group's initial learning rate, else the largest of all groups, else 0.001.
-    """
-    groups = fork.optimizer.param_groups
-    others = max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
-    for group in some([g for g in groups if g.get("lr") == 0], "no learning rate is zero"):
-        group["lr"] = float(group.get("initial_lr", 0.0)) or others or 1e-3
-
-
-@fix("no-decay", "no weight decay", factor=0.0)
-@fix("less-decay", "a tenth of the weight decay", factor=0.1)
+@fix("no-decay", factor=0.0)
+@fix("less-decay", factor=0.1)
 def _decay(fork: Fork, layers: Layers, record: Record | None, factor: float) -> None:
     decayed = [g for g in fork.optimizer.param_groups if g.get("weight_decay")]
     for group in some(decayed, "there is no weight decay"):
         group["weight_decay"] = group["weight_decay"] * factor
 
 
-@fix("less-momentum", "momentum of 0.9, or half of less")
+@fix("less-momentum")
 def _less_momentum(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Lower the momentum to 0.9, or to half of a smaller value.
 
@@ -126,67 +112,44 @@ def _less_momentum(fork: Fork, layers: Layers, record: Record | None) -> None:
     groups = fork.optimizer.param_groups
     found = [g for g in groups if g.get("momentum") or g.get("betas", (0,))[0]]
     for group in some(found, "there is no momentum"):
-        if group.get("momentum"):
-            before, after = group["momentum"], remedies.less_momentum(group["momentum"])
-            group["momentum"] = after
+        if before := group.get("momentum"):
+            group["momentum"] = remedies.less_momentum(before)
             if not group.get("dampening"):
-                group["lr"] = group["lr"] * (1 - after) / (1 - before)
+                group["lr"] = group["lr"] * (1 - group["momentum"]) / (1 - before)
         else:
             first, *others = group["betas"]
             group["betas"] = (remedies.less_momentum(first), *others)
 
 
-@fix("usual-momentum", "momentum of 0.9 at the same learning rate",
-     key="momentum", usual=remedies.USUAL, nothing="no momentum is above 0.9")  # fmt: skip
-@fix("usual-epsilon", "an epsilon of 1e-8", rescales=True,
-     key="eps", usual=USUAL_EPSILON, nothing="no epsilon is above 1e-8")  # fmt: skip
-def _usual(
-    fork: Fork, layers: Layers, record: Record | None, key: str, usual: float, nothing: str
-) -> None:
+@fix("usual-momentum", key="momentum", usual=remedies.USUAL)
+@fix("usual-epsilon", key="eps", usual=USUAL_EPSILON, rescales=True)
+def _usual(fork: Fork, layers: Layers, record: Record | None, key: str, usual: float) -> None:
     """Lower a setting to its usual value where it is larger: a typing error, undone."""
     larger = [g for g in fork.optimizer.param_groups if g.get(key, 0.0) > usual]
-    for group in some(larger, nothing):
+    for group in some(larger, f"no {key} is above {usual:g}"):
         group[key] = usual
 
 
-@fix("no-clip", "no clipping of gradients")
+@fix("no-clip")
 def _no_clip(fork: Fork, layers: Layers, record: Record | None) -> None:
     some(fork.clip_norm is not None, "gradients are not clipped")
     fork.clip_norm = None
 
 
-@fix("clip", "gradients clipped at the 90th percentile of their norms")
+@fix("clip")
 def _clip(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
     some(fork.clip_norm is None, "gradients are clipped already")
     fork.clip_norm = 1.0 if record is None else remedies.clip_norm(record)
 
 
-@fix("plain-sgd", "plain SGD, without momentum or decay", rescales=True)
-def _plain_sgd(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Use plain SGD.
-
-    SGD with momentum keeps its learning rate in the long run; other optimizers get 0.1.
-    """
-    before = fork.optimizer
-    if not isinstance(before, SGD):
-        fork.optimizer = SGD(held(before), lr=0.1)
-        return
-    groups = before.param_groups
-    some(any(g["momentum"] or g["weight_decay"] for g in groups), "it is plain SGD already")
-    fork.optimizer = SGD(
-        {"params": g["params"], "lr": g["lr"] / (1 - g["momentum"] * (1 - g["dampening"]))}
-        for g in groups
-    )
-
-
-@fix("adamw", "AdamW with a learning rate of 0.001", rescales=True)
+@fix("adamw", rescales=True)
 def _adamw(fork: Fork, layers: Layers, record: Record | None) -> None:
     some(not isinstance(fork.optimizer, AdamW), "it is AdamW already")
     fork.optimizer = AdamW(held(fork.optimizer), lr=1e-3)
 
 
-@fix("no-projection", "weights left as the optimizer's step leaves them")
+@fix("no-projection")
 def _no_projection(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Remove later changes of the stepped weights: the optimizer's hooks, embeddings' max_norm."""
     hooks = fork.optimizer._optimizer_step_post_hooks
@@ -198,44 +161,27 @@ def _no_projection(fork: Fork, layers: Layers, record: Record | None) -> None:
         module.max_norm = None
 
 
-@fix("without-hooks", "no hooks that change gradients")
+@fix("without-hooks")
 def _without_hooks(fork: Fork, layers: Layers, record: Record | None) -> None:
     some(without_gradient_hooks(fork.model, fork.optimizer), "no hook changes gradients")
 
 
-@fix("float32-weights", "weights of 32 bits, which are rounded after each step", rescales=True)
+@fix("float32-weights", rescales=True)
 def _float32(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Let the optimizer step float32 copies, from which the weights are rounded."""
-    coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
-    some(coarse, "no weights are of 16 bits")
-    masters = {id(p): p.detach().float().requires_grad_() for p in coarse}
-    for group in fork.optimizer.param_groups:
-        group["params"] = [masters.get(id(p), p) for p in group["params"]]
+    """Turn model and batches of 16 bits into float32."""
 
-    def give(*_: object) -> None:
-        for p in coarse:
-            masters[id(p)].grad = None if p.grad is None else p.grad.float()
-            p.grad = None
+    def change(x: Tensor) -> Any:
+        return x.float() if x.dtype in COARSE else x
 
-    @torch.no_grad()
-    def take(*_: object) -> None:
-        for p in coarse:
-            p.copy_(masters[id(p)])
-
-    fork.optimizer.register_step_pre_hook(give)
-    fork.optimizer.register_step_post_hook(take)
+    some(any(p.dtype in COARSE for p in held(fork.optimizer)), "no weights are of 16 bits")
+    fork.model.float()
+    fork.batches = [mapped(batch, change) for batch in fork.batches]
 
 
-@fix("hold-parameters", "give the optimizer all trainable parameters")
+@fix("hold-parameters")
 def _hold(fork: Fork, layers: Layers, record: Record | None) -> None:
     trainable = [p for p in fork.model.parameters() if p.requires_grad]
     some(hold(fork, trainable), "the optimizer holds all trainable parameters")
-
-
-@fix("register-parameters", "give the optimizer what the model does not know of")
-def _register(fork: Fork, layers: Layers, record: Record | None) -> None:
-    hidden = list(Hidden(fork).hidden(fork.first_loss()).values())
-    some(hold(fork, hidden), "the optimizer holds all that gets a gradient")
 
 
 def hold(fork: Fork, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -246,7 +192,5 @@ def hold(fork: Fork, parameters: Sequence[Tensor]) -> list[Tensor]:
     known = {id(p) for p in held(fork.optimizer)}
     missing = [p for p in parameters if id(p) not in known]
     if missing:
-        if hasattr(fork.optimizer, "_params"):  # LBFGS
-            raise DoesNotApply(f"{type(fork.optimizer).__name__} takes no further parameters")
         fork.optimizer.add_param_group({**fork.optimizer.param_groups[0], "params": missing})
     return missing
