@@ -24,24 +24,6 @@ def with_key(width: int, api_key: str, max_tokens: int) -> nn.Module:
     return mlp(width=width)
 
 
-def many(layers: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-
-
-def deep(levels: int) -> nn.Module:
-    module: nn.Module = nn.Linear(4, 4)
-    for _ in range(levels):
-        module = nn.Sequential(module)
-    return module
-
-
-def hostile_names() -> nn.Module:
-    model = nn.Sequential()
-    model.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
-    model.add_module("日本語 é [red]", nn.Linear(4, 3))
-    return model
-
-
 def no_model() -> dict[str, int]:
     return {}
 
@@ -77,12 +59,12 @@ class SequenceClassifier(nn.Module):
 class LanguageModel(nn.Module):
     """A model that takes at most 16 tokens."""
 
-    def __init__(self, words: int = 100) -> None:
+    def __init__(self, words: int = 100, outputs: int | None = None) -> None:
         super().__init__()
         self.tokens = nn.Embedding(words, 16)
         self.positions = nn.Embedding(16, 16)
         self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(16, words)
+        self.head = nn.Linear(16, outputs or words)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1])
@@ -135,13 +117,6 @@ def by_arguments() -> nn.Module:
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=5)
     return nn.Linear(parser.parse_args().width, 3)
-
-
-def nan_pairs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    yield next(pairs())
-    x, y, target = next(pairs())
-    x[1, 2] = float("nan")
-    yield x, y, target
 
 
 def of_model_and_batch(model: nn.Module, batch: Any) -> Tensor:
