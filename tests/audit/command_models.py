@@ -1,6 +1,7 @@
 """Models, batches, losses and optimizers that tests of the command name by import path."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -24,36 +25,19 @@ def with_key(width: int, api_key: str, max_tokens: int) -> nn.Module:
     return mlp(width=width)
 
 
+class Evil:
+    """An object that makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
 def no_model() -> dict[str, int]:
     return {}
 
 
 def broken() -> nn.Module:
     raise KeyError("ouch")
-
-
-class LeNet(nn.Module):
-    """A model that registers its head first, and takes images of 28 × 28 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(400, 10)
-        self.first = nn.Conv2d(1, 6, 5, padding=2)
-        self.second = nn.Conv2d(6, 16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.first(x)), 2)
-        return self.head(F.max_pool2d(F.relu(self.second(x)), 2).flatten(1))
-
-
-class SequenceClassifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 8, batch_first=True)
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
 
 
 class LanguageModel(nn.Module):
@@ -72,14 +56,8 @@ class LanguageModel(nn.Module):
         return self.head(self.block(self.tokens(tokens) + self.positions(places)))
 
 
-class AutoEncoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Conv2d(3, 4, 3, 2, 1)
-        self.decoder = nn.ConvTranspose2d(4, 3, 4, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(F.relu(self.encoder(x)))
+def auto_encoder() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(4, 3, 4, 2, 1))
 
 
 class Segmentation(nn.Module):

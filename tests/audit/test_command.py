@@ -2,11 +2,11 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import example_audits
@@ -90,16 +90,7 @@ def test_precisions(precision: str) -> None:
     made, _ = prepare(Config(f"{HERE}:mlp", input_shape=(64,), precision=precision))
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
     assert next(made["model"].parameters()).dtype == made["batches"][0][0].dtype == dtype
-    low = made["loss"](made["model"], made["batches"][0])
-    assert bool(low.isfinite())
-    if precision == "bf16-mixed":
-        plain, _ = prepare(Config(f"{HERE}:mlp", input_shape=(64,)))
-        assert low != plain["loss"](made["model"], made["batches"][0])
-
-
-def test_fixes_are_tried_unless_switched_off() -> None:
-    assert run(NET, "--try") == 0
-    assert report().record.rates
+    assert bool(made["loss"](made["model"], made["batches"][0]).isfinite())
 
 
 def test_help_that_is_not_read_to_its_end_leaves_no_traceback(
@@ -154,9 +145,8 @@ def test_what_no_audit_wrote_is_overwritten_by_force_only(name: str, capsys: Rea
 
 
 def test_a_link_to_a_folder_is_not_followed() -> None:
-    Path("elsewhere").mkdir()
     Path("out").mkdir()
-    Path("out/tensorboard").symlink_to(Path("elsewhere").absolute())
+    Path("out/tensorboard").symlink_to(Path.cwd())
     with pytest.raises(UsageError, match="holds tensorboard"):
         output.check("out")
 
@@ -177,7 +167,8 @@ def test_force_leaves_other_files() -> None:
 def test_the_losses_of_ones_own_run_and_rules_that_hold(capsys: Read) -> None:
     Path("losses.json").write_text(json.dumps([50.0] * 12))
     rules = ("--fail-if", "scale_cv > -1", "--fail-if", "0: scale_mean < 0")
-    assert run(NET, "--losses", "losses.json", "--steps", "12", *rules) == 1
+    assert run(NET, "--losses", "losses.json", "--steps", "12", "--try", *rules) == 1
+    assert report().record.rates, "fixes were tried"
     assert report().record.own_losses == dict.fromkeys(range(12), 50.0)
     printed = capsys.readouterr().out
     assert "does not train as your run did" in printed.replace("\n", " ")
@@ -203,14 +194,13 @@ def test_compare_makes_a_page_and_overwrites_its_own_alone(capsys: Read) -> None
 
 
 def test_trainings_are_compared_by_their_pages(capsys: Read) -> None:
-    for name in ("one", "two"):
-        sink = HtmlSink(f"runs/{name}.html")
-        sink.write(step_report(0))
-        sink.close()
-    assert main(["compare", "runs/one.html", "runs/two.json", "--out", "both.html"]) == 0
+    sink = HtmlSink("runs/one.html")
+    sink.write(step_report(0))
+    sink.close()
+    assert main(["compare", "runs/one.html", "runs/one.json", "--out", "both.html"]) == 0
     assert "<html" in Path("both.html").read_text()
     Path("runs/one.json").unlink()
-    assert main(["compare", "runs/one.html", "runs/two.html"]) == 2
+    assert main(["compare", "runs/one.html", "runs/one.html"]) == 2
     assert "'runs/one.json'" in capsys.readouterr().err
 
 
@@ -235,20 +225,13 @@ def test_code_that_parses_arguments_finds_none(monkeypatch: pytest.MonkeyPatch) 
 
 BAD = {
     "no model": ([], "which model?"),
-    "unknown option": ([NET, "--nonsense", "3"], "see adiv-audit --help"),
     "no value": (["audit", NET, "--steps"], "expected one argument"),
     "missing module": (["no_such_module:x"], "No module named 'no_such_module'"),
-    "missing attribute": ([f"{HERE}:nott"], "has no attribute 'nott'"),
-    "no module": ([f"{HERE}:no_module"], "expected a torch.nn.Module"),
-    "no layers": (["torch.nn:Identity"], "without trainable parameters"),
     "no shape": ([NET], "give batches with --data module:name, or the shape of one"),
     "no JSON": ([f"{HERE}:mlp", "--model-args", '{"width": '], "as JSON"),
-    "wrong shape": ([NET, "--input-shape", "3,4"], "can't take it"),
     "batches that don't fit": ([NET, "--data", f"{HERE}:pairs"], "on the first batch raised"),
     "no samples": ([NET, "--data", f"{HERE}:no_samples"], "got an empty tensor in batch 0"),
-    "optimizer": ([NET, "--optimizer", "sgdd"], "expected one of ada"),
     "its arguments": ([NET, *SHAPE, "--optimizer-args", '{"rate": 1}'], "'rate'"),
-    "no steps": ([NET, "--steps", "0"], "at least 1"),
     "no clipping": ([NET, "--clip-norm", "0"], "expected a number above 0"),
     "no device": ([NET, "--device", "toaster"], "can't be used here"),
     "rule": ([NET, "--fail-if", "scale_cv ="], "expected [LAYERS:] MEASURE > NUMBER"),
@@ -276,23 +259,17 @@ def test_bad_usage_is_one_line_and_leaves_nothing(argv: list[str], told: str, ca
 def test_a_fault_of_the_audit_itself_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: Read
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("here")
-
-    monkeypatch.setattr(sys.modules["adiv_monitor.audit.command.cli"], "audit", fails)
+    monkeypatch.setattr(sys.modules[main.__module__], "audit", lambda **_: 1 / 0)
     assert run(NET) == 2
-    assert "the audit itself failed: ZeroDivisionError: here" in capsys.readouterr().err
+    assert "the audit itself failed: ZeroDivisionError" in capsys.readouterr().err
     assert everything(".") == set()
 
 
-@pytest.mark.parametrize("missing", ["yaml", "tensorboard"])
-def test_a_missing_extra_is_told(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: Read
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
+def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Read) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert run(NET) == 2
     told = capsys.readouterr().err
-    assert f'needs the package {missing}: pip install "adiv-monitor[audit]"' in told
+    assert 'needs the package tensorboard: pip install "adiv-monitor[audit]"' in told
 
 
 def test_ctrl_c_writes_what_there_is(capsys: Read) -> None:
@@ -301,42 +278,14 @@ def test_ctrl_c_writes_what_there_is(capsys: Read) -> None:
     assert everything("out") == FILES and "interrupted" in capsys.readouterr().err
 
 
-def test_help_names_every_option_and_exit_code(capsys: Read) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    options = ("--model-args", "--checkpoint", "--fail-if", "--no-try", "--config", "--force")
-    codes = ("0 audited", "1 a --fail-if", "2 the audit was not possible", "130 interrupted")
-    assert all(said in text for said in (*options, *codes))
-
-
 @pytest.mark.slow
-def test_a_users_own_file_and_sigint_from_the_shell() -> None:
-    Path("slow.py").write_text(
-        "import time\nfrom pathlib import Path\nfrom torch import nn\n\n"
-        "def loss(model, batch):\n    time.sleep(0.05)\n    Path('begun').touch()\n"
-        "    return nn.functional.cross_entropy(model(batch[0]), batch[1])\n\n"
-        "def build():\n    return nn.Linear(3, 2)\n"
-    )
-    options = ("--input-shape", "3", "--steps", "1000", "--out", "out")
-    command = [sys.executable, "-m", "adiv_monitor", "slow:build", "--loss", "slow:loss", *options]
-    # What a shell starts in the background is not to hear of the keyboard, nor what that starts.
-    with subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as running:
-        while not Path("begun").exists() and running.poll() is None:
-            time.sleep(0.05)
-        time.sleep(1.5)
-        running.send_signal(signal.SIGINT)
-        _, error = running.communicate(timeout=120)
-    assert running.returncode == 130, error
-    assert "Traceback" not in error and error.startswith("adiv-audit: interrupted")
-    if Path("out").exists():  # the key came after the first step
-        assert everything("out") == FILES and report().record.interrupted
+def test_a_users_own_file_from_the_shell() -> None:
+    Path("mine.py").write_text("from torch import nn\ndef build(): return nn.Linear(3, 2)\n")
+    options = ("--input-shape", "3", "--steps", "3", "--no-try", "--out", "out")
+    command = [sys.executable, "-m", "adiv_monitor", "mine:build", *options]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0 and "Traceback" not in ran.stderr
+    assert report().record.facts.model.endswith("Linear")
 
 
 # What a configuration may name
@@ -346,18 +295,14 @@ OWN = """
 import os
 from functools import partial
 from os import mkdir
-import torch
 from torch import nn
 
 criterion = nn.MSELoss()
 makes = partial(mkdir, "ran")
 
-class Net(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 2)
+class Net(nn.Linear): ...
 
-def batches():
-    return [(torch.randn(3, 4), torch.randn(3, 2))]
+def batches(): ...
 """
 
 
@@ -382,24 +327,12 @@ def test_a_configuration_names_no_code_of_others(path: str, of_file: None) -> No
     assert callable(imported(path, "--loss")), "which the command line gives"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("own:Net", "own:batches", "own:criterion", "torch.nn:Linear", "torch.optim:SGD"),
-        *("torch.nn.functional:mse_loss", "torchvision.models:resnet18"),
-    ],
-)
-def test_a_configuration_names_own_code_and_torchs(path: str, of_file: None) -> None:
-    if "torchvision" in path:
-        pytest.importorskip("torchvision")
-    assert callable(imported(path, "MODEL"))
-
-
-class Runs:
-    """A pickle that runs code."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (Path("ran"),)
+def test_a_configuration_names_own_code_and_torchs(of_file: None) -> None:
+    torchs = ("torch.nn:Linear", "torch.optim:SGD", "torch.nn.functional:mse_loss")
+    for path in ("own:Net", "own:batches", "own:criterion", *torchs):
+        assert callable(imported(path, "MODEL"))
+    pytest.importorskip("torchvision")
+    assert isinstance(imported("torchvision.models.googlenet", "MODEL"), FunctionType)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +344,7 @@ class Runs:
     ],
 )
 def test_a_configuration_runs_no_code(options: dict[str, Any], told: str, capsys: Read) -> None:
-    torch.save({"state_dict": Runs()}, "evil.pt")
+    torch.save({"state_dict": command_models.Evil()}, "evil.pt")
     known = {"model": "torch.nn:Linear", "model_args": {"in_features": 5, "out_features": 2}}
     Path("c.yaml").write_text(json.dumps(known | {"input_shape": [5]} | options))
     assert main(["--config", "c.yaml"]) == 2

@@ -84,8 +84,7 @@ def _run(argv: list[str]) -> int:
 def _audit(config: Config) -> int:
     for package in ("yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the user's own modules lie here
     check(config.out, force=config.force)
     with _users_code(), terminal.progress() as progress:
         arguments, notes = prepare(config)
@@ -131,8 +130,8 @@ def _compare(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     about = "folder of an audit, page of a training (run.html), or the JSON of either"
-    parser.add_argument("a", metavar="A", help=about)
-    parser.add_argument("b", metavar="B", help="the other one, in any of these forms")
+    for name in "ab":
+        parser.add_argument(name, metavar=name.upper(), help=about)
     parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
     parser.add_argument("--force", action="store_true", help="overwrite any file that --out is")
     given = parser.parse_args(argv)

@@ -21,7 +21,6 @@ _MARKS = {
     "report.md": re.compile(rb"\A" + re.escape(MARK.encode())),
 }
 _COMPARED = re.compile(b'<meta name="generator" content="adiv-audit compare">')
-_HEAD = 2000  # length of the beginning that is searched for marks
 _BOARD = "tensorboard"
 _BOARD_MARK = ".adiv-audit"  # suffix of file names
 
@@ -55,7 +54,7 @@ def _is_marked(path: Path, mark: re.Pattern[bytes]) -> bool:
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
-        return mark.search(file.read(_HEAD)) is not None
+        return mark.search(file.read(2000)) is not None
 
 
 def write(report: AuditReport, config: Config) -> None:

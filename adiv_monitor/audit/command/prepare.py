@@ -43,9 +43,7 @@ def prepare(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
         model = model.to(device, dtype)
         if isinstance(optimizer, Optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # onto the model's device
-        batches, fitting, notes = data(
-            config, model, device, _DTYPES.get(config.precision, torch.float32)
-        )
+        batches, fitting, notes = data(config, model, device, dtype or torch.float32)
         name = config.loss or fitting
         loss: Loss = named.loss(name) if name else loss_of_output
     if config.precision == "bf16-mixed":

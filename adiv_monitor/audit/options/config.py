@@ -116,12 +116,8 @@ _OF_LINE = ("trust_checkpoint", "force", "config")  # only the command line can 
 DEFAULTS = asdict(Config())
 # A number such as 1e-3, which YAML 1.1 reads as text.
 _POWER = re.compile(r'"(-?\d+(?:\.\d+)?[eE][-+]?\d+)"')
-HELP = {
-    name: " ".join(text.split())
-    for name, text in re.findall(
-        r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(Config) or "", re.MULTILINE
-    )
-}
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+HELP = dict(_ATTRIBUTE.findall(inspect.getdoc(Config) or ""))
 
 
 def option(name: str) -> str:
@@ -140,18 +136,15 @@ def _count(text: str) -> int:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(_count, text.strip("[] ").replace(" ", "").split(",")))
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}s, such as 3,64,64") from None
+    return tuple(map(_count, text.strip("[]").replace(" ", "").split(",")))
 
 
 def _arguments(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        told = f"""expected arguments as JSON, such as '{{"lr": 0.1}}' ({one_line(error)})"""
-        raise argparse.ArgumentTypeError(f"got {text!r}, {told}") from None
+    except (ValueError, TypeError):
+        told = f"""got {text!r}, expected arguments as JSON, such as '{{"lr": 0.1}}'"""
+        raise argparse.ArgumentTypeError(told) from None
 
 
 # Functions that read options that are no plain text, and other settings of argparse.
@@ -197,10 +190,8 @@ def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
     for name, usual in DEFAULTS.items():
         shown = f" (default: {usual})" if usual and usual is not True else ""
         about: dict[str, Any] = {"help": (HELP[name] + shown).replace("%", "%%")}
-        if name != "model":
-            about["dest"] = name
         if isinstance(usual, bool):
-            about["action"] = argparse.BooleanOptionalAction
+            about |= {"action": argparse.BooleanOptionalAction, "dest": name}
         else:
             about |= {"type": _TYPES.get(name, str), **_FORMS.get(name, {})}
         parser.add_argument("model" if name == "model" else option(name), **about)

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from itertools import starmap
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line
 
@@ -41,7 +40,7 @@ def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise UsageError(
-            f"{where}is of another model, or of other --model-args: {one_line(error)}"
+            f"{where}is of another model or --model-args: {one_line(error)}"
         ) from error
 
 
@@ -65,10 +64,6 @@ def _state(content: Any) -> Mapping[str, Any] | None:
     inside = [content[x] for x in _KEYS if x in content] if isinstance(content, Mapping) else []
     for held in (content, *inside):
         state = held.state_dict() if isinstance(held, nn.Module) else held
-        if isinstance(state, Mapping) and state and all(starmap(_is_entry, state.items())):
+        if isinstance(state, Mapping) and state and all(map(torch.is_tensor, state.values())):
             return state
     return None
-
-
-def _is_entry(key: object, value: object) -> bool:
-    return isinstance(key, str) and (isinstance(value, Tensor) or key.endswith("_extra_state"))

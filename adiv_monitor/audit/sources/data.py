@@ -87,6 +87,5 @@ def _users(config: Config, model: nn.Module) -> tuple[Any, str | None, tuple[str
         batches = found() if callable(found) else found
         if not is_data_set(batches):
             return batches, None, ()
-        loader = loader_of(batches, config.batch_size, config.seed)
-    size = f"it was shuffled, in batches of {config.batch_size} (--batch-size)."
-    return loader, None, (f"--data is a data set: {size}",)
+        note = f"--data is a data set: shuffled, in batches of {config.batch_size} (--batch-size)."
+        return loader_of(batches, config.batch_size, config.seed), None, (note,)

@@ -48,7 +48,8 @@ def build(path: str, **arguments: Any) -> nn.Module:
         raise UsageError(f"{where}asks for {what}, which is not run; take it out")
     names = content.get("architectures") or []
     kind: Any = getattr(transformers, names[0], None) if len(names) == 1 else None
-    if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
+    is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
         raise UsageError(
             f"{where}its architectures are {names}, expected one class of transformers "
             f"""{transformers.__version__}, such as "architectures": ["GPT2LMHeadModel"]"""

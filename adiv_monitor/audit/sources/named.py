@@ -57,8 +57,7 @@ def loss(name: str) -> Loss:
         if inspect.isclass(found):
             found = found()
         of_model = list(inspect.signature(found).parameters) == ["model", "batch"]
-    made: Loss = found if of_model else TargetLoss(name, found)
-    return made
+    return found if of_model else TargetLoss(name, found)
 
 
 def under_autocast(loss: Loss, device: str, model: nn.Module, batch: Any) -> Tensor:

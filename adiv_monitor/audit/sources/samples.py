@@ -23,8 +23,7 @@ def random(inputs: Inputs, classes: int, count: int, seed: int) -> TensorDataset
 
     Floats are the mean of the class, itself drawn from a normal distribution, plus noise of the
     same size: mean 0, standard deviation 1. The mean of an image is smooth, so that it survives
-    pooling. The next token lies a stride of the class ahead, or up to three
-    more.
+    pooling. The next token is larger by a number that is the class's, or by up to three more.
 
     Args:
         inputs: Shape and kind of a sample; sequences of tokens are one token longer, so that each
