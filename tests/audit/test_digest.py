@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import example_audits
 import pytest
@@ -22,7 +23,7 @@ def many_findings(names: list[str]) -> tuple[Finding, ...]:
     """Twenty, each with more of everything than a page shows."""
     evidence = tuple(Evidence("scale_mean", 812.5, 64.0, name, 3) for name in names[:40])
     advice = tuple(Advice(f"do `this` *number* {i}\n# not a heading") for i in range(10))
-    said = ("act", "It <is> so.", evidence, advice, "That.")
+    said: Any = ("act", "It <is> so.", evidence, advice, "That.")
     return tuple(Finding(f"made-up-{i}", *said, layers=tuple(names), since=i) for i in range(20))
 
 

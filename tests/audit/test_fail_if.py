@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from adiv_monitor.audit.options.fail_if import Rule, hits, parse
+from adiv_monitor.alarms import Rule
+from adiv_monitor.audit.options.fail_if import hits, parse
 from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Finding

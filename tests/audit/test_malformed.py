@@ -94,8 +94,8 @@ def plain() -> Any:
 def test_each_is_read_or_refused_in_one_line(whole: bool) -> None:
     base, steps = plain(), step_report().to_dict(quantiles=True)
     every = 1 if whole else 5  # of these places
-    given = [(AuditReport, base, at) for at in list(places(base))[::every]]
-    given += [(StepReport, steps, at) for at in list(places(steps))[::every]]  # type: ignore[list-item]
+    given: list[Any] = [(AuditReport, base, at) for at in list(places(base))[::every]]
+    given += [(StepReport, steps, at) for at in list(places(steps))[::every]]
     read = refused = 0
     for kind, data, at in given:
         for wrong in WRONG[not at :]:

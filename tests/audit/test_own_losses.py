@@ -35,7 +35,7 @@ def sgd(model: nn.Module, rate: float = 0.3) -> torch.optim.Optimizer:
 
 def audited(model: nn.Module | None = None, data: Any = None, **given: Any) -> AuditReport:
     given = {"optimizer": sgd, "steps": 3, "try_fixes": False, **given}
-    return audit(model or mlp(), data or batches(), loss=cross_entropy, **given)  # type: ignore[arg-type]
+    return audit(model or mlp(), data or batches(), loss=cross_entropy, **given)
 
 
 @cache
