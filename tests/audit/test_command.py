@@ -21,6 +21,7 @@ from adiv_monitor.audit.command.prepare import prepare
 from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.sources import named
 from adiv_monitor.audit.sources.imported import OF_FILE, imported
 from adiv_monitor.sinks import HtmlSink
 
@@ -90,7 +91,8 @@ def test_precisions(precision: str) -> None:
     made, _ = prepare(Config(f"{HERE}:mlp", input_shape=(64,), precision=precision))
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
     assert next(made["model"].parameters()).dtype == made["batches"][0][0].dtype == dtype
-    assert bool(made["loss"](made["model"], made["batches"][0]).isfinite())
+    of = made["model"], made["batches"][0]
+    assert (made["loss"](*of) != named.loss("cross_entropy")(*of)) == (precision == "bf16-mixed")
 
 
 def test_help_that_is_not_read_to_its_end_leaves_no_traceback(
