@@ -76,7 +76,7 @@ def assert_audits(
     cli = import_module(entry[1])
     Path("adiv-audit").mkdir()
     Path("adiv-audit/config.yaml").write_text("model: a.b:c\n")
-    monkeypatch.setattr(cli, "_audit", lambda config, force: 0)
+    monkeypatch.setattr(cli, "_audit", lambda config: 0)
     arguments = shlex.split(command)
     code = cli.main(arguments)
     error = capsys.readouterr().err

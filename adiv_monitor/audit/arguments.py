@@ -9,10 +9,21 @@ from torch.optim import Optimizer
 
 from adiv_monitor.audit.training.target_loss import takes_outputs
 
+# Argument → its types, what else is true of it, and both in words.
+_COUNT = (int, lambda x: x >= 1, "an integer of at least 1")
+_NUMBER = (int, float)
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("steps", "every_n_steps", "max_rows"), _COUNT),
+    "seed": (int, lambda x: x >= 0, "an integer of at least 0"),
+    "clip_norm": (_NUMBER, lambda x: 0 < x < math.inf, "a number above 0, or None not to clip"),
+    "try_seconds": (_NUMBER, lambda x: x >= 0, "a number of at least 0"),
+}
+_OPTIONAL = ("every_n_steps", "max_rows", "clip_norm")
+
 
 def check_training(model: object, loss: object, optimizer: object) -> None:
     """Raise TypeError or ValueError if the model, loss or optimizer can't be used for training."""
-    _check_model(model)
+    check_model(model)
     if isinstance(loss, nn.modules.loss._Loss) and not takes_outputs(loss):
         raise TypeError(
             f"audit(loss=…): got {type(loss).__name__}, which takes more than outputs and targets, "
@@ -31,35 +42,17 @@ def check_training(model: object, loss: object, optimizer: object) -> None:
         )
 
 
-def check_numbers(
-    *,
-    steps: Any,
-    every_n_steps: Any,
-    max_rows: Any,
-    clip_norm: Any,
-    seed: Any,
-    try_seconds: Any,
-) -> None:
+def check_numbers(**given: Any) -> None:
     """Raise ValueError if a numeric argument is out of its range."""
-    counts = {"steps": steps, "every_n_steps": every_n_steps, "max_rows": max_rows, "seed": seed}
-    for name, value in counts.items():
-        least = 0 if name == "seed" else 1
-        may_be_none = value is None and name in ("every_n_steps", "max_rows")
-        if not may_be_none and not (_is_number(value, int) and value >= least):
-            raise ValueError(
-                f"audit({name}=…): got {value!r}, expected an integer of at least {least}"
-            )
-    if clip_norm is not None and not (_is_number(clip_norm) and 0 < clip_norm < math.inf):
-        raise ValueError(
-            f"audit(clip_norm=…): got {clip_norm!r}, expected a number above 0, or None not to clip"
-        )
-    if not (_is_number(try_seconds) and try_seconds >= 0):
-        raise ValueError(
-            f"audit(try_seconds=…): got {try_seconds!r}, expected a number of at least 0"
-        )
+    for name, value in given.items():
+        kinds, is_right, words = _NUMBERS[name]
+        is_number = isinstance(value, kinds) and not isinstance(value, bool) and is_right(value)
+        if not is_number and not (value is None and name in _OPTIONAL):
+            raise ValueError(f"audit({name}=…): got {value!r}, expected {words}")
 
 
-def _check_model(model: object) -> None:
+def check_model(model: object) -> None:
+    """Raise TypeError or ValueError if this is no model, or has nothing to train."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit(model=…): got {type(model).__name__}, expected a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
@@ -69,12 +62,7 @@ def _check_model(model: object) -> None:
             "yet, expected one that has run: call it with one batch first"
         )
     if not any(p.requires_grad for p in model.parameters()):
-        frozen = any(True for _ in model.parameters())
         raise ValueError(
             f"audit(model=…): got a {type(model).__name__} without trainable parameters, expected "
-            "at least one" + ("; all have requires_grad=False" if frozen else "")
+            "at least one with requires_grad=True"
         )
-
-
-def _is_number(value: object, kind: type | tuple[type, ...] = (int, float)) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)

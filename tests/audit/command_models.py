@@ -1,6 +1,7 @@
 """Models, batches, losses and optimizers that tests of the command name by import path."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -24,22 +25,11 @@ def with_key(width: int, api_key: str, max_tokens: int) -> nn.Module:
     return mlp(width=width)
 
 
-def many(layers: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+class Evil:
+    """An object that makes a folder when it is unpickled."""
 
-
-def deep(levels: int) -> nn.Module:
-    module: nn.Module = nn.Linear(4, 4)
-    for _ in range(levels):
-        module = nn.Sequential(module)
-    return module
-
-
-def hostile_names() -> nn.Module:
-    model = nn.Sequential()
-    model.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
-    model.add_module("日本語 é [red]", nn.Linear(4, 3))
-    return model
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
 
 
 def no_model() -> dict[str, int]:
@@ -50,39 +40,15 @@ def broken() -> nn.Module:
     raise KeyError("ouch")
 
 
-class LeNet(nn.Module):
-    """A model that registers its head first, and takes images of 28 × 28 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(400, 10)
-        self.first = nn.Conv2d(1, 6, 5, padding=2)
-        self.second = nn.Conv2d(6, 16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.first(x)), 2)
-        return self.head(F.max_pool2d(F.relu(self.second(x)), 2).flatten(1))
-
-
-class SequenceClassifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 8, batch_first=True)
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
 class LanguageModel(nn.Module):
     """A model that takes at most 16 tokens."""
 
-    def __init__(self, words: int = 100) -> None:
+    def __init__(self, words: int = 100, outputs: int | None = None) -> None:
         super().__init__()
         self.tokens = nn.Embedding(words, 16)
         self.positions = nn.Embedding(16, 16)
         self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(16, words)
+        self.head = nn.Linear(16, outputs or words)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1])
@@ -90,14 +56,8 @@ class LanguageModel(nn.Module):
         return self.head(self.block(self.tokens(tokens) + self.positions(places)))
 
 
-class AutoEncoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Conv2d(3, 4, 3, 2, 1)
-        self.decoder = nn.ConvTranspose2d(4, 3, 4, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(F.relu(self.encoder(x)))
+def auto_encoder() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(4, 3, 4, 2, 1))
 
 
 class Segmentation(nn.Module):
@@ -135,13 +95,6 @@ def by_arguments() -> nn.Module:
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=5)
     return nn.Linear(parser.parse_args().width, 3)
-
-
-def nan_pairs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    yield next(pairs())
-    x, y, target = next(pairs())
-    x[1, 2] = float("nan")
-    yield x, y, target
 
 
 def of_model_and_batch(model: nn.Module, batch: Any) -> Tensor:

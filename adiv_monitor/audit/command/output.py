@@ -21,7 +21,6 @@ _MARKS = {
     "report.md": re.compile(rb"\A" + re.escape(MARK.encode())),
 }
 _COMPARED = re.compile(b'<meta name="generator" content="adiv-audit compare">')
-_HEAD = 2000  # length of the beginning that is searched for marks
 _BOARD = "tensorboard"
 _BOARD_MARK = ".adiv-audit"  # suffix of file names
 
@@ -37,20 +36,16 @@ def check(out: str, *, force: bool = False) -> None:
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"--out {out}: can't be written to: {above} is no folder that may change")
-    found = [folder / name for name in _MARKS if os.path.lexists(folder / name)]
-    board = folder / _BOARD
-    if wrong := [path.name for path in found if path.is_dir() or not path.is_file()]:
-        raise UsageError(f"--out {out}: {wrong[0]} is no regular file")
+    files, board = [folder / name for name in _MARKS], folder / _BOARD
+    foreign = [p for p in files if os.path.lexists(p) and not _is_marked(p, _MARKS[p.name])]
     if os.path.lexists(board) and (board.is_symlink() or not board.is_dir()):
-        raise UsageError(f"--out {out}: {_BOARD} is no folder")
-    foreign = [path for path in found if not _is_marked(path, _MARKS[path.name])]
+        foreign.append(board)
     foreign += {*board.glob("*")}.difference(board.glob(f"*{_BOARD_MARK}"))
     if foreign and not force:
-        names = ", ".join(str(path.relative_to(folder)) for path in sorted(foreign)[:3])
-        more = f" and {len(foreign) - 3:,} more files" if len(foreign) > 3 else ""
+        names = ", ".join(str(path.relative_to(folder)) for path in sorted(foreign))
         raise UsageError(
-            f"--out {out}: holds {names}{more}, which no audit wrote; give another folder, or "
-            "--force to overwrite what has the names of the audit's files; nothing else is removed"
+            f"--out {out}: holds {names}, which no audit wrote; give another folder, or --force "
+            "to overwrite what has the names of the audit's files"
         )
 
 
@@ -59,7 +54,7 @@ def _is_marked(path: Path, mark: re.Pattern[bytes]) -> bool:
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
-        return mark.search(file.read(_HEAD)) is not None
+        return mark.search(file.read(2000)) is not None
 
 
 def write(report: AuditReport, config: Config) -> None:
@@ -69,26 +64,21 @@ def write(report: AuditReport, config: Config) -> None:
     stay. Missing folders are made.
 
     Raises:
-        UsageError: `config.out` can't be written to.
+        OSError: They can't be written.
     """
     from torch.utils.tensorboard import SummaryWriter
 
     folder = Path(config.out)
     earlier = [*(folder / _BOARD).glob(f"*{_BOARD_MARK}")]
-    try:
-        report.write(folder)
-        write_whole({folder / "config.yaml": _CONFIG_HEAD + dumped(config)})
-        with SummaryWriter(folder / _BOARD, filename_suffix=_BOARD_MARK) as writer:
-            sink = TensorBoardSink(writer)
-            for step in report.record.reports:
-                sink.write(step)
-            sink.close()
-        for path in earlier:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"--out {config.out}: can't be written to: {error.strerror or error}"
-        ) from error
+    report.write(folder)
+    write_whole({folder / "config.yaml": _CONFIG_HEAD + dumped(config)})
+    with SummaryWriter(folder / _BOARD, filename_suffix=_BOARD_MARK) as writer:
+        sink = TensorBoardSink(writer)
+        for step in report.record.reports:
+            sink.write(step)
+        sink.close()
+    for path in earlier:
+        path.unlink()
 
 
 def write_page(file: str, text: str, *, force: bool = False) -> None:
@@ -100,16 +90,10 @@ def write_page(file: str, text: str, *, force: bool = False) -> None:
         force: Whether a file that is no such page may be overwritten.
 
     Raises:
-        UsageError: The page can't be written, or would overwrite another file.
+        UsageError: The page would overwrite another file.
+        OSError: It can't be written.
     """
     path = Path(file)
-    try:
-        if os.path.lexists(path) and not force and not _is_marked(path, _COMPARED):
-            raise UsageError(
-                f"--out {file}: this file was not written by compare; choose another name, or pass "
-                "--force to overwrite it"
-            )
-        write_whole({path: text})
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"--out {file}: can't be written: {reason}") from error
+    if os.path.lexists(path) and not force and not _is_marked(path, _COMPARED):
+        raise UsageError(f"--out {file} was not written by compare; --force overwrites it")
+    write_whole({path: text})

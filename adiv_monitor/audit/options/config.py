@@ -1,23 +1,22 @@
 """Settings of an audit: options of the command line, which are also the keys of a YAML file."""
 
+import argparse
 import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn
 
+from adiv_monitor.audit.arguments import check_numbers
 from adiv_monitor.audit.options.fail_if import parse
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line
-from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
-PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
-
-Arguments = Mapping[str, Any]
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,14 @@ class Config:
             update_cosine < 0'); the name of a finding (rate-too-high); or the least strength of a
             finding (act). May be repeated
         out: folder of the report
+        force: overwrite files with the names of the report's files even if no audit wrote them; not
+            an option of --config
+        config: YAML file with any of these options
     """
 
     model: str = ""
     run_script: bool = False
-    model_args: Arguments = field(default_factory=dict)
+    model_args: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     trust_checkpoint: bool = False
     data: str = "random"
@@ -91,7 +93,7 @@ class Config:
     batch_size: int = 16
     loss: str | None = None
     optimizer: str = "AdamW"
-    optimizer_args: Arguments = field(default_factory=dict)
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)
     clip_norm: float | None = None
     steps: int = 60
     seed: int = 0
@@ -103,138 +105,125 @@ class Config:
     try_fixes: bool = True
     try_seconds: float = math.inf
     losses: str | None = None
-    fail_if: tuple[str, ...] = ()
+    fail_if: Sequence[str] = ()
     out: str = "adiv-audit"
+    force: bool = False
+    config: str | None = None
 
 
 ARGUMENTS = ("model_args", "optimizer_args")
-NAMING = ("model", "data", "loss", "optimizer")  # these may be import paths
-# Option, as users write it → field.
-NAMES = {f.name.replace("try_fixes", "try"): f.name for f in fields(Config)}
+_OF_LINE = ("trust_checkpoint", "force", "config")  # only the command line can say these
 DEFAULTS = asdict(Config())
-HELP = {
-    name: " ".join(text.split())
-    for name, text in re.findall(
-        r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(Config) or "", re.MULTILINE
-    )
+# A number such as 1e-3, which YAML 1.1 reads as text.
+_POWER = re.compile(r'"(-?\d+(?:\.\d+)?[eE][-+]?\d+)"')
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+HELP = dict(_ATTRIBUTE.findall(inspect.getdoc(Config) or ""))
+
+
+def option(name: str) -> str:
+    """Return the name by which a user knows an option."""
+    return "MODEL" if name == "model" else f"--{_key(name).replace('_', '-')}"
+
+
+def _key(name: str) -> str:
+    return "try" if name == "try_fixes" else name
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(_count, text.strip("[]").replace(" ", "").split(",")))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        told = f"""got {text!r}, expected arguments as JSON, such as '{{"lr": 0.1}}'"""
+        raise argparse.ArgumentTypeError(told) from None
+
+
+# Functions that read options that are no plain text, and other settings of argparse.
+_TYPES = {
+    "model_args": _arguments,
+    "input_shape": _shape,
+    "num_classes": _count,
+    "batch_size": _count,
+    "optimizer_args": _arguments,
+    "clip_norm": float,
+    "steps": _count,
+    "seed": int,
+    "try_seconds": float,
+}
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "model": {"nargs": "?", "metavar": "MODEL"},
+    "precision": {"choices": _PRECISIONS},
+    "fail_if": {"action": "append"},
 }
 
 
-def _expected(form: str, is_right: Callable[[Any], bool], value: Any) -> Any:
-    if not is_right(value):
-        raise ValueError(form)
-    return value
+class Parser(argparse.ArgumentParser):
+    """Reports errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{message}; see {self.prog} --help")
 
 
-def _text(value: Any) -> Any:
-    return _expected("text", lambda x: isinstance(x, str) and x != "", value)
-
-
-def _flag(value: Any) -> Any:
-    return _expected("true or false", lambda x: isinstance(x, bool), value)
-
-
-def _number(value: Any) -> float:
-    try:
-        return float("no number" if isinstance(value, bool) else value)
-    except (TypeError, ValueError):
-        raise ValueError("a number") from None
-
-
-def _whole(value: Any, least: int = 1) -> int:
-    form = f"a whole number of at least {least}"
-    try:
-        number = _number(value)
-    except ValueError:
-        raise ValueError(form) from None
-    return int(_expected(form, lambda x: x >= least and x % 1 == 0, number))
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    sizes = re.split(r"[,x×]", value.strip("()[] ")) if isinstance(value, str) else value
-    try:
-        return tuple(map(_whole, [sizes] if isinstance(sizes, int) else sizes))
-    except (TypeError, ValueError):
-        raise ValueError("sizes of one sample without the batch, such as 3,64,64") from None
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    form = """arguments by name as JSON, such as '{"lr": 0.1}'"""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"{form} ({one_line(error)})") from None
-    return dict(_expected(form, lambda x: isinstance(x, Mapping) and all(map(_text, x)), found))
-
-
-def _rules(value: Any) -> tuple[str, ...]:
-    rules = (value,) if isinstance(value, str) else tuple(map(_text, value))
-    for rule in rules:
-        parse(rule)
-    return rules
-
-
-def _finite(value: Any) -> Any:
-    return _expected("a finite number above 0", lambda x: 0 < x < math.inf, _number(value))
-
-
-def _seconds(value: Any) -> Any:
-    return _expected("a number of at least 0", lambda x: x >= 0, _number(value))
-
-
-def _precision(value: Any) -> Any:
-    return _expected(f"one of {', '.join(PRECISIONS)}", PRECISIONS.__contains__, value)
-
-
-# Readers from text or from a YAML value, by type and, where not every value of the type is meant,
-# by name. They raise ValueError with the expected form.
-_BY_TYPE: Mapping[Any, Callable[[Any], Any]] = {
-    str: _text,
-    bool: _flag,
-    int: _whole,
-    Arguments: _arguments,
-    tuple[int, ...]: _shape,
-    tuple[str, ...]: _rules,
-}
-_BY_NAME: Mapping[str, Callable[[Any], Any]] = {
-    "clip_norm": _finite,
-    "precision": _precision,
-    "seed": lambda value: _whole(value, 0),
-    "try_seconds": _seconds,
-}
-_READERS = {
-    name: _BY_NAME.get(name) or next(_BY_TYPE[t] for t in (kind, *get_args(kind)) if t in _BY_TYPE)
-    for name, kind in get_type_hints(Config).items()
-}
-
-
-def read(given: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, Any]:
-    """Return the values of options, checked.
-
-    Args:
-        given: option → text of the command line, or a value from YAML.
-        where: function from an option's name to the name that its user knows, for errors.
+def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
+    """Return the fields of `Config` that a command line gives.
 
     Raises:
         UsageError: there is no such option, or its value is not as expected.
     """
-    values = {}
-    for key, value in given.items():
-        name = str(key).replace("-", "_")
-        if name not in NAMES:
-            close = get_close_matches(name, NAMES, 1)
-            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(NAMES)}"
-            raise UsageError(f"{where(name)}: there is no such option{hint}")
-        option = NAMES[name]
-        if value is None and DEFAULTS[option] is None:
-            continue
-        try:
-            values[option] = _READERS[option](value)
-        except UsageError as error:
-            raise UsageError(f"{where(name)}: {error}") from error
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{where(name)}: got {one_line(value)!r}, expected {error}") from error
-    return values
+    parser = Parser(
+        "adiv-audit",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, usual in DEFAULTS.items():
+        shown = f" (default: {usual})" if usual and usual is not True else ""
+        about: dict[str, Any] = {"help": (HELP[name] + shown).replace("%", "%%")}
+        if isinstance(usual, bool):
+            about |= {"action": argparse.BooleanOptionalAction, "dest": name}
+        else:
+            about |= {"type": _TYPES.get(name, str), **_FORMS.get(name, {})}
+        parser.add_argument("model" if name == "model" else option(name), **about)
+    return vars(parser.parse_args(argv))
+
+
+def read(argv: Sequence[str], description: str) -> tuple[Config, list[str]]:
+    """Return the options, those of the command line over those of the --config file.
+
+    The second value names the options that only the file gives.
+
+    Raises:
+        UsageError: there is no such option, or its value is not as expected.
+    """
+    given = parsed(argv, description)
+    from_file = load(given["config"]) if "config" in given else {}
+    config = Config(**{**from_file, **given})
+    if not config.model:
+        raise UsageError("which model? Give one, such as torchvision.models.resnet18")
+    for name in ARGUMENTS:
+        if hidden := hidden_keys(getattr(config, name)):
+            raise UsageError(
+                f"{option(name)}: {', '.join(hidden)}: {HIDDEN} stands for a secret that was not "
+                "written down; give this option anew, with all arguments"
+            )
+    try:
+        check_numbers(seed=config.seed, clip_norm=config.clip_norm, try_seconds=config.try_seconds)
+        for rule in config.fail_if:
+            parse(rule)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return config, [option(name) for name in from_file.keys() - given.keys()]
 
 
 def load(file: str) -> dict[str, Any]:
@@ -244,26 +233,34 @@ def load(file: str) -> dict[str, Any]:
         UsageError: the file can't be read, or has other content.
     """
     yaml = needed("yaml", "--config")
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
-        """Reads 1e-3 as a number, which YAML 1.1 reads as text."""
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-        list("-+0123456789"),
-    )
     where = f"--config {file}: "
     try:
-        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader)
-    except OSError as error:
-        raise UsageError(f"{where}can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{where}is no YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise UsageError(f"{where}holds a {kind}, expected lines such as steps: 60")
-    return read(content, where.__add__)
+        raise UsageError(f"{where}got {one_line(content)}, expected lines such as steps: 60")
+    try:
+        found = parsed([*_as_line(content)])
+    except UsageError as error:
+        raise UsageError(f"{where}{error}") from error
+    return {name: value for name, value in found.items() if name not in _OF_LINE}
+
+
+def _as_line(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options of a YAML file as the command line gives them."""
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+            continue
+        is_rules = name == "fail-if" and isinstance(value, list)
+        for item in value if is_rules else [value]:
+            text = str(item)
+            if isinstance(item, dict | list):
+                text = _POWER.sub(r"\1", json.dumps(item))
+            if item is not None:
+                yield text if name == "model" else f"--{name}={text}"
 
 
 def dumped(config: Config) -> str:
@@ -271,6 +268,6 @@ def dumped(config: Config) -> str:
     yaml = needed("yaml", "config.yaml")
     values = asdict(config)
     values |= {name: without_secrets(values[name]) for name in ARGUMENTS}
-    plain = {name: values[option] for name, option in NAMES.items()}
+    plain = {_key(name): value for name, value in values.items() if name not in _OF_LINE}
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     return text

@@ -1,22 +1,22 @@
 """Rules by which an audit fails, for gates in continuous integration: parsed, never evaluated."""
 
-import re
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from adiv_monitor import alarms
 from adiv_monitor.alarms import Rule
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.options.usage import UsageError, one_line
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import STRENGTHS
 
-_NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 # Former names of findings → what is there instead.
-_RETIRED = dict.fromkeys(
-    ("module-repeated", "joined-with-itself", "self-pairs"), "no longer looked for"
-)
+_RETIRED = {
+    **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs"), ""),
+    "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
+}
 
 
 def parse(text: str) -> Rule:
@@ -27,29 +27,21 @@ def parse(text: str) -> Rule:
     any finding of this strength or a greater one.
 
     Raises:
-        UsageError: The text is no such rule, or there is no such measure or finding.
+        ValueError: The text is no such rule, or there is no such measure or finding.
     """
-    try:
-        rule = alarms.parse(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if rule is not None:
+    if (rule := alarms.parse(text)) is not None:
         return rule
-    if (match := _NAME.fullmatch(text.strip())) is not None:
-        if match["finding"] in _RETIRED:
-            raise UsageError(f"{text!r}: {match['finding']!r} is {_RETIRED[match['finding']]}")
-        names = (*FAULTS, *STRENGTHS)
-        if match["finding"] not in names:
-            close = get_close_matches(match["finding"], names, 2) or sorted(names)
-            raise UsageError(
-                f"{text!r}: there is no finding {match['finding']!r}; expected one such as "
-                f"{', '.join(close)}"
-            )
-        return Rule(text, (match["layers"] or "*").strip(), match["finding"])
-    raise UsageError(
-        f"{text!r}: expected [LAYERS:] MEASURE > NUMBER with one of > >= < <=, such as 'encoder.*: "
-        "update_cosine < 0'; or the name of a finding"
-    )
+    layers, _, name = (part.strip() for part in text.rpartition(":"))
+    if name in _RETIRED:
+        raise ValueError(f"{text!r}: {name!r} is no longer looked for{_RETIRED[name]}")
+    names = (*FAULTS, *STRENGTHS)
+    if name not in names:
+        close = " or ".join(get_close_matches(name, names, 2) or ("dead-units", "act"))
+        raise ValueError(
+            f"{text!r}: expected [LAYERS:] MEASURE > NUMBER with one of > >= < <=, or the name or "
+            f"strength of a finding, such as {close}"
+        )
+    return Rule(text, layers or "*", name)
 
 
 def hits(rule: Rule, report: AuditReport) -> list[str]:
@@ -63,13 +55,15 @@ def hits(rule: Rule, report: AuditReport) -> list[str]:
     """
     if not rule.comparison:
         return list(_findings(rule, report))
-    compared = [
-        (step.step, *of_layer)
-        for step in report.record.reports
-        for of_layer in alarms.compared(rule, step)
-    ]
+    reports = report.record.reports
+    compared = [(step.step, *of) for step in reports for of in alarms.compared(rule, step)]
     if not compared:
-        raise UsageError(_nothing(rule, report))
+        of_all = replace(rule, layers="*")
+        known = sorted({layer for x in reports for layer, *_ in alarms.compared(of_all, x)})
+        raise UsageError(
+            f"--fail-if {rule.text!r}: nothing could be compared: {rule.measure} was measured at "
+            f"{one_line(', '.join(known)) or 'no layer'}; some measures need their option"
+        )
     found: dict[str, list[str]] = {}
     for step, layer, value, error in compared:
         if rule.holds(value, error):
@@ -85,15 +79,3 @@ def _findings(rule: Rule, report: AuditReport) -> Iterator[str]:
         at = [layer for layer in finding.layers if fnmatchcase(layer, rule.layers)]
         if rule.measure in (finding.name, *as_strong) and (at or rule.layers == "*"):
             yield f"{finding.name} ({finding.strength}) at {', '.join(at) or 'the model'}"
-
-
-def _nothing(rule: Rule, report: AuditReport) -> str:
-    layers = {layer for step in report.record.reports for layer in step.readings(rule.measure)}
-    if not layers:
-        why = "no layer was measured"
-    elif any(fnmatchcase(layer, rule.layers) for layer in layers):
-        why = f"no such layer has the measure {rule.measure}"
-    else:
-        some = ", ".join(sorted(layers)[:5]) + (", …" if len(layers) > 5 else "")
-        why = f"{rule.layers!r} matches no layer; there are {some}"
-    return f"--fail-if {rule.text!r}: nothing could be compared: {why}"

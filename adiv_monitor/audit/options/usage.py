@@ -30,11 +30,9 @@ def said(error: BaseException) -> str:
     The place is the innermost stack frame outside installed packages and this package, which is the
     user's own code.
     """
-    name = type(error).__name__
-    words = one_line(error)
     where = place(traceback.extract_tb(error.__traceback__))
     at = f" ({where})" if where else ""
-    return f"{name}: {words}{at}" if words else f"{name}{at}"
+    return f"{type(error).__name__}: {one_line(error)}{at}"
 
 
 @contextmanager
@@ -73,7 +71,5 @@ def needed(module: str, what: str, install: str = '"adiv-monitor[audit]"') -> An
     try:
         return import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        if error.name is not None and error.name.partition(".")[0] != package:
-            package = f"{package} ({one_line(error)})"
-        raise UsageError(f"{what} needs the package {package}: pip install {install}") from error
+        missing = error.name or module
+        raise UsageError(f"{what} needs the package {missing}: pip install {install}") from error

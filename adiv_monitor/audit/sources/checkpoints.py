@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line
 
@@ -28,7 +27,11 @@ def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
     Raises:
         UsageError: The file can't be read, would have to be trusted, or does not fit the model.
     """
-    state = _state(_read(path, trusted), path)
+    where = f"--checkpoint {path}: "
+    state = _state(_read(path, trusted, where))
+    if state is None:
+        keys = ", ".join(map(repr, _KEYS))
+        raise UsageError(f"{where}expected a state dict, or a dict with one under {keys}")
     wanted = model.state_dict()
     for prefix in _PREFIXES:
         if all(key.startswith(prefix) for key in state) and not state.keys() & wanted.keys():
@@ -37,55 +40,30 @@ def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise UsageError(
-            f"--checkpoint {path}: does not fit {type(model).__name__}: {one_line(error)}. Is it "
-            "of this model, with these --model-args?"
+            f"{where}is of another model or --model-args: {one_line(error)}"
         ) from error
 
 
-def _read(path: str, trusted: bool) -> Any:
-    where = f"--checkpoint {path}: "
-    if not Path(path).is_file():
-        raise UsageError(f"{where}there is no such file")
+def _read(path: str, trusted: bool, where: str) -> Any:
+    is_safe = path.endswith(".safetensors")
+    read = needed("safetensors.torch", "a .safetensors file").load_file if is_safe else torch.load
     try:
-        if path.endswith(".safetensors"):
-            return needed("safetensors.torch", "a .safetensors file").load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=not trusted)
-    except UsageError:
-        raise
+        return read(path) if is_safe else read(path, map_location="cpu", weights_only=not trusted)
     except Exception as error:
         # torch's own words advise to load the file all the same.
         refused = re.search(r"GLOBAL:? (\S+)", str(error))
         if refused is not None and not trusted:
-            raise UsageError(
-                f"{where}refused, because reading it means running code: it asks for {refused[1]}. "
-                "If you trust whoever made the file: --trust-checkpoint"
-            ) from error
-        raise UsageError(
-            f"{where}can't be read ({type(error).__name__}): it is damaged, unfinished, or no file "
-            "of safetensors or torch.save"
-        ) from error
+            told = f"it runs code ({refused[1]}); if you trust its maker: --trust-checkpoint"
+        else:
+            told = "it is missing, damaged, unfinished, or no file of safetensors or torch.save"
+        raise UsageError(f"{where}can't be read ({type(error).__name__}): {told}") from error
 
 
-def _state(content: Any, path: str) -> Mapping[str, Tensor]:
-    if isinstance(content, nn.Module):  # only a trusted file holds one
-        return content.state_dict()
-    if isinstance(content, Mapping):
-        for held in (content, *(content[key] for key in _KEYS if key in content)):
-            if isinstance(held, nn.Module):
-                return held.state_dict()
-            if isinstance(held, Mapping) and held and _holds_tensors(held):
-                return dict(held)
-        got = "a dict of " + (", ".join(map(repr, list(content)[:8])) or "nothing")
-    else:
-        got = f"a {type(content).__name__}"
-    raise UsageError(
-        f"--checkpoint {path}: got {one_line(got)}, expected a state dict, or a dict with one "
-        "under " + ", ".join(map(repr, _KEYS))
-    )
-
-
-def _holds_tensors(held: Mapping[Any, Any]) -> bool:
-    return all(
-        isinstance(key, str) and (isinstance(value, Tensor) or key.endswith("_extra_state"))
-        for key, value in held.items()
-    )
+def _state(content: Any) -> Mapping[str, Any] | None:
+    """Return the state dict that a file holds; None: it holds none."""
+    inside = [content[x] for x in _KEYS if x in content] if isinstance(content, Mapping) else []
+    for held in (content, *inside):
+        state = held.state_dict() if isinstance(held, nn.Module) else held
+        if isinstance(state, Mapping) and state and all(map(torch.is_tensor, state.values())):
+            return state
+    return None

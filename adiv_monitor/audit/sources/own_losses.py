@@ -2,16 +2,12 @@
 
 import csv
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adiv_monitor.audit.options.usage import UsageError, one_line
 
-# Columns of a table of metrics, best first; otherwise the first column with "loss" in its name
-# that is not of an epoch, a validation or a test.
-_COLUMNS = ("train_loss_step", "loss_step", "train_loss", "train/loss", "loss")
-_OTHERS = ("val", "test", "eval", "epoch")
+_OTHERS = ("val", "test", "eval", "epoch")  # in names of columns that are no losses of steps
 
 
 def own_losses(file: str) -> dict[int, float]:
@@ -23,52 +19,35 @@ def own_losses(file: str) -> dict[int, float]:
     Raises:
         UsageError: the file can't be read, or holds no losses.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--losses {file}: can't be read: {one_line(error)}") from error
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
     try:
         losses = _of_json(json.loads(text)) if text.lstrip()[:1] in ("[", "{") else _of_csv(text)
+        if not losses:
+            raise ValueError("it holds no loss")
     except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"--losses {file}: {one_line(error)}") from error
-    if not losses:
         raise UsageError(
-            f"--losses {file}: holds no loss, expected a JSON list of numbers, a metrics.csv of "
-            "Lightning's CSVLogger, or a trainer_state.json of Hugging Face's Trainer"
-        )
+            f"--losses {file}: {one_line(error)}; expected a JSON list of numbers, Lightning's "
+            "metrics.csv, or a trainer_state.json of Hugging Face"
+        ) from error
     return losses
 
 
 def _of_json(found: Any) -> dict[int, float]:
     if isinstance(found, list):
-        return {step: _number(loss) for step, loss in enumerate(found)}
-    history = found.get("log_history") if isinstance(found, Mapping) else None
-    if not isinstance(history, list):
-        raise ValueError("expected a list of losses, or an object with log_history")
+        return {step: float(loss) for step, loss in enumerate(found)}
     losses: dict[int, float] = {}
-    last = 0
-    for entry in history:
-        if "loss" in entry:
-            step = int(entry["step"])  # number of complete steps
-            losses |= dict.fromkeys(range(last, step), _number(entry["loss"]))
-            last = step
+    for entry in found["log_history"]:
+        if "loss" in entry:  # its step is the number of complete steps
+            losses |= dict.fromkeys(range(len(losses), int(entry["step"])), float(entry["loss"]))
     return losses
 
 
 def _of_csv(text: str) -> dict[int, float]:
     rows = list(csv.DictReader(text.splitlines()))
-    names = [name for name in (rows[0] if rows else {}) if name]
-    usual = [name for name in _COLUMNS if name in names]
-    others = [n for n in names if "loss" in n and not any(word in n for word in _OTHERS)]
-    if not (usual or others):
+    names = [name for name in (rows[0] if rows else ()) if name]
+    columns = [n for n in names if "loss" in n and not any(word in n for word in _OTHERS)]
+    if not columns:
         raise ValueError(f"no column of losses among {', '.join(names) or 'none'}")
-    column = (usual or others)[0]
-    seen = [(row.get("step") or str(number), row[column]) for number, row in enumerate(rows)]
-    return {int(step): _number(loss) for step, loss in seen if loss}
-
-
-def _number(loss: Any) -> float:
-    try:
-        return float(loss)
-    except (TypeError, ValueError):
-        raise ValueError(f"got {loss!r}, expected a number") from None
+    column = min(columns, key=lambda name: "step" not in name)  # else the first
+    seen = ((row.get("step") or number, row[column]) for number, row in enumerate(rows))
+    return {int(step): float(loss) for step, loss in seen if loss}

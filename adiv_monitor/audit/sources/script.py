@@ -3,7 +3,7 @@
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from importlib import import_module
@@ -31,30 +31,18 @@ class Ran:
     """The optimizer steps that the user's code took while it was loaded."""
 
     def __init__(self) -> None:
-        self._steps: Counter[Optimizer] = Counter()
+        self.steps: Counter[Optimizer] = Counter()
+        self.is_watched = True
 
-    def count(self, optimizer: Optimizer) -> None:
-        """Count a step of the optimizer."""
-        self._steps[optimizer] += 1
-
-    def steps_of(self, model: nn.Module, *, copied: bool) -> int:
-        """Return the number of steps that trained the model.
-
-        Args:
-            model: the model.
-            copied: whether it is a copy of one that the code holds. It may then be one of an
-                average of weights or of the best ones, so that the steps of any optimizer count;
-                else those of an optimizer that holds its parameters.
-        """
+    def steps_of(self, model: nn.Module) -> int:
+        """Return the number of steps of an optimizer that holds parameters of the model."""
         own = set(map(id, model.parameters()))
-        return max(
-            (
-                steps
-                for optimizer, steps in self._steps.items()
-                if copied or any(id(p) in own for g in optimizer.param_groups for p in g["params"])
-            ),
-            default=0,
-        )
+        of_it = [
+            steps
+            for optimizer, steps in self.steps.items()
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        ]
+        return max(of_it, default=0)
 
 
 @contextmanager
@@ -70,7 +58,8 @@ def watched(*, may_train: bool) -> Iterator[Ran]:
     Raises:
         UsageError: the code did so; it names the line.
     """
-    ran, refused, folder = Ran(), [], Path.cwd()
+    ran, folder = Ran(), Path.cwd()
+    refused: list[str] = []
 
     def refuse(what: str) -> None:
         if not may_train:
@@ -78,45 +67,34 @@ def watched(*, may_train: bool) -> Iterator[Ran]:
             raise _Refused
 
     def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        ran.count(optimizer)
+        ran.steps[optimizer] += 1
         refuse("takes an optimizer step")
 
-    def write(file: object) -> None:
-        if isinstance(file, (str, os.PathLike)):
-            path = Path(file).resolve()
-            if path.is_file() and path.is_relative_to(folder):
-                refuse(f"writes over {path.relative_to(folder)}")
+    def watch(module: Any, name: str) -> None:
+        function = getattr(module, name)
 
-    try:
-        with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(step).remove)
-            stack.enter_context(_before(torch, "save", write))
-            for name in ("safetensors.torch", "safetensors.numpy"):
-                with suppress(ImportError):  # then nothing is written with it
-                    stack.enter_context(_before(import_module(name), "save_file", write))
+        @wraps(function)
+        def saves(*args: Any, **kwargs: Any) -> Any:
+            file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            path = Path(file).resolve() if isinstance(file, str | os.PathLike) else None
+            # Code that has imported the function keeps this one.
+            if ran.is_watched and path and path.is_file() and path.is_relative_to(folder):
+                refuse(f"writes over {path.relative_to(folder)}")
+            return function(*args, **kwargs)
+
+        setattr(module, name, saves)
+        watches.callback(setattr, module, name, function)
+
+    with ExitStack() as watches:
+        watches.callback(register_optimizer_step_pre_hook(step).remove)
+        watches.callback(setattr, ran, "is_watched", False)
+        watch(torch, "save")
+        with suppress(ImportError):  # then nothing is written with it
+            watch(import_module("safetensors.torch"), "save_file")
+        try:
             yield ran
-    except BaseException as error:  # the code may have caught the refusal and failed by it
-        if refused:
-            raise UsageError(refused[0]) from error
-        raise
+        except BaseException:  # the code may have caught the refusal and failed by it
+            if not refused:
+                raise
     if refused:
         raise UsageError(refused[0])
-
-
-@contextmanager
-def _before(module: Any, name: str, look: Callable[[object], None]) -> Iterator[None]:
-    """Show the second argument of each call of the module's function, a file, to `look`."""
-    function, is_on = getattr(module, name), [True]
-
-    @wraps(function)
-    def looked_at(*args: Any, **kwargs: Any) -> Any:
-        if is_on:  # code that has imported this function keeps it
-            look(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")))
-        return function(*args, **kwargs)
-
-    setattr(module, name, looked_at)
-    try:
-        yield
-    finally:
-        is_on.clear()
-        setattr(module, name, function)

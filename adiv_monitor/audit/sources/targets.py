@@ -1,19 +1,45 @@
-"""Targets that fit a model's output."""
+"""What a model takes, and targets that fit its output."""
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adiv_monitor.audit.options.config import Config
-from adiv_monitor.audit.options.usage import UsageError
-from adiv_monitor.audit.sources import losses
-from adiv_monitor.audit.sources.shapes import SAMPLES, Fit, Inputs
+from adiv_monitor.audit.options.usage import UsageError, blamed
+from adiv_monitor.audit.training.setup import seeded
+from adiv_monitor.audit.training.target_loss import first_tensor
 
 MOST_CLASSES = 10  # of random data, so that each class has several samples
 
-Kind = Literal["class", "next token", "class of each token", "class of each place", "values"]
+_SAMPLES = 2  # of the pass that tells the output's shape; batch norm needs more than one
+_SIDE = 64  # of images, in pixels, for models that take any
+_SIDES = {"Inception3": 299, "MaxVit": 224}  # of torchvision's models that take no small ones
+# Shape of one sample of each named source, for models whose own shape isn't known.
+_OF_DATA = {
+    "digits": (1, 8, 8),
+    "cifar10": (3, 32, 32),
+    "imagefolder": (3, _SIDE, _SIDE),
+    "text": (32,),
+}
+
+Made = Callable[[Tensor, Tensor], Any]  # made of samples and their classes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One input of a model.
+
+    Attributes:
+        shape: Shape of one sample.
+        vocabulary: Inputs are whole numbers below this; None: they are floats.
+    """
+
+    shape: tuple[int, ...]
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
@@ -21,50 +47,19 @@ class Form:
     """How samples and their classes become a batch.
 
     Attributes:
-        kind: Kind of the targets.
         inputs: The model's inputs.
-        output: Shape of the output for one sample.
-        classes: Number of classes that the output distinguishes.
-        loss: Name of the loss for these targets.
-        stand_ins: Target values of each class, (classes, *output); None: targets are not these.
+        batch: The batch of some samples; samples of tokens have one more than the model takes.
+        classes: Number of classes that the model tells apart; None: as many as the data have.
+        loss: Name of the loss for these targets; None: the model's own.
     """
 
-    kind: Kind
     inputs: Inputs
-    output: tuple[int, ...]
-    classes: int
-    loss: str
-    stand_ins: Tensor | None
-
-    @property
-    def takes_classes(self) -> bool:
-        """Whether the targets follow from class labels alone."""
-        return self.kind in ("class", "class of each place")
-
-    def batch(self, x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets; `x` holds one token more than the model takes."""
-        if self.kind == "next token":
-            return x[..., :-1], x[..., 1:]
-        if self.inputs.vocabulary is not None:
-            x = x[..., :-1]
-        if self.kind == "class of each token":
-            return x, x % self.classes
-        if self.kind == "class of each place":
-            return x, self._everywhere(label)
-        if self.kind == "values":
-            return x, x if self.stand_ins is None else self.stand_ins[label]
-        return x, label
-
-    def _everywhere(self, label: Tensor) -> Tensor:
-        """Expand each sample's class to all places.
-
-        The classes are the output's first or last dimension.
-        """
-        places = self.output[1:] if self.output[0] == self.classes else self.output[:-1]
-        return label.reshape(-1, *(1 for _ in places)).expand(-1, *places)
+    batch: Made
+    classes: int | None
+    loss: str | None
 
 
-def form(fit: Fit, config: Config) -> Form:
+def form(model: nn.Module, config: Config) -> Form:
     """Choose the targets that fit a model's outputs and the requested loss.
 
     One number for each of several classes: the sample's class. For tokens: the next token if the
@@ -74,44 +69,96 @@ def form(fit: Fit, config: Config) -> Form:
     class.
 
     Raises:
-        UsageError: The output does not have as many samples as the input.
+        UsageError: The shape of the inputs is not known, or the data have other targets than these.
     """
-    if fit.output[:1] != (SAMPLES,):
+    inputs, output = fit(model, config.input_shape, config.data.partition(":")[0])
+    target, classes, loss = _target(inputs, output, config)
+
+    def batch(x: Tensor, label: Tensor) -> Any:
+        return x if inputs.vocabulary is None else x[..., :-1], target(x, label)
+
+    return Form(inputs, batch, classes, config.loss or loss)
+
+
+def _target(
+    inputs: Inputs, output: tuple[int, ...], config: Config
+) -> tuple[Made, int | None, str]:
+    """Return what makes the targets, the number of classes, and the name of the loss."""
+    # What the loss asks for; one that is no name of ours takes whatever fits the output.
+    of_classes = config.loss in ("cross_entropy", "nll")
+    of_shares = config.loss == "binary_cross_entropy_with_logits"
+    of_values = of_shares or config.loss in ("mse", "l1", "smooth_l1", "huber")
+    if output and not of_values:
+        if inputs.vocabulary is not None and output[:-1] == inputs.shape:
+            if output[-1] == inputs.vocabulary:
+                return lambda x, label: x[..., 1:], None, "cross_entropy"
+            return lambda x, label: x[..., :-1] % output[-1], None, "cross_entropy"
+        is_class = len(output) == 1 and output != (1,)
+        if of_classes or is_class or (config.num_classes and len(output) > 1):
+            # The classes are the first dimension of an image, else the last.
+            classes, *places = output if len(output) > 2 else (output[-1], *output[:-1])
+            alike = [-1, *(1 for _ in places)]
+            return lambda x, label: label.view(alike).expand(-1, *places), classes, "cross_entropy"
+    if output == inputs.shape and not of_shares:
+        return lambda x, label: x, None, "mse"
+    if config.data != "random":
         raise UsageError(
-            f"the model's output for {SAMPLES} samples has shape {fit.output}, expected one "
-            "output a sample; give batches and a loss of your own: --data, --loss"
+            f"--data {config.data} has classes; the model's outputs {output} need other targets: "
+            "give --num-classes or --loss, or batches of your own"
         )
-    output = fit.output[1:]
-    known = losses.NAMED.get(config.loss or "")
-    asked = known[1] if known is not None else None
-    kind = _kind(fit, output, config, asked)
-    classes = _classes(kind, output)
-    named = config.loss or ("mse" if kind == "values" else "cross_entropy")
-    reproduces = kind == "values" and output == fit.inputs.shape and asked != "shares"
-    stand_ins = None
-    if kind == "values" and not reproduces:
-        generator = torch.Generator().manual_seed(config.seed)
-        stand_ins = torch.randn(config.num_classes or MOST_CLASSES, *output, generator=generator)
-        stand_ins = (stand_ins > 0).float() if asked == "shares" else stand_ins
-    return Form(kind, fit.inputs, output, classes, named, stand_ins)
+    generator = torch.Generator().manual_seed(config.seed)
+    drawn = torch.randn(config.num_classes or MOST_CLASSES, *output, generator=generator)
+    stand_ins = (drawn > 0).float() if of_shares else drawn
+    return lambda x, label: stand_ins[label], None, "mse"
 
 
-def _kind(fit: Fit, output: tuple[int, ...], config: Config, asked: str | None) -> Kind:
-    if asked in ("values", "shares") or not output or (output == (1,) and asked is None):
-        return "values"
-    if len(output) == 1:
-        return "class"
-    tokens = fit.inputs.vocabulary
-    if tokens is not None and output[:-1] == fit.inputs.shape:
-        return "next token" if output[-1] == tokens else "class of each token"
-    if asked == "classes" or config.num_classes is not None:
-        return "class of each place"
-    return "values"
+def fit(
+    model: nn.Module, shape: tuple[int, ...] | None, data: str = "random"
+) -> tuple[Inputs, tuple[int, ...]]:
+    """Return the inputs of a model, and the shape of its output for one sample.
+
+    The inputs are whole numbers if the first layer with weights is an embedding, else floats. Of
+    several outputs, the shape is that of the first.
+
+    Args:
+        model: The model, of which a copy runs.
+        shape: Shape of one sample; None: that of a model of torchvision or timm, else that of the
+            data's samples.
+        data: Name of a data source.
+
+    Raises:
+        UsageError: The shape is not known, or the model can't take it.
+    """
+    name = type(model).__name__
+    shape = shape or _of_images(model) or _OF_DATA.get(data)
+    if shape is None:
+        raise UsageError(
+            f"{name}: the shape of its inputs is not known; give batches with --data module:name, "
+            "or the shape of one sample with --input-shape, such as 3,64,64"
+        )
+    layers = (m for m in model.modules() if not [*m.children()] and [*m.parameters()])
+    first = next(layers, None)
+    words = first.num_embeddings if isinstance(first, (nn.Embedding, nn.EmbeddingBag)) else None
+    like = next(model.parameters())
+    size = (_SAMPLES, *shape)
+    told = f"--input-shape {shape}: {name} can't take it; give another one, or batches with --data"
+    with blamed(told), torch.no_grad(), seeded(0):
+        x = torch.randn(size) if words is None else torch.randint(words, size)
+        x = x.to(like.device, like.dtype if words is None else None)
+        output = first_tensor(copy.deepcopy(model)(x))
+        if output is None or output.shape[:1] != (_SAMPLES,):
+            raise ValueError("it gives no output for each sample")
+    return Inputs(shape, words), tuple(output.shape[1:])
 
 
-def _classes(kind: Kind, output: tuple[int, ...]) -> int:
-    if kind == "values":
-        return 1
-    if kind in ("next token", "class of each token") or len(output) == 1:
-        return output[-1]
-    return output[0] if len(output) > 2 else output[-1]
+def _of_images(model: nn.Module) -> tuple[int, ...] | None:
+    """Return the shape of the images that a model of torchvision or timm takes; None for others."""
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, dict) and "input_size" in config:
+        side = config["input_size"][-1] if config.get("fixed_input_size") else _SIDE
+    elif type(model).__module__.startswith("torchvision.models."):
+        side = getattr(model, "image_size", _SIDES.get(type(model).__name__, _SIDE))
+    else:
+        return None
+    channels = (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+    return next(channels, 3), side, side
