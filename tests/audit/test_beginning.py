@@ -20,7 +20,8 @@ def net(*behind: nn.Module) -> nn.Module:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
+    x, y = batch
+    return functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
 
 
 def likelihood(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -195,14 +196,6 @@ def test_two_softmaxes_are_told_from_one() -> None:
     assert double_softmax(setup(net(nn.LogSoftmax(1)))) is False
     assert double_softmax(setup(net(nn.Softmax(1)), likelihood)) is False
     assert double_softmax(setup(nn.Linear(300, 1), lambda m, b: m(b[0]).mean())) is None
-
-
-def test_a_loss_that_fails_is_not_judged_here() -> None:
-    def failing(model: nn.Module, batch: object) -> torch.Tensor:
-        raise RuntimeError("no")
-
-    assert chance(setup(net(), failing)) is None
-    assert double_softmax(setup(net(), failing)) is None
 
 
 def test_batches_are_as_they_were() -> None:

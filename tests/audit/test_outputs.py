@@ -114,7 +114,6 @@ def test_what_can_not_be_told_is_not() -> None:
 
     assert descent_share(setup(net(), clamping)) is None
     assert descent_share(setup(net(), failing)) is None
-    assert activated_output(setup(net(), failing).fork()) is None
 
 
 def test_all_is_as_it_was() -> None:

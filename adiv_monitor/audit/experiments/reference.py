@@ -54,29 +54,23 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     fork = setup.fork()
     y = _labels(fork, given)
     x = [_inputs(fork, *pair) for pair in zip(given, y, strict=True)]
-    if len({part.shape[1] for part in x}) != 1:
-        raise Untold("inputs are of unlike shape from batch to batch")
     unseen = slice(EVERY - 1, None, EVERY)
     kept = [i for i in range(len(given)) if i % EVERY != EVERY - 1]
     seen = torch.cat([x[i] for i in kept])[:MOST_SAMPLES]
     labels, others = torch.cat([y[i] for i in kept])[:MOST_SAMPLES], torch.cat(y[unseen])
     if len(others) < SAMPLES:
         raise Untold(f"fewer than {SAMPLES} samples to hold out")
-    if not bool(seen.isfinite().all()) or len(set(labels.tolist())) < 2:
+    if not bool(seen.isfinite().all()) or min(len(set(z.tolist())) for z in (labels, others)) < 2:
         raise Untold("inputs that are not finite, or labels that are all alike")
-    found = _best(_predictions(seen, labels, torch.cat(x[unseen]), setup.seed), others)
-    if found is None:
-        raise Untold("labels that are all alike")
+    predictions = _predictions(seen, labels, torch.cat(x[unseen]), setup.seed)
+    found = max(skill(predicted, others) for predicted in predictions)
     if found.error < found.share < EXPLAINS:
         return ()
-    own = _own_skill(setup.fork_like(trained), given[unseen])
-    if own is None:
-        raise Untold(_UNKNOWN)
     is_values = labels.is_floating_point()
     numbers = {
         "reference": found.share,
         "error": found.error,
-        "model": own.share,
+        "model": _own_share(setup.fork_like(trained), given[unseen]),
         "per class": math.inf if is_values else len(labels) / len(set(labels.tolist())),
         "held out": float(len(others)),
     }
@@ -85,13 +79,11 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _labels(fork: Fork, batches: Sequence[Any]) -> list[Tensor]:
     """Return the labels of each batch: the tensor that a loss gets with the first."""
-    compared = _compared(fork, batches[0])
-    parts = list(tensors(batches[0])) if compared else []
-    at = next((i for i, x in enumerate(parts) if compared and _are_equal(x, compared[1])), None)
-    if compared is None or at is None:
+    _, labels = _compared(fork, batches[0])
+    at = [i for i, x in enumerate(tensors(batches[0])) if _are_equal(x, labels)]
+    if not at:
         raise Untold(_UNKNOWN)
-    kind = compared[1].dtype
-    return [list(tensors(batch))[at].detach().flatten().cpu().to(kind) for batch in batches]
+    return [list(tensors(b))[at[0]].detach().flatten().cpu().to(labels.dtype) for b in batches]
 
 
 def _are_equal(x: Tensor, labels: Tensor) -> bool:
@@ -107,7 +99,7 @@ def _inputs(fork: Fork, batch: Any, labels: Tensor) -> Tensor:
     return torch.cat([_features(x.cpu()) for x in given], 1)
 
 
-def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
+def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor]:
     """Return what the first loss of one label for each sample gets: predicted and true labels.
 
     They are integers if the labels are classes, and in float64 if they are values.
@@ -116,22 +108,20 @@ def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
     found: list[tuple[Tensor, Tensor]] = []
 
     def look(call: Call) -> None:
-        if found or call.name not in LOSSES:
-            return
         given, target = call.argument(0, "input"), call.argument(1, "target")
-        if not isinstance(given, Tensor) or not isinstance(target, Tensor):
-            return
-        given, target = given.detach().cpu(), target.detach().cpu().flatten()
-        if len(target) != size:
-            return
-        if given.ndim == 2 and len(given) == size and not target.is_floating_point():
-            found.append((given.argmax(1), target.long()))
-        elif given.numel() == size:
-            found.append((given.flatten().double(), target.double()))
+        is_loss = call.name in LOSSES and isinstance(given, Tensor) and isinstance(target, Tensor)
+        if is_loss and target.numel() == size:
+            given, target = given.detach().cpu(), target.detach().cpu().flatten()
+            if given.ndim == 2 and len(given) == size and not target.is_floating_point():
+                found.append((given.argmax(1), target.long()))
+            elif given.numel() == size:
+                found.append((given.flatten().double(), target.double()))
 
     with torch.no_grad():
         see_calls(fork, look, batch)
-    return found[0] if found else None
+    if not found:
+        raise Untold(_UNKNOWN)
+    return found[0]
 
 
 def _features(x: Tensor) -> Tensor:
@@ -142,8 +132,7 @@ def _features(x: Tensor) -> Tensor:
     x = x.float()
     if x.ndim >= 4 and x[0].numel() > MOST_FEATURES:
         side = max(1, math.isqrt(MOST_FEATURES // x.shape[1]))
-        x = x.flatten(3) if x.ndim > 4 else x
-        x = functional.adaptive_avg_pool2d(x, (min(side, x.shape[2]), min(side, x.shape[3])))
+        x = functional.adaptive_avg_pool2d(x.flatten(3), side)
     x = x.reshape(len(x), 1, -1)
     return functional.adaptive_avg_pool1d(x, min(MOST_FEATURES, x.shape[2]))[:, 0]
 
@@ -163,7 +152,7 @@ def _predictions(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Iterat
         for z in ((x - mean) / std, (unseen - mean) / std)
     )
     is_values = labels.is_floating_point()
-    classes = torch.tensor(sorted(set(labels.tolist())))
+    classes = labels.unique()
     one_hot = (labels[:, None] == classes).double()
     wanted = (labels - labels.mean())[:, None] if is_values else one_hot
     square, products = inside.T @ inside, inside.T @ wanted
@@ -173,15 +162,8 @@ def _predictions(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Iterat
         yield found[:, 0] if is_values else classes[found.argmax(1)]
 
 
-def _best(predictions: Iterable[Tensor], labels: Tensor) -> Skill | None:
-    told = [skill(predicted, labels) for predicted in predictions]
-    return max((one for one in told if one is not None), key=lambda one: one.share, default=None)
-
-
-def skill(predicted: Tensor, labels: Tensor) -> Skill | None:
-    """Return how much of the labels is explained; None: they are all alike, or there are none."""
-    if len(set(labels.tolist())) < 2:
-        return None
+def skill(predicted: Tensor, labels: Tensor) -> Skill:
+    """Return how much is explained of labels that are not all alike."""
     if labels.is_floating_point():
         both = torch.stack([predicted.double(), labels])
         correlation = float(torch.corrcoef(both)[0, 1])
@@ -192,13 +174,12 @@ def skill(predicted: Tensor, labels: Tensor) -> Skill | None:
     return Skill((right - most) / (1 - most), error / (1 - most))
 
 
-def _own_skill(fork: Fork, batches: Sequence[Any]) -> Skill | None:
-    """Return the model's skill in evaluation or in training mode, whichever explains more."""
-    told = []
+def _own_share(fork: Fork, batches: Sequence[Any]) -> float:
+    """Return what the model explains in evaluation or in training mode, whichever is more."""
+    shares = []
     for training in (False, True):
         fork.model.train(training)
-        known = [pair for batch in batches if (pair := _compared(fork, batch)) is not None]
-        if len(known) == len(batches):
-            predicted, labels = (torch.cat(parts) for parts in zip(*known, strict=True))
-            told.append((predicted, labels))
-    return _best((p for p, _ in told), told[0][1]) if told else None
+        pairs = [_compared(fork, batch) for batch in batches]
+        predicted, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        shares.append(skill(predicted, labels).share)
+    return max(shares)
