@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.answers import double_softmax
 from adiv_monitor.audit.experiments.beginning import are_trained, chance, weights
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.fixes import FIXES
@@ -22,10 +21,6 @@ def net(*behind: nn.Module) -> nn.Module:
 def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     x, y = batch
     return functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
-
-def likelihood(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return functional.nll_loss(model(batch[0]).log(), batch[1])
 
 
 def setup(model: nn.Module, loss: object = cross_entropy) -> Setup:
@@ -185,17 +180,8 @@ def test_the_model_is_as_it_was() -> None:
     model = net()
     before = [p.clone() for p in model.parameters()]
     chance(setup(model))
-    double_softmax(setup(model))
     assert all(map(torch.equal, before, model.parameters()))
     assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_two_softmaxes_are_told_from_one() -> None:
-    assert double_softmax(setup(net(nn.Softmax(1)))) is True
-    assert double_softmax(setup(net())) is False
-    assert double_softmax(setup(net(nn.LogSoftmax(1)))) is False
-    assert double_softmax(setup(net(nn.Softmax(1)), likelihood)) is False
-    assert double_softmax(setup(nn.Linear(300, 1), lambda m, b: m(b[0]).mean())) is None
 
 
 def test_batches_are_as_they_were() -> None:
@@ -212,7 +198,6 @@ def test_batches_are_as_they_were() -> None:
     of = setup(Doubles())
     before = of.batches[0][0].clone()
     chance(of)
-    double_softmax(of)
     assert torch.equal(of.batches[0][0], before)
 
 

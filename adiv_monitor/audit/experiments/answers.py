@@ -49,26 +49,6 @@ class Answered:
         return mapped(output, lambda x: instead.to(x.dtype) if x.shape == instead.shape else x)
 
 
-def double_softmax(setup: Setup) -> bool | None:
-    """Return whether the outputs are probabilities and the loss takes another softmax of them.
-
-    Outputs are probabilities if no entry is negative and they sum to 1 over the last dimension or
-    the second. The loss takes a softmax if its value stays the same when 1 is added to all outputs.
-    None: the model's output is no tensor of several classes, or can't be changed.
-    """
-    of = Answered(setup.fork(), setup.batches[0])
-    x = of.outputs
-    if x is None or x.ndim < 2 or x.shape[1] < 2:
-        return None
-    are_ones = any(bool((x.sum(axis) - 1).abs().max() < 1e-3) for axis in (1, -1))
-    if not are_ones or bool(x.min() < 0):
-        return False
-    try:
-        return math.isclose(of.first, of.loss(x + 1), rel_tol=1e-5)
-    except Exception:  # a loss of probabilities refuses those above 1
-        return None
-
-
 def _preferred(
     setup: Setup, find: Callable[[Answered, Tensor], Losses | None]
 ) -> tuple[Tensor, Losses] | None:
@@ -88,7 +68,7 @@ def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
     """Return targets of zeros and ones, or classes as such, in the output's shape; else None."""
     if x.is_complex() or output.ndim < 1 or not x.numel():
         return None
-    if x.numel() == output.numel() and {*x.unique().tolist()} == {0, 1}:
+    if x.numel() == output.numel() and {*torch.unique(x).tolist()} == {0, 1}:
         return x.reshape(output.shape).to(output)
     classes = output.shape[1] if output.ndim > 1 else 0
     is_class = not x.is_floating_point() and x.dtype is not torch.bool and classes > 1

@@ -56,10 +56,10 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
 
     def look(call: Call) -> None:
         place = _RIGHT.get(call.name, len(call.args))
-        weight = call.args[place] if place < len(call.args) else None
-        name = names.get(id(weight))
-        if name and weight.ndim >= 2 and weight.numel() and weight.requires_grad:
-            found[name] = weight if call.name == "linear" else weight.mT
+        for weight in call.args[place : place + 1]:
+            name = names.get(id(weight))
+            if name and weight.ndim >= 2 and weight.numel() and weight.requires_grad:
+                found[name] = weight if call.name == "linear" else weight.mT
 
     see_calls(fork, look)
     return found

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import arguments, given_inputs
 from adiv_monitor.audit.experiments.inputs import is_input
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like, those
 from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, InputStatistics
 
@@ -196,7 +195,7 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     wide = [parts for parts in given.values() if parts[0].ndim > 1]
     if wide and all(map(_are_constant, wide)):
         return (Fact("", {"samples": samples}, {"of": "inputs"}),)
-    return _targets(setup, batches) or _labels(setup) or [
+    return _targets(setup) or [
         fact for name, parts in given.items() for fact in _constant_parts(name, parts, len(given))
     ]  # fmt: skip
 
@@ -228,66 +227,29 @@ def _constant_parts(name: str, parts: Sequence[Tensor], inputs: int) -> Iterable
             yield Fact("", numbers, {"of": "features", "at": listed, **words})
 
 
-def _labels(setup: Setup) -> list[Fact]:
-    """Return a fact if all labels are the same, and the loss changes where they change."""
-    found = _labels_of(setup.batches)
-    values = {value for labels in found for value in labels.tolist()}
-    if len(values) != 1 or not _counts(setup, *values):
-        return []
-    numbers = {"samples": sum(map(len, found)), "value": values.pop()}
-    return [Fact("", numbers, {"of": "labels"})]
+@torch.no_grad()
+def _targets(setup: Setup) -> list[Fact]:
+    """Return a fact if a loss ignores all targets, or all that count are the same.
 
-
-def _counts(setup: Setup, value: float) -> bool:
-    """Return whether the first batch's loss changes with the labels of this value."""
-    batch, loss = setup.batches[0], RepeatedLoss(setup.fork())
-    inputs = next(tensors(batch))
-
-    def other(x: Tensor) -> Tensor:
-        is_label = x is not inputs and x.dtype != torch.bool and bool((x == value).all())
-        return x + (-1 if value > 0 else 1) if is_label else x
-
-    try:
-        return loss.of(batch) != loss.of(mapped(batch, other))
-    except (IndexError, RuntimeError):  # no such class: the loss looks at the labels
-        return True
-
-
-def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
-    """Return a fact if a loss of classes ignores all targets, or all that count are of one class.
-
-    Targets that the loss makes itself, such as the place of the right pair, may all be the same.
+    Targets that the loss makes itself, such as the place of the right pair, may all be the same;
+    and so may values, such as those at a boundary, beside other targets.
     """
-    fork = setup.fork()
-    left: set[float] = set()  # targets of the batches that count
-    shares: list[float] = []  # of ignored ones
-    index, is_made, is_lost = -100, False, False
-
-    def look(call: Call) -> None:
-        nonlocal index, is_made, is_lost
-        target = call.argument(1, "target") if call.name in ("cross_entropy", "nll_loss") else None
-        if isinstance(target, Tensor) and not target.is_floating_point() and target.numel():
-            index = int(call.argument(4, "ignore_index", -100))
-            ignored = target == index
-            shares.append(float(ignored.float().mean()))
-            is_lost |= shares[-1] == 1 and not bool(call.result.isfinite().all())
-            is_made |= not any(torch.equal(x.flatten(), target.flatten()) for x in given)
-            left.update(target[~ignored].tolist())
-
-    with torch.no_grad():
-        for batch in batches:
-            given = list(tensors(batch))[1:]
-            see_calls(fork, look, batch)
-            if len(left) > 1 or not shares:
-                break
-    if is_lost or (shares and min(shares) == 1):
-        numbers = {"share": fmean(share == 1 for share in shares), "index": index}
-        return [Fact("", numbers, {"of": "ignored"})]
-    if len(left) != 1 or is_made:
-        return []
-    numbers = {"share": fmean(shares), "index": index, "value": left.pop(),
-               "samples": sum(map(size_of, batches))}  # fmt: skip
-    return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
+    is_pair = len(list(tensors(setup.batches[0]))) == 2
+    names = (*CLASSIFIES, *LOSSES) if is_pair else CLASSIFIES
+    for call in those(setup.fork(), lambda call: call.name in names):
+        target, index = call.argument(1, "target"), call.kwargs.get("ignore_index", -100)
+        given = parts_like(target, setup.batches)
+        left = {value for x in given for value in torch.unique(x[x != index])[:2].tolist()}
+        shares = [float((x == index).double().mean()) for x in given or [target]]
+        is_lost = max(shares) == 1 and call.kwargs.get("reduction") == "mean"
+        if min(shares) == 1 or is_lost:
+            numbers = {"share": fmean(share == 1 for share in shares), "index": index}
+            return [Fact("", numbers, {"of": "ignored"})]
+        if len(left) == 1:
+            numbers = {"share": fmean(shares), "index": index, "value": float(left.pop()),
+                       "samples": sum(map(size_of, setup.batches))}  # fmt: skip
+            return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
+    return []
 
 
 # Do they fit?

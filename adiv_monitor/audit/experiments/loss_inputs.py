@@ -2,15 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.experiments.data import spread
 from adiv_monitor.audit.experiments.derived import Derived, flat
 from adiv_monitor.audit.experiments.dropout import rate_of
 from adiv_monitor.audit.experiments.flat import ends_of_function
@@ -31,13 +30,22 @@ OWN = ("cross_entropy", "binary_cross_entropy_with_logits")  # with their own so
 CLASSIFIES = (*OWN, "nll_loss", "binary_cross_entropy", "multi_margin_loss")
 
 
-def those(fork: Fork, is_met: Callable[[Call], bool]) -> list[Call]:
-    """Return the calls of the first batch's loss that meet a condition."""
+def those(fork: Fork, is_met: Callable[[Call], bool], batch: Any = None) -> list[Call]:
+    """Return the calls of a batch's loss, by default the first, that meet a condition."""
     found: list[Call] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run has shown them
-        see_calls(fork, lambda call: found.append(call) if is_met(call) else None)
+        see_calls(fork, lambda call: found.append(call) if is_met(call) else None, batch)
     return found
+
+
+def parts_like(x: Tensor, batches: Sequence[Any]) -> list[Tensor]:
+    """Return the tensor of each batch that holds these entries in the first one; []: none does."""
+    entries = x.detach().flatten().double()
+    for i, part in enumerate(tensors(batches[0])):
+        if part.numel() == len(entries) and torch.equal(part.flatten().double(), entries):
+            return [list(tensors(batch))[i] for batch in batches]
+    return []
 
 
 class Known:
@@ -76,9 +84,8 @@ def broadcast(call: Call, fork: Fork) -> Fact | None:
         return None
     a, b = call.args[:2]
     words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
-    if call.name not in DIFFERENCES:
-        words["by"] = "another function"
-    return Fact(call.place, {"times": _times(a, b)}, words)
+    words |= {} if call.name in DIFFERENCES else {"by": "another function"}
+    return Fact(call.place, {"times": math.prod(_shape(a, b)) / max(a.numel(), b.numel())}, words)
 
 
 def is_broadcast(call: Call) -> bool:
@@ -91,23 +98,21 @@ def is_broadcast(call: Call) -> bool:
     a, b = call.args[:2] if len(call.args) > 1 else (None, None)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad == b.requires_grad:
         return False
-    if a.ndim == b.ndim or not (a.ndim and b.ndim and len(a) == len(b) > 1) or _times(a, b) <= 1:
+    if a.ndim == b.ndim or not (a.ndim and b.ndim and len(a) == len(b) > 1):
         return False
+    shape, result = _shape(a, b), call.result
     of_each = call.path is None and a.numel() == b.numel() == len(a)
-    result = call.result
-    return call.name in DIFFERENCES or (
-        of_each and isinstance(result, Tensor) and result.requires_grad
-        and result.shape == torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
-    )  # fmt: skip
+    is_entrywise = isinstance(result, Tensor) and result.requires_grad and result.shape == shape
+    is_larger = math.prod(shape) > max(a.numel(), b.numel())
+    return is_larger and (call.name in DIFFERENCES or (of_each and is_entrywise))
 
 
-def _times(a: Tensor, b: Tensor) -> float:
-    """Return the number of entries of both together over that of the larger one."""
+def _shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """Return the shape of both together; (0,): they do not fit."""
     try:
-        both: torch.Size = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
+        return tuple(torch.broadcast_shapes(a.shape, b.shape))  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return 0.0
-    return both.numel() / max(a.numel(), b.numel(), 1)
+        return (0,)
 
 
 # Log-probabilities
@@ -206,23 +211,21 @@ def _of_shape(call: Call) -> Fact:
 
 def is_of_one(call: Call, samples: int) -> bool:
     """Return whether a call is a softmax, or a cross-entropy, of one class."""
-    x = call.argument(0, "input")
-    if not isinstance(x, Tensor) or x.shape != (samples, 1) or samples < 2:
-        return False
-    return call.name == "cross_entropy" or (call.name in SOFTMAXES and _axis(call) == 1)
+    return _softmax_of(call) == ((samples, 1), 1) and samples > 1
 
 
 def is_over_samples(call: Call, samples: int) -> bool:
     """Return whether a call is a softmax over the samples, with several classes."""
-    x = call.argument(0, "input")
-    if call.name not in SOFTMAXES or not isinstance(x, Tensor) or x.ndim != 2:
-        return False
-    return len(x) == samples > 1 and x.shape[1] not in (1, samples) and _axis(call) == 0
+    shape, axis = _softmax_of(call)
+    return axis == 0 and shape[0] == samples > 1 and shape[1] not in (1, samples)
 
 
-def _axis(call: Call) -> int:
-    axis = call.argument(1, "dim")
-    return 1 if axis is None else int(axis) % 2
+def _softmax_of(call: Call) -> tuple[tuple[int, ...], int]:
+    """Return the shape and the axis of a softmax of two dimensions; an axis of -1: it is none."""
+    x, axis = call.argument(0, "input"), call.argument(1, "dim")
+    if call.name not in (*SOFTMAXES, "cross_entropy") or not isinstance(x, Tensor) or x.ndim != 2:
+        return (), -1
+    return tuple(x.shape), axis % 2 if isinstance(axis, int) else 1
 
 
 # Label smoothing, and weights of classes
@@ -245,77 +248,52 @@ def smoothing_of(call: Call) -> tuple[float, int]:
     classes. 0: there is no smoothing, or the targets are of another kind.
     """
     outputs, target = call.argument(0, "input"), call.argument(1, "target")
-    if call.name not in ("cross_entropy", "kl_div") or not isinstance(target, Tensor):
+    if call.name not in ("cross_entropy", "kl_div") or outputs.ndim < 2:
         return 0.0, 0
-    classes = outputs.shape[1 if outputs.ndim > 1 else 0]
-    if call.name == "cross_entropy" and not target.is_floating_point():
+    classes = outputs.shape[1]
+    if not target.is_floating_point():
         return float(call.argument(7, "label_smoothing", 0.0)), classes
-    if target.shape != outputs.shape or target.ndim < 2 or classes < 3 or not target.numel():
-        return 0.0, 0
-    shares = target.float().exp() if call.argument(5, "log_target", False) is True else target
-    in_order = shares.detach().float().movedim(1, -1).flatten(0, -2).sort(-1).values
-    others = in_order[:, :-1]
-    is_spread = bool((others[:, -1] - others[:, 0]).max() < _SAME)
-    is_whole = bool((in_order.sum(-1) - 1).abs().max() < classes * _SAME)
+    shares = target.detach().exp() if call.argument(5, "log_target", False) is True else target
+    in_order = shares.movedim(1, -1).sort(-1).values
+    others = in_order[..., :-1]
+    is_spread = bool((others[..., -1:] - others[..., :1] < _SAME).all()) and classes > 2
+    is_whole = bool(((in_order.sum(-1) - 1).abs() < classes * _SAME).all())
     return (float(others.mean()) * classes if is_spread and is_whole else 0.0), classes
 
 
-@asks("class-weights")
-def class_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
+@of_each_call("class-weights")
+@torch.no_grad()
+def class_weights(call: Call, fork: Fork) -> Fact | None:
     """Return the slope of the logarithm of weights over that of counts, where they differ.
 
     Weights that balance classes have a slope of −1, the square root of these −0.5, and counts in
-    place of their inverses 1.
+    place of their inverses 1. Of binary targets, the weights are 1 and `pos_weight`.
     """
-    fork = setup.fork()
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def look(call: Call) -> None:
-        if (weighted := _weighted(call)) is not None:
-            found.setdefault(call.place, []).append(weighted)
-
-    with torch.no_grad():
-        for batch in spread(setup.batches):
-            see_calls(fork, look, batch)
-            if not found:
-                return
-    for place, pairs in found.items():
-        weight, counted = pairs[-1][0], torch.stack([n for _, n in pairs]).sum(0)
-        used = (weight > 0) & (counted > 0)
-        w, n = weight[used].log(), counted[used].log()
-        if len(w) < 2 or min(float(x.max() - x.min()) for x in (w, n)) < _TWICE:
-            continue
-        w, n = w - w.mean(), n - n.mean()
-        common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
-        numbers = {
-            "slope": float((w * n).sum() / n.square().sum()),
-            "correlation": float((w * n).sum() / (w.norm() * n.norm())),
-            "times": float(weight[common] / weight[rare]),
-            "more": float(counted[common] / counted[rare]),
-        }
-        yield Fact(place, numbers, {"common": str(common), "rare": str(rare)})
-
-
-def _weighted(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return the weights of classes in a loss, and the number of targets of each; None: no weights.
-
-    Of binary targets, these are the weights 1 and `pos_weight`; of several labels, its geometric
-    mean.
-    """
-    target, weight = call.argument(1, "target"), call.argument(2, "weight")
+    weight, target = call.argument(2, "weight"), call.argument(1, "target")
     if call.name == "binary_cross_entropy_with_logits":
         weight = call.argument(6, "pos_weight")
-        if isinstance(weight, Tensor):
-            of_ones = weight.double().log().mean().exp()
-            weight, target = torch.stack([torch.ones_like(of_ones), of_ones]), target > 0.5
-    elif call.name not in ("cross_entropy", "nll_loss"):
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            weight = torch.cat([torch.ones_like(weight.flatten()), weight.flatten()])
+    elif call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
         return None
-    if not isinstance(weight, Tensor) or target.is_floating_point():
+    if not isinstance(weight, Tensor):
         return None
-    is_known = (target >= 0) & (target < len(weight))
-    known = target[is_known & (target != int(call.argument(4, "ignore_index", -100)))]
-    counted = torch.bincount(known.flatten().long().cpu(), minlength=len(weight))
-    return weight.detach().double().cpu(), counted.double()
+    targets = torch.cat([x.flatten() for x in parts_like(target, fork.batches) or [target]])
+    targets = targets[targets != call.kwargs.get("ignore_index", -100)].long()
+    counted = targets.bincount(minlength=len(weight))[: len(weight)].double()
+    used = (weight > 0) & (counted > 0)
+    w, n = weight[used].double().log(), counted[used].log()
+    if len(w) < 2 or min(float(x.max() - x.min()) for x in (w, n)) < _TWICE:
+        return None
+    w, n = w - w.mean(), n - n.mean()
+    common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
+    numbers = {
+        "slope": float((w * n).sum() / n.square().sum()),
+        "correlation": float((w * n).sum() / (w.norm() * n.norm())),
+        "times": float(weight[common] / weight[rare]),
+        "more": float(counted[common] / counted[rare]),
+    }
+    return Fact(call.place, numbers, {"common": str(common), "rare": str(rare)})
 
 
 # Targets that the function on the outputs can't reach
@@ -330,18 +308,6 @@ LINEAR = ("add", "__add__", "__radd__", "sub", "subtract", "__sub__", "__rsub__"
 SEVERAL = 1.5  # sum of the targets of a sample from which on they are of several classes
 
 
-class Bounds(NamedTuple):
-    """The values that a tensor can have.
-
-    Attributes:
-        last: The call of the function with a bounded range that it derives from.
-        ends: No entry is below the first number, or above the second.
-    """
-
-    last: Call
-    ends: tuple[float, ...]
-
-
 @looks("targets-out-of-range")
 class OutOfRange:
     """The share of targets that the function on the outputs can't reach.
@@ -352,36 +318,32 @@ class OutOfRange:
     """
 
     def __init__(self, fork: Fork) -> None:
-        self._known = Known()
-        # The calls that compare, the functions that can't reach targets (or these losses
-        # themselves), which targets, or rows of them, are wrong, the targets, and words.
+        self._known = Known()  # of results: the bounded function or softmax, and its ends
+        # Each with a comparison: the call that can't reach targets, those of them, and words.
         self._met: list[tuple[Call, Call, Tensor, Tensor, dict[str, str]]] = []
 
     def see(self, call: Call) -> None:
         """Note bounds and softmaxes, and what a call compares with targets."""
         for output, target in compared(call) if call.name in (*DIFFERENCES, *CLASSIFIES) else ():
             if target.numel() > 1 and output.requires_grad:  # no number that scales or moves
-                self._compare(call, self._known.of(output), output, target.double())
+                self._compare(call, output, target.double())
         if call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
-            self._known.note(call.result, call)
+            self._known.note(call.result, (call, None))
         elif (bounds := self._bounds(call)) is not None:
             self._known.note(call.result, bounds)
 
-    def _compare(self, call: Call, known: Call | Bounds | None, x: Tensor, target: Tensor) -> None:
+    def _compare(self, call: Call, x: Tensor, y: Tensor) -> None:
+        source, ends = self._known.of(x) or (call, None)
+        axis = min(1, y.ndim - 1) if source is call else source.argument(1, "dim")
         if call.name == "binary_cross_entropy_with_logits":
-            self._met.append((call, call, (target < 0) | (target > 1), target, {}))
-        elif isinstance(known, Bounds):
-            low, high = known.ends
-            wrong, words = (
-                (target < low) | (target > high),
-                {"low": f"{low:g}", "high": f"{high:g}"},
-            )
-            self._met.append((call, known.last, wrong, target, words))
-        elif x.shape == target.shape and (known is not None or call.name == "cross_entropy"):
-            axis = min(1, target.ndim - 1) if known is None else known.argument(1, "dim")
-            if known is None or x.shape == known.result.shape:
-                wrong = target.sum(axis) > SEVERAL
-                self._met.append((call, known or call, wrong, target, {"sum": "1"}))
+            self._met.append((call, call, (y < 0) | (y > 1), y, {}))
+        elif ends is not None:
+            words = {"low": f"{ends[0]:g}", "high": f"{ends[1]:g}"}
+            self._met.append((call, source, (y < ends[0]) | (y > ends[1]), y, words))
+        elif x.shape == y.shape and (
+            call.name == "cross_entropy" if source is call else x.shape == source.result.shape
+        ):
+            self._met.append((call, source, y.sum(axis) > SEVERAL, y, {"sum": "1"}))
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return a fact for each function that can't reach some targets."""
@@ -408,23 +370,19 @@ class OutOfRange:
                 found.setdefault(source.place, (source, fact))
         return list(found.values())
 
-    def _bounds(self, call: Call) -> Bounds | None:
-        """Return the bounds of a call's result; None: it has none."""
-        known = [x for y in call.args if isinstance(x := self._known.of(y), Bounds)]
-        ends = torch.tensor(known[0].ends if known else (-math.inf, math.inf))
-        if call.name in BOUNDED and call.args:
-            result = call.function(ends, *call.args[1:], **call.kwargs)
-            return Bounds(known[0].last if known else call, tuple(result.tolist()))
-        others = [x for x in call.args if not isinstance(self._known.of(x), Bounds)]
-        if call.name not in LINEAR or len(known) != 1 or not all(map(_is_number, others)):
+    def _bounds(self, call: Call) -> tuple[Call, tuple[float, ...]] | None:
+        """Return the function that bounds a call's result, and the ends; None: nothing does."""
+        x = next((y for y in call.args if isinstance(y, Tensor)), None)
+        source, ends = self._known.of(x) or (call, None)
+        others = [y for y in call.args if y is not x]
+        if call.name in BOUNDED:
+            source, ends = call, (-math.inf, math.inf)
+        elif call.name not in LINEAR or any(isinstance(y, Tensor) for y in others):
             return None
-        args = (ends if isinstance(self._known.of(x), Bounds) else x for x in call.args)
-        return Bounds(known[0].last, tuple(sorted(call.function(*args).tolist())))
-
-
-def _is_number(x: object) -> bool:
-    is_one = isinstance(x, Tensor) and x.ndim == 0 and not x.requires_grad
-    return is_one or isinstance(x, (int, float))
+        if ends is None:
+            return None
+        args = [torch.tensor(ends) if y is x else y for y in call.args]
+        return source, tuple(sorted(call.function(*args, **call.kwargs).tolist()))
 
 
 # Dropout, or a normalisation, between the last layer and the loss
@@ -517,21 +475,18 @@ def activation(fork: Fork) -> Call | None:
     Its outputs go unchanged into a loss that has a softmax or sigmoid of its own. None: there is no
     such function.
     """
-    known = Known()
-    found: list[Call] = []
+    known, found = Known(), None
 
     def see(call: Call) -> None:
+        nonlocal found
         if call.name in (*OWN, "log_softmax"):
-            found.extend(filter(None, [known.of(call.argument(0, "input"))]))
-        if (
-            isinstance(call.result, Tensor)
-            and call.result.is_floating_point()
-            and _activation(call)
-        ):
-            known.note(call.result, call)
+            found = known.of(call.argument(0, "input")) or found
+        x = call.result
+        if isinstance(x, Tensor) and x.is_floating_point() and _activation(call):
+            known.note(x, call)
 
     see_calls(fork, see)
-    return found[-1] if found else None
+    return found
 
 
 def activated_output(fork: Fork) -> ActivatedOutput | None:
@@ -592,12 +547,10 @@ def compared_with_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _are_equal(call: Call) -> bool:
     """Return whether both sides of a loss are equal; those of `kl_div` up to rounding."""
-    if call.name not in (*LOSSES, "kl_div"):
-        return False
     x, y = call.argument(0, "input"), call.argument(1, "target")
-    if x.shape != y.shape or x.numel() < 2 or bool((y == y.flatten()[0]).all()):
+    if call.name not in (*LOSSES, "kl_div") or x.shape != y.shape or x.numel() < 2:
         return False
-    if call.name != "kl_div":
-        return torch.equal(x, y)
-    y = y if call.argument(5, "log_target", False) else y.log()
-    return torch.allclose(x.exp(), y.exp(), rtol=1e-6, atol=1e-7)
+    if call.name == "kl_div":
+        y = y if call.argument(5, "log_target", False) else y.log()
+        return torch.allclose(x.exp(), y.exp(), rtol=1e-6, atol=1e-7)
+    return torch.equal(x, y) and bool((y != y.flatten()[0]).any())

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.experiments.answers import double_softmax
 from adiv_monitor.audit.experiments.averages import averages
 from adiv_monitor.audit.experiments.backward import descent_share
 from adiv_monitor.audit.experiments.beginning import are_trained, chance, weights
@@ -107,15 +106,15 @@ def observe(
             course = train(fork, watch)
     finally:
         monitor.close(quietly=True)
-        watch.gradients.remove()
-    ran, copies = list(watch.gradients.ran), averages(setup.model, setup.loss)
+        watch.remove()
+    ran, copies = list(watch.ran), averages(setup.model, setup.loss)
     record = Record(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
         reports=tuple(told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
         realised=watch.realised,
-        wiring=watch.gradients.wiring(copies),
+        wiring=watch.wiring(copies),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
         notes=tuple(_notes(setup)),
@@ -178,13 +177,13 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
 
 def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
     """Return what is known of the state in which training begins."""
-    constant = chance(setup)
+    constant, output = chance(setup), activated_output(setup.fork())
     below = constant is not None and 0 < record.losses[0] < _LEARNT * constant
     return {
         "facts": replace(record.facts, step_cost=step_cost(setup)),
         "chance": constant,
-        "double_softmax": double_softmax(setup),
-        "activated_output": activated_output(setup.fork()),
+        "double_softmax": output is not None and output.function == "softmax",
+        "activated_output": output,
         "descent_share": descent_share(setup),
         "trained": below or are_trained(setup),
     }

@@ -45,7 +45,7 @@ def step_cost(setup: Setup) -> float:
     parameters = list(setup.model.parameters())
     speed = CPU if parameters[0].device.type == "cpu" else GPU
     try:
-        with forced_eager(), FlopCounterMode(display=False) as counted, _Calls() as calls:
+        with forced_eager(), FlopCounterMode(display=False) as counted, _Calls() as calls:  # type: ignore[no-untyped-call]
             course = train(replace(setup, steps=1).fork())
     except Exception:  # an operator that a dispatch mode can't handle
         samples = max(size_of(setup.batches[0]), 1)
