@@ -1,6 +1,5 @@
 """Networks whose weights only the user's loop updates: teachers and averages of weights (EMA)."""
 
-import functools
 import inspect
 from collections.abc import Iterator
 from types import FunctionType
@@ -56,10 +55,10 @@ def _referred(loss: Any, depth: int = 2) -> Iterator[tuple[str, nn.Module]]:
         except ValueError:  # a variable has no value yet
             return
         values = {**used.nonlocals, **used.globals}
-    elif isinstance(loss, functools.partial):
-        values = {"": loss.func, **loss.keywords}
-    else:
-        values = {"": getattr(loss, "__self__", None), **getattr(loss, "__dict__", {})}
+    else:  # a method, a partial function, an object that is called
+        inner = getattr(loss, "__self__", getattr(loss, "func", None))
+        own = {**getattr(loss, "keywords", {}), **getattr(loss, "__dict__", {})}
+        values = {"": inner, **own}
     for name, value in values.items():
         if isinstance(value, nn.Module):
             yield name, value

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adiv_monitor.audit.experiments.calls import Call
-from adiv_monitor.audit.experiments.concerned import passed, with_tensor
+from adiv_monitor.audit.experiments.concerned import with_tensor
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
@@ -143,25 +143,16 @@ def unbounded_loss(setup: Setup, trained: Fork) -> Iterable[Fact]:
             break
         before, distance = value, 2 * distance
     at(0.0)
-    negative = _negative_weights(setup, loss, batch)
+    negative = _negative_weights(loss, batch)
     yield Fact("", {"loss": before, "times": distance, "negative": negative})
 
 
-def _negative_weights(setup: Setup, loss: RepeatedLoss, batch: Any) -> int:
-    """Return the number of samples with a negative weight.
-
-    Weights change gradients, but no outputs, and the loss is linear in them.
-    """
+def _negative_weights(loss: RepeatedLoss, batch: Any) -> int:
+    """Return the number of samples with a negative weight, in which the loss is linear."""
     for number, x in enumerate(tensors(batch)):
-        if not x.is_floating_point() or x.numel() != size_of(batch) or not bool((x < 0).any()):
-            continue
-        times = [partial(operator.mul, factor) for factor in (-WIDE, 0.0, WIDE)]
-        below, none, above = (loss.of(with_tensor(batch, number, scaled)) for scaled in times)
-        change = abs(above - none)
-        if change > 0 and abs(above + below - 2 * none) < LINEAR * change:
-            own = passed(setup, batch)
-            turned = passed(setup, with_tensor(batch, number, operator.neg))
-            is_input = not torch.equal(turned.outputs, own.outputs)
-            if not is_input and not torch.equal(turned.gradients, own.gradients):
+        if x.is_floating_point() and x.numel() == size_of(batch) and bool((x < 0).any()):
+            times = [partial(operator.mul, factor) for factor in (-WIDE, 0.0, WIDE)]
+            below, none, above = (loss.of(with_tensor(batch, number, scaled)) for scaled in times)
+            if abs(above + below - 2 * none) < LINEAR * abs(above - none):
                 return int((x < 0).sum())
     return 0

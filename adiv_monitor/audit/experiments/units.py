@@ -19,13 +19,6 @@ _LAST = (
     *("linear", "layer_norm", "rms_norm", "matmul", "bmm", "addmm", "einsum", "embedding"),
     *("multi_head_attention_forward", "scaled_dot_product_attention"),
 )
-# Arguments that may follow the input by position.
-_BY_PLACE = {
-    "hardtanh": ("min_val", "max_val"),
-    "clamp": ("min", "max"),
-    "clip": ("min", "max"),
-    "clamp_min": ("min",),
-}
 # Class names of modules that compose these functions from tanh and sigmoid, which aren't looked at.
 _COMPOSED = re.compile("gelu|silu|swish", re.IGNORECASE)
 
@@ -76,7 +69,7 @@ class Units:
         elif call.name in _LAST:
             self._channels = False
         elif not (call.name in ("tanh", "sigmoid") and call.path in self._composed):
-            given = dict(zip(_BY_PLACE.get(call.name, ()), call.args[1:], strict=False))
+            given = dict(zip(("min", "max"), call.args[1:], strict=False))  # of clamps
             ends = ends_of_function(call.name, {**given, **call.kwargs})
             if ends is not None and x.is_floating_point() and x.ndim:
                 self._look(call.path, *ends, x)
