@@ -203,11 +203,6 @@ def test_other_losses_are_no_lower_beyond_the_targets(of: OfPair) -> None:
     assert asked("logits-as-probabilities", with_loss(of, several), trained=True) == ()
 
 
-def test_without_targets_of_0_and_1_nothing_is_replaced() -> None:
-    for of in (with_loss(functional.mse_loss, values), setup()):
-        assert asked("logits-as-probabilities", of, trained=True) == ()
-
-
 # Outputs and targets of different samples
 
 
@@ -256,29 +251,6 @@ def test_targets_in_another_order_are_misplaced() -> None:
 )
 def test_targets_may_concern_other_samples_too(of: OfPair) -> None:
     assert asked("targets-misplaced", with_loss(of, lambda x, y: y)) == ()
-
-
-class Neighbours(nn.Module):
-    """Each sample sees the one before it, as in a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.layer(x)
-        return found + found.roll(1, 0)
-
-
-def test_a_sample_that_a_mask_leaves_out_is_not_misplaced() -> None:
-    """Its inputs concern another sample's outputs, too, and those have a gradient."""
-
-    def of(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        return ((z - y).square() * mask[:, None]).sum() / 20
-
-    without_first = beside(lambda x: (torch.arange(len(x)) > 0).float(), of)
-    seen = replace(without_first, model=Neighbours())
-    assert strengths("targets-misplaced", asked("targets-misplaced", seen)) == []
 
 
 def test_outputs_that_are_always_zero_belong_to_no_other_sample() -> None:

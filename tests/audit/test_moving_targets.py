@@ -49,11 +49,6 @@ def values(model: Net, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0])[:, 0], targets)
 
 
-def both_sides(model: Net, batch: Any) -> Tensor:
-    targets = batch[2] + 0.9 * model(batch[1]).amax(1)
-    return F.mse_loss(model(batch[0])[:, 0], targets)
-
-
 def teacher(model: Net, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), model.other(batch[1]).softmax(1))
 
@@ -89,7 +84,6 @@ def penalised(model: Net, batch: Any) -> Tensor:
     ("loss", "moves"),
     [
         (values, True),
-        (both_sides, False),
         (following_teacher, True),
         (memory, True),
         (drawn, True),
