@@ -44,7 +44,7 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
             if id(q) in own:
                 p.data = before.detach().clone()
         others = _loss(last, paths, partial(_put_back, iter(kept)))
-        return not _same(loss, changed) and not _same(loss, others)
+        return not same(loss, changed) and not same(loss, others)
     except Exception:  # a loss that differentiates, or weights that are not finite
         return False
 
@@ -84,8 +84,8 @@ def _put_back(kept: Any, module: nn.Module, inputs: Any, output: Tensor) -> Tens
     return output if known is None else known.clone().requires_grad_()
 
 
-def _same(loss: Tensor, other: Tensor) -> bool:
-    """Return whether two losses are equal, or one is not finite."""
+def same(loss: Tensor, other: Tensor | float) -> bool:
+    """Return whether two losses are equal up to the order of sums, or one is not finite."""
     exact = 1e-5 if loss.device.type == "cpu" else 1e-3  # other devices may choose other kernels
-    one, two = float(loss.detach()), float(other.detach())
+    one, two = float(loss.detach()), float(torch.as_tensor(other).detach())
     return math.isclose(one, two, rel_tol=exact, abs_tol=1e-7) or not math.isfinite(one + two)

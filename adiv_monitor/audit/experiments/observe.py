@@ -18,7 +18,7 @@ from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.digits import told
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
-from adiv_monitor.audit.experiments.moving_targets import moving_targets
+from adiv_monitor.audit.experiments.moving_targets import moving_targets, same
 from adiv_monitor.audit.experiments.probed import probe
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.step_cost import step_cost
@@ -150,8 +150,10 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
         inputs = input_statistics(setup.fork())
         if inputs is None:
             notes.append(_NO_INPUTS)
-        found |= {"weights": begin, "inputs": inputs or {}, "repeats": _repeats(record, setup)}
-        if not found["repeats"]:
+        with torch.enable_grad():
+            repeats = same(setup.fork().first_loss(), record.losses[0])
+        found |= {"weights": begin, "inputs": inputs or {}, "repeats": repeats}
+        if not repeats:
             notes.append(_ANEW)
         else:
             found |= _beginning(record, setup)
@@ -187,17 +189,6 @@ def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
         "descent_share": descent_share(setup),
         "trained": below or are_trained(setup),
     }
-
-
-def _repeats(record: Record, setup: Setup) -> bool:
-    """Return whether a copy begins with the same loss, or neither has a finite one."""
-    with torch.enable_grad():
-        again = float(setup.fork().first_loss().detach())
-    first = record.losses[0]
-    # On the CPU, up to the order of sums; other devices may choose other kernels for a copy.
-    exact = 1e-6 if torch.device(record.facts.device).type == "cpu" else 1e-3
-    is_same = math.isclose(again, first, rel_tol=exact, abs_tol=1e-12)
-    return is_same or not (math.isfinite(again) or math.isfinite(first))
 
 
 def _units(fork: Fork, batches: Sequence[Any]) -> Any:
