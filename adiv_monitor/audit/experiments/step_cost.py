@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Setup
@@ -42,6 +41,8 @@ def step_cost(setup: Setup) -> float:
     Raises:
         KeyboardInterrupt: The keyboard ended the step.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, if that is there
+
     parameters = list(setup.model.parameters())
     speed = CPU if parameters[0].device.type == "cpu" else GPU
     try:
