@@ -51,12 +51,10 @@ def values(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("outputs", "low", "high"),
     [
-        (lambda z: z.relu().sigmoid(), "0.5", "1"),
         (lambda z: 2 * z.tanh(), "-2", "2"),
         (lambda z: z.sigmoid() * 4.0 - 2, "-2", "2"),
-        (lambda z: (1 - torch.sigmoid(z)) / torch.tensor(0.25), "0", "4"),
+        (lambda z: (1 - torch.sigmoid(z)) / 0.25, "0", "4"),
         (lambda z: -(2 * z.tanh()).flatten().view(-1, 3), "-2", "2"),
-        (lambda z: torch.tensor([1.0, 2.0, 3.0]) * z.tanh(), "-3", "3"),
     ],
 )
 def test_bounds_follow_numbers_that_scale_and_move_outputs(
@@ -77,9 +75,7 @@ SCALE = nn.Parameter(torch.tensor(2.0))
     "outputs",
     [
         lambda z: 7 * z.tanh(),
-        lambda z: 14 * z.sigmoid() - 7,
         lambda z: SCALE * z.tanh(),  # learnt
-        lambda z: z.tanh() / torch.tensor([-1.0, 0.0, 1.0]),
         lambda z: z.tanh() + z,
         lambda z: z.tanh().mul_(9.0),
         lambda z: z.relu() - 8.0,
@@ -95,10 +91,8 @@ def as_mask(x: Tensor, y: Tensor) -> Tensor:
     return 255.0 * (x[:, :3] > 0)
 
 
-@pytest.mark.parametrize(
-    "of", [functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()]
-)
-def test_targets_of_a_binary_cross_entropy_are_probabilities(of: OfPair) -> None:
+def test_targets_of_a_binary_cross_entropy_are_probabilities() -> None:
+    of = nn.BCEWithLogitsLoss()
     facts = asked("targets-out-of-range", with_loss(of, as_mask))
     assert facts[0].numbers["share"] == pytest.approx(0.5, abs=0.2)
     assert facts[0].words["farthest"] == "255"
@@ -114,25 +108,13 @@ def test_targets_that_a_mask_leaves_out_may_have_any_value() -> None:
         each = functional.binary_cross_entropy_with_logits(z, y, reduction="none")
         return each[y >= 0].mean()
 
-    assert asked("targets-out-of-range", with_loss(masked, known)) == ()
-    whole = functional.binary_cross_entropy_with_logits
-    assert asked("targets-out-of-range", with_loss(whole, known)) != ()
-
     def squared(z: Tensor, y: Tensor) -> Tensor:
         return ((z.sigmoid() - y).square() * (y >= 0)).mean()
 
-    assert asked("targets-out-of-range", with_loss(squared, known)) == ()
-    facts = asked(
-        "targets-out-of-range", with_loss(lambda z, y: (z.sigmoid() - y).square().mean(), known)
-    )
-    assert facts[0].numbers["share"] > 0
-
-
-def test_what_falls_without_bound_is_put_down_to_such_targets() -> None:
-    of = with_loss(functional.binary_cross_entropy_with_logits, as_mask)
-    found = diagnose(observe(of, every_n_steps=5))
-    assert found[0].name == "targets-out-of-range"
-    assert "unbounded-loss" in {f.name for f in found[1:] if f.strength != "act"}
+    for of in (masked, squared):
+        assert asked("targets-out-of-range", with_loss(of, known)) == ()
+    whole = functional.binary_cross_entropy_with_logits
+    assert asked("targets-out-of-range", with_loss(whole, known)) != ()
 
 
 def several(x: Tensor, y: Tensor) -> Tensor:
@@ -148,11 +130,7 @@ def shares_of(z: Tensor, y: Tensor) -> Tensor:
     return functional.binary_cross_entropy(z.softmax(1), y)
 
 
-def squared_shares(z: Tensor, y: Tensor) -> Tensor:
-    return (functional.softmax(z, dim=-1) - y).square().mean()
-
-
-@pytest.mark.parametrize("of", [shares_of, squared_shares, functional.cross_entropy])
+@pytest.mark.parametrize("of", [shares_of, functional.cross_entropy])
 def test_a_softmax_does_not_meet_targets_of_several_classes(of: OfPair) -> None:
     facts = asked("targets-out-of-range", with_loss(of, several))
     assert facts[0].numbers["share"] == pytest.approx(0.5, abs=0.2)
@@ -165,7 +143,6 @@ def test_a_softmax_does_not_meet_targets_of_several_classes(of: OfPair) -> None:
 def test_a_sigmoid_meets_targets_of_several_classes() -> None:
     for of in (
         functional.binary_cross_entropy_with_logits,
-        lambda z, y: functional.binary_cross_entropy(z.sigmoid(), y),
         lambda z, y: functional.mse_loss(z.softmax(1)[:, 0], y[:, 0]),
         lambda z, y: -(y * z.log_softmax(1)).sum(1).mean(),  # a likelihood of counts
     ):
@@ -191,37 +168,20 @@ def dice(p: Tensor, y: Tensor) -> Tensor:
     return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
 
 
-def overlap(p: Tensor, y: Tensor) -> Tensor:
-    both = (p * y).sum(1)
-    return (1 - (both + 1e-6) / (p.sum(1) + y.sum(1) - both + 1e-6)).mean()
-
-
-def soft_f1(p: Tensor, y: Tensor) -> Tensor:
-    right, wrong, missed = (p * y).sum(0), (p * (1 - y)).sum(0), ((1 - p) * y).sum(0)
-    return 1 - (2 * right / (2 * right + wrong + missed + 1e-8)).mean()
-
-
 def of_classes(of: OfPair) -> OfPair:
     return lambda z, y: of(z, functional.one_hot(y, 3))
 
 
-@pytest.mark.parametrize("of", [dice, overlap, soft_f1])
-def test_losses_of_probabilities_get_logits(of: OfPair) -> None:
+def test_losses_of_probabilities_get_logits() -> None:
     name = "logits-as-probabilities"
-    (fact,) = asked(name, with_loss(of, several), trained=True)
+    (fact,) = asked(name, with_loss(dice, several), trained=True)
     assert fact.numbers["at"] == pytest.approx(0, abs=0.02) and fact.numbers["beyond"] < -0.2
     assert fact.numbers["outside"] > 0.1
     assert strengths(name, (fact,)) == ["act"]
-    assert asked(name, with_loss(lambda z, y: of(z.sigmoid(), y), several), trained=True) == ()
-    assert asked(name, with_loss(of_classes(of), lambda x, y: y), trained=True)
-    shares = of_classes(lambda z, y: of(z.softmax(1), y))
+    assert asked(name, with_loss(lambda z, y: dice(z.sigmoid(), y), several), trained=True) == ()
+    assert asked(name, with_loss(of_classes(dice), lambda x, y: y), trained=True)
+    shares = of_classes(lambda z, y: dice(z.softmax(1), y))
     assert asked(name, with_loss(shares, lambda x, y: y), trained=True) == ()
-
-
-def test_a_model_that_ends_in_a_sigmoid_may_meet_a_dice_loss() -> None:
-    model = nn.Sequential(nn.Linear(12, 3), nn.Sigmoid())
-    of = with_loss(dice, several, model=model)
-    assert asked("logits-as-probabilities", of, trained=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -229,41 +189,12 @@ def test_a_model_that_ends_in_a_sigmoid_may_meet_a_dice_loss() -> None:
     [
         functional.binary_cross_entropy_with_logits,
         functional.mse_loss,
-        functional.l1_loss,
-        lambda z, y: (1 - z * (2 * y - 1)).relu().mean(),
         lambda z, y: dice(z.clamp(0, 1), y),
         lambda z, y: 1 - functional.cosine_similarity(z, y + 1e-3).mean(),
     ],
 )
 def test_other_losses_are_no_lower_beyond_the_targets(of: OfPair) -> None:
     assert asked("logits-as-probabilities", with_loss(of, several), trained=True) == ()
-
-
-def test_without_targets_of_0_and_1_nothing_is_replaced() -> None:
-    for of in (with_loss(functional.mse_loss, values), setup()):
-        assert asked("logits-as-probabilities", of, trained=True) == ()
-
-
-class Named(nn.Module):
-    """A model with several outputs, by their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Conv1d(1, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"out": self.layer(x[:, None]), "inputs": x}
-
-
-def test_outputs_by_name_and_classes_of_places_are_replaced() -> None:
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        x, y = batch
-        target = functional.one_hot(y, 2).movedim(-1, 1)
-        return dice(model(x)["out"], target)
-
-    made = tuple((x, (x > 0).long()) for x, _ in batches())
-    facts = asked("logits-as-probabilities", setup(model=Named(), batches=made, loss=of), True)
-    assert facts[0].numbers["beyond"] < -0.2
 
 
 # Outputs and targets of different samples
@@ -309,48 +240,11 @@ def test_targets_in_another_order_are_misplaced() -> None:
     [
         lambda z, y: functional.nll_loss(z.log_softmax(0), y),
         lambda z, y: (z[:, :1] - y).square().mean(),  # each output with all targets
-        lambda z, y: (z[:, 0] - y[:, None]).square().mean(),
-        lambda z, y: (functional.cross_entropy(z, y, reduction="none") * (y + 1)).sum() / y.sum(),
         lambda z, y: (torch.cdist(z, z) * (y[:, None] == y)).mean(),  # of pairs
     ],
 )
 def test_targets_may_concern_other_samples_too(of: OfPair) -> None:
     assert asked("targets-misplaced", with_loss(of, lambda x, y: y)) == ()
-
-
-class Neighbours(nn.Module):
-    """Each sample sees the one before it, as in a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.layer(x)
-        return found + found.roll(1, 0)
-
-
-def test_nodes_that_see_their_neighbours_alone_are_not_misplaced() -> None:
-    """No output of a node depends on its own inputs."""
-
-    class Graph(Neighbours):
-        def forward(self, x: Tensor) -> Tensor:
-            found = self.layer(x)
-            return found.roll(1, 0) + found.roll(-1, 0)
-
-    of = with_loss(functional.cross_entropy, lambda x, y: y)
-    assert asked("targets-misplaced", replace(of, model=Graph())) == ()
-
-
-def test_a_sample_that_a_mask_leaves_out_is_not_misplaced() -> None:
-    """Its inputs concern another sample's outputs, too, and those have a gradient."""
-
-    def of(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        return ((z - y).square() * mask[:, None]).sum() / 20
-
-    without_first = beside(lambda x: (torch.arange(len(x)) > 0).float(), of)
-    seen = replace(without_first, model=Neighbours())
-    assert strengths("targets-misplaced", asked("targets-misplaced", seen)) == []
 
 
 def test_outputs_that_are_always_zero_belong_to_no_other_sample() -> None:
@@ -366,21 +260,6 @@ def test_outputs_that_are_always_zero_belong_to_no_other_sample() -> None:
     assert asked("targets-misplaced", reversed_)[0].numbers["share"] == 0
 
 
-def test_tensors_of_unlike_length_can_not_be_told() -> None:
-    """As boxes of each image: one image may have as many as there are images."""
-    x, _ = batches()[0]
-    made = ((x, torch.randn(5, 3)),)
-    of = setup(
-        batches=made, loss=lambda model, batch: (model(batch[0])[:5] - batch[1]).abs().mean()
-    )
-    assert "unlike length" in answer("targets-misplaced", of, of.fork()).untold
-
-
-def test_without_targets_apart_nothing_can_be_misplaced() -> None:
-    copying = setup(loss=lambda model, batch: (model(batch[0]) - batch[0][:, :3]).square().mean())
-    assert asked("targets-misplaced", copying) == ()
-
-
 # Losses that reward what contradicts the targets
 
 
@@ -389,7 +268,6 @@ def test_without_targets_apart_nothing_can_be_misplaced() -> None:
     [
         lambda z, y: 1 - dice(z.sigmoid(), y),
         lambda z, y: -functional.binary_cross_entropy_with_logits(z, y),
-        lambda z, y: 1 - overlap(z.sigmoid(), y),
         lambda z, y: functional.mse_loss(z.sigmoid(), 1 - y),
     ],
 )
@@ -402,9 +280,7 @@ def test_a_loss_of_the_wrong_sign_prefers_wrong_outputs(of: OfPair) -> None:
 @pytest.mark.parametrize(
     "of",
     [
-        functional.binary_cross_entropy_with_logits,
         functional.mse_loss,
-        lambda z, y: dice(z.sigmoid(), y),
         lambda z, y: dice(z, y),
         lambda z, y: (1 - z * (2 * y - 1)).relu().mean(),
         lambda z, y: z.square().mean(),
@@ -487,18 +363,8 @@ def signs(x: Tensor, y: Tensor) -> Tensor:
     return 2.0 * (y % 2) - 1
 
 
-def log_loss(z: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy of signs, written out."""
-    y = (y + 1) / 2
-    return -(y * functional.logsigmoid(z) + (1 - y) * functional.logsigmoid(-z)).mean()
-
-
 def margin(z: Tensor, y: Tensor) -> Tensor:
     return (1 - z * y).relu().mean()
-
-
-def larger_less_smaller(z: Tensor, y: Tensor) -> Tensor:
-    return (torch.maximum(z, y) - torch.minimum(z, y)).mean()
 
 
 def test_vectors_may_be_paired_by_a_product_on_purpose() -> None:
@@ -509,12 +375,11 @@ def test_vectors_may_be_paired_by_a_product_on_purpose() -> None:
     assert asked("broadcast-loss", with_loss(pairs, lambda x, y: y)) == ()
 
 
-@pytest.mark.parametrize("of", [log_loss, margin, larger_less_smaller])
-def test_a_product_of_outputs_and_targets_of_other_samples_is_found(of: OfPair) -> None:
-    facts = asked("broadcast-loss", one_value(of, signs))
+def test_a_product_of_outputs_and_targets_of_other_samples_is_found() -> None:
+    facts = asked("broadcast-loss", one_value(margin, signs))
     assert facts and {fact.numbers["times"] for fact in facts} == {32.0}
     assert strengths("broadcast-loss", facts)[0] == "act"
-    assert asked("broadcast-loss", one_value(lambda z, y: of(z[:, 0], y), signs)) == ()
+    assert asked("broadcast-loss", one_value(lambda z, y: margin(z[:, 0], y), signs)) == ()
 
 
 def weighted_by(shape: tuple[int, ...]) -> Setup:
@@ -539,17 +404,10 @@ def pairs(z: Tensor, y: Tensor) -> Tensor:
     return (functional.softplus(z.T - z) * above).mean()
 
 
-def contrastive(z: Tensor, y: Tensor) -> Tensor:
-    alike = (y[:, None] == y).float()
-    return -(alike * (z @ z.T).log_softmax(1)).sum(1).mean()
-
-
 @pytest.mark.parametrize(
     "of",
     [
         pairs,
-        contrastive,
-        lambda z, y: (z * y[:, None]).mean(),
         lambda z, y: (z.expand(-1, 4) * torch.ones(4)).square().mean(),
         lambda z, y: z.square().mean() + 0 * ((z > 0) == (y > 0)).float().mean(),  # an accuracy
         lambda z, y: (torch.ones(32, 32) @ z[:, 0]).square().mean(),
@@ -562,37 +420,23 @@ def test_pairs_that_are_meant_are_no_finding(of: OfPair) -> None:
 # A gradient of exactly zero
 
 
-def behind(function: Callable[[Tensor], Tensor], bias: float = 0.0) -> dict[str, str]:
-    """The findings about a network whose second layer is followed by a function."""
+class Deep(nn.Module):
+    """A network whose second layer is followed by a function."""
 
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 16)
-            self.c, self.d = nn.Linear(16, 16), nn.Linear(16, 3)
-            nn.init.constant_(self.b.bias, bias)
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.function = function
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.d(self.c(function(self.b(self.a(x).relu()))).relu())
-
-    found = diagnose(observe(setup(model=Deep()), every_n_steps=6))
-    return {finding.name: finding.strength for finding in found}
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.function(self.b(self.a(x).relu())))
 
 
-@pytest.mark.parametrize("function", [torch.sign, torch.round])
-def test_a_derivative_of_zero_is_no_vanishing_gradient(
-    function: Callable[[Tensor], Tensor],
-) -> None:
-    names = behind(function)
-    assert "zero-gradient" in names and "vanishing" not in names
-    names = behind(lambda x: x + (function(x) - x).detach())
-    assert not {"zero-gradient", "vanishing"} & names.keys()
-
-
-def test_dead_units_come_before_the_gradient_that_they_stop() -> None:
-    names = behind(torch.relu, bias=-50.0)
-    assert names["zero-gradient"] == "watch" and names["dead-units"] == "act"
+def test_a_derivative_of_zero_is_no_vanishing_gradient() -> None:
+    for function, is_zero in ((torch.sign, True), (lambda x: x + (x.sign() - x).detach(), False)):
+        names = {f.name for f in diagnose(observe(setup(model=Deep(function)), every_n_steps=6))}
+        assert ("zero-gradient" in names) is is_zero and "vanishing" not in names
 
 
 def test_a_gradient_that_fades_to_zero_has_vanished() -> None:
@@ -629,8 +473,7 @@ def of_pairs(margin: float, drawn: bool, is_cosine: bool = False) -> Setup:
     return setup(loss=of, batches=apart)
 
 
-@pytest.mark.parametrize("is_cosine", [False, True])
-@pytest.mark.parametrize("margin", [0.5, 9.0])
+@pytest.mark.parametrize(("margin", "is_cosine"), [(0.5, False), (9.0, True)])
 def test_pairs_that_are_drawn_together_should_be_the_near_ones(
     margin: float, is_cosine: bool
 ) -> None:

@@ -49,11 +49,6 @@ def values(model: Net, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0])[:, 0], targets)
 
 
-def both_sides(model: Net, batch: Any) -> Tensor:
-    targets = batch[2] + 0.9 * model(batch[1]).amax(1)
-    return F.mse_loss(model(batch[0])[:, 0], targets)
-
-
 def teacher(model: Net, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), model.other(batch[1]).softmax(1))
 
@@ -89,8 +84,6 @@ def penalised(model: Net, batch: Any) -> Tensor:
     ("loss", "moves"),
     [
         (values, True),
-        (both_sides, False),
-        (teacher, False),
         (following_teacher, True),
         (memory, True),
         (drawn, True),
@@ -106,10 +99,9 @@ def test_targets_and_samples_of_the_network_move(loss: Callable[..., Tensor], mo
     assert all(map(torch.equal, before, trained.model.parameters()))
 
 
-@pytest.mark.parametrize("loss", [values, memory])
-def test_nothing_is_judged_by_a_loss_whose_targets_move(loss: Callable[..., Tensor]) -> None:
-    """Both losses rise: values grow from 0 to the sum of later rewards, a memory from noise."""
-    report = audit(Net(), batches(), loss=loss, optimizer=adam, steps=30)
+def test_nothing_is_judged_by_a_loss_whose_targets_move() -> None:
+    """It rises: values grow from 0 to the sum of later rewards."""
+    report = audit(Net(), batches(), loss=values, optimizer=adam, steps=30)
     assert report.record.moving_targets and not report.record.rates
     assert report.record.overfit is None
     names = {"rate-too-high", "rate-too-low", "cannot-overfit", "loss-stuck"}

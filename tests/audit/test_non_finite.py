@@ -34,24 +34,16 @@ class Softmax(nn.Module):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_module(value: float) -> None:
-    model = mlp(Masked(), Softmax(), Breaks(value))
-    record = seen(model)
-    assert record.first_non_finite == "output of 4"
+def test_the_innermost_module(value: float) -> None:
+    record = seen(nn.Sequential(mlp(Masked(), nn.Sequential(Softmax(), Breaks(value)))))
+    assert record.first_non_finite == "output of 0.3.1"
     assert len(record.losses) == 3
-
-
-def test_the_innermost_module() -> None:
-    model = nn.Sequential(mlp(nn.Sequential(Breaks(torch.nan))), nn.Identity())
-    assert seen(model).first_non_finite == "output of 0.2.0"
 
 
 def test_data() -> None:
     data = batches()
     data[2][0][3, 1] = torch.nan
-    record = seen(mlp(), data)
-    assert record.first_non_finite == "data"
-    assert len(record.losses) == 3
+    assert seen(mlp(), data).first_non_finite == "data"
 
 
 def test_loss() -> None:
@@ -61,13 +53,6 @@ def test_loss() -> None:
     record = seen(mlp(), loss=loss)
     assert record.first_non_finite == "loss"
     assert record.losses == (float("inf"),)
-
-
-def test_parameters() -> None:
-    model = mlp()
-    with torch.no_grad():
-        model[0].weight[0, 0] = torch.nan
-    assert seen(model).first_non_finite == "parameter 0.weight before training"
 
 
 def test_parameters_that_a_step_broke() -> None:

@@ -49,25 +49,6 @@ class Answered:
         return mapped(output, lambda x: instead.to(x.dtype) if x.shape == instead.shape else x)
 
 
-def double_softmax(setup: Setup) -> bool | None:
-    """Return whether the outputs are probabilities and the loss takes another softmax of them.
-
-    Outputs are probabilities if no entry is negative and they sum to 1 over the last dimension or
-    the second. The loss takes a softmax if its value stays the same when 1 is added to all outputs.
-    None: the model's output is no tensor of several classes, or can't be changed.
-    """
-    try:
-        of = Answered(setup.fork(), setup.batches[0])
-        x = of.outputs
-        if x is None or x.ndim < 2 or x.shape[1] < 2:
-            return None
-        are_ones = any(bool((x.sum(axis) - 1).abs().max() < 1e-3) for axis in (1, -1))
-        is_distribution = are_ones and bool(x.min() >= 0)
-        return is_distribution and math.isclose(of.first, of.loss(x + 1), rel_tol=1e-5)
-    except Exception:  # the training run reports errors of the loss
-        return None
-
-
 def _preferred(
     setup: Setup, find: Callable[[Answered, Tensor], Losses | None]
 ) -> tuple[Tensor, Losses] | None:
@@ -85,15 +66,14 @@ def _preferred(
 
 def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
     """Return targets of zeros and ones, or classes as such, in the output's shape; else None."""
-    if output.ndim < 1 or x.is_complex():
+    if x.is_complex() or output.ndim < 1 or not x.numel():
         return None
     if x.numel() == output.numel() and {*torch.unique(x).tolist()} == {0, 1}:
         return x.reshape(output.shape).to(output)
-    if output.ndim < 2 or x.is_floating_point() or x.dtype is torch.bool:
-        return None
-    classes = output.shape[1]
-    is_class = x.numel() * classes == output.numel() and classes > 1
-    if not is_class or not 0 <= int(x.min()) <= int(x.max()) < classes:
+    classes = output.shape[1] if output.ndim > 1 else 0
+    is_class = not x.is_floating_point() and x.dtype is not torch.bool and classes > 1
+    fits = is_class and x.numel() * classes == output.numel()
+    if not fits or not 0 <= int(x.min()) <= int(x.max()) < classes:
         return None
     places = x.reshape(len(output), *output.shape[2:]).long()
     return functional.one_hot(places, classes).movedim(-1, 1).to(output)
@@ -115,23 +95,19 @@ def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
     nowhere lower. One that is zero there and lower beyond has its lowest value elsewhere.
     """
     found = _preferred(setup, _beyond)
-    if found is None:
-        return ()
     x = Answered(setup.fork_like(trained), setup.batches[0]).outputs
-    outside = 0.0 if x is None else float(((x < 0) | (x > 1)).float().mean())
-    if outside < OUTSIDE:
-        return ()
-    at, beyond = found[1]
-    return (Fact("", {"at": at, "beyond": beyond, "outside": outside}),)
+    if found is not None and x is not None:
+        outside = float(((x < 0) | (x > 1)).float().mean())
+        at, beyond = found[1]
+        if outside >= OUTSIDE:
+            yield Fact("", {"at": at, "beyond": beyond, "outside": outside})
 
 
 def _beyond(of: Answered, target: Tensor) -> Losses | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
-    at = of.loss(target)
-    if abs(at) >= PERFECT * abs(of.first):
-        return None
-    beyond = of.loss(2 * target)
-    return (at, beyond) if beyond < at - LOWER * abs(of.first) else None
+    at, beyond = of.loss(target), of.loss(2 * target)
+    is_lowest = abs(at) >= PERFECT * abs(of.first) or beyond >= at - LOWER * abs(of.first)
+    return None if is_lowest else (at, beyond)
 
 
 # Targets that outputs had better contradict
@@ -151,18 +127,16 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     found = _preferred(setup, _contrary)
     if found is None:
-        return ()
+        return
     target, (right, wrong) = found
     batch = few(setup, setup.batches[0])
     before, after = (Answered(x, batch).outputs for x in (setup.fork(), setup.fork_like(trained)))
-    assert before is not None
-    assert after is not None
     # Outputs that are no longer finite do not show that the training is a good one.
-    if _agreement(after, target) >= _agreement(before, target):
-        return ()
-    kind = "energies" if _negates_outputs(setup.fork()) else "positive"
-    kind = "signed" if kind == "positive" and bool((after < 0).any()) else kind
-    return (Fact("", {"right": right, "wrong": wrong}, {"outputs": kind}),)
+    if before is None or after is None or _agreement(after, target) >= _agreement(before, target):
+        return
+    kind = "signed" if bool((after < 0).any()) else "positive"
+    kind = "energies" if _negates_outputs(setup.fork()) else kind
+    yield Fact("", {"right": right, "wrong": wrong}, {"outputs": kind})
 
 
 def _contrary(of: Answered, target: Tensor) -> Losses | None:
@@ -178,16 +152,13 @@ def _agreement(outputs: Tensor, target: Tensor) -> float:
     return float(outputs[target == 1].mean() - outputs[target == 0].mean())
 
 
+@torch.no_grad()
 def _negates_outputs(fork: Fork) -> bool:
     """Return whether the loss takes the negative of the model's outputs."""
     made: list[Tensor] = []
     negated: list[Any] = []
     fork.model.register_forward_hook(lambda module, args, output: made.extend(tensors(output)))
-    with torch.no_grad():
-        see_calls(
-            fork,
-            lambda call: negated.extend([call.argument(0, "input")] * (call.name in NEGATIONS)),
-        )
+    see_calls(fork, lambda call: negated.extend(call.args[:1] * (call.name in NEGATIONS)))
     return any(x is y for x in negated for y in made)
 
 
@@ -210,26 +181,27 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     batch = few(setup, setup.batches[0])
     size = size_of(batch)
-    if size < FEWEST:
-        raise Untold(f"the batch has fewer than {FEWEST} samples")
-    if any(x.ndim and len(x) != size for x in tensors(batch)):
-        raise Untold("the tensors of a batch are of unlike length")
+    if size < FEWEST or any(x.ndim and len(x) != size for x in tensors(batch)):
+        raise Untold(f"fewer than {FEWEST} samples, or the tensors of a batch are of unlike length")
     own = passed(setup, batch)
     of_inputs = of_targets = alive = torch.zeros_like(own.outputs, dtype=torch.bool)
     counts = own.gradients != 0
     shapes = []
     for number, x in enumerate(tensors(batch)):
-        if not x.ndim or (other := _other(x)) is None:
+        differs = (x != x[:1]).reshape(len(x), -1).any(1).nonzero() if x.ndim else x
+        if not x.ndim or not len(differs):
             continue
-        changed = passed(setup, with_tensor(batch, number, partial(_put, row=other)))
+        changed = passed(setup, with_tensor(batch, number, partial(_put, row=int(differs[0]))))
         if changed.outputs.shape != own.outputs.shape:
             raise Untold("the number of outputs depends on the inputs")
         counts = counts | (changed.gradients != 0)
         moved = changed.outputs != own.outputs
         if bool(moved.any()):
             of_inputs = of_inputs | moved
-            every = passed(setup, with_tensor(batch, number, partial(_turn, by=other)))
-            alive = alive | moved | (every.outputs != own.outputs)
+            turned = with_tensor(
+                batch, number, partial(torch.roll, shifts=-int(differs[0]), dims=0)
+            )
+            alive = alive | moved | (passed(setup, turned).outputs != own.outputs)
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)
             shapes.append(str(tuple(x.shape)))
@@ -238,22 +210,10 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if max(int(of_targets.sum()), int(of_inputs.sum())) > its_share:
         raise Untold("inputs or targets of a sample concern the outputs of several")
     of_targets = of_targets & alive
-    fewer = min(int(of_inputs.sum()), int(of_targets.sum()))
-    if not fewer:
+    if not (fewer := min(int(of_inputs.sum()), int(of_targets.sum()))):
         raise Untold("the batch holds no inputs and targets apart")
     share = float((of_inputs & of_targets).sum()) / fewer
     return (Fact("", {"share": share}, {"of": own.shape, "to": ", ".join(shapes)}),)
-
-
-def _other(x: Tensor) -> int | None:
-    """Return the first sample that differs from the first one; None: all are alike."""
-    differ = (x != x[:1]).reshape(len(x), -1).any(1).nonzero()
-    return int(differ[0]) if len(differ) else None
-
-
-def _turn(x: Tensor, by: int) -> Tensor:
-    """Return the samples in another order, in which the first one is that of this number."""
-    return x.roll(-by, 0)
 
 
 def _put(x: Tensor, row: int) -> Tensor:
@@ -277,24 +237,19 @@ def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     is of all couples of a pair drawn together and one pushed apart (Mann and Whitney, 1947). Labels
     that say nothing about the inputs give 1/2, with a standard error of √((m + n + 1) / 12mn).
     """
-    fork = setup.fork()
-    drawn, pushed = [], []
+    fork, pairs = setup.fork(), []
     for batch in setup.batches[:_PASSES]:
-        pair = _pair(fork, batch)
-        if pair is None:
-            return ()
-        pull, distance = pair
-        drawn.append(distance[pull > 0])
-        pushed.append(distance[pull < 0])
-    near, far = torch.cat(drawn), torch.cat(pushed)
+        if (pair := _pair(fork, batch)) is None:
+            return
+        pairs.append(pair)
+    pull, distance = map(torch.cat, zip(*pairs, strict=True))
+    near, far = distance[pull > 0], distance[pull < 0]
     if not near.numel() or not far.numel():
-        return ()
-    share = float(
-        (near[:, None] < far).double().mean() + (near[:, None] == far).double().mean() / 2
-    )
+        return
+    share = (0.5 - 0.5 * (near[:, None] - far).sign().double()).mean().item()
     error = math.sqrt((len(near) + len(far) + 1) / (12 * len(near) * len(far)))
     numbers = {"share": share, "errors": (share - 0.5) / error, "drawn": len(near)}
-    return (Fact("", numbers | {"pushed": len(far)}),)
+    yield Fact("", numbers | {"pushed": len(far)})
 
 
 def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
@@ -315,16 +270,13 @@ def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
         inputs.extend(tensors(args))
         return mapped(output, near)
 
-    handle = fork.model.register_forward_hook(instead)
-    with torch.enable_grad():
+    with fork.model.register_forward_hook(instead), torch.enable_grad():
         loss = see_calls(fork, lambda call: None, batch)
-    handle.remove()
     if len(inputs) != 2 or len(outputs) != 2 or not outputs[0].requires_grad:
         return None
     (u, v), (a, b) = inputs, outputs
-    if u.shape != v.shape or a.shape != b.shape or len(u) != len(a) or min(u.ndim, a.ndim) < 2:
-        return None
-    if not u.is_floating_point():
+    alike = u.shape == v.shape and a.shape == b.shape and len(u) == len(a)
+    if not alike or min(u.ndim, a.ndim) < 2 or not u.is_floating_point():
         return None
     (g,) = torch.autograd.grad(loss, a)
     return (g * (a - b).detach()).flatten(1).sum(1), (u - v).flatten(1).norm(dim=1)

@@ -1,6 +1,5 @@
 """Networks whose weights only the user's loop updates: teachers and averages of weights (EMA)."""
 
-import functools
 import inspect
 from collections.abc import Iterator
 from types import FunctionType
@@ -10,8 +9,6 @@ import torch
 from torch import nn
 
 from adiv_monitor.audit.training.setup import Loss
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 def averages(model: nn.Module, loss: Loss) -> list[str]:
@@ -26,48 +23,44 @@ def averages(model: nn.Module, loss: Loss) -> list[str]:
         if module is not model and _shapes(module) == _shapes(model)
     ]  # fmt: skip
     for path, module in model.named_modules():
-        children = {name: child for name, child in module.named_children() if _shapes(child)}
+        children = dict(module.named_children())
         found += [
             f"{path}.{name}".lstrip(".") for name, child in children.items()
-            if not any(p.requires_grad for p in child.parameters())
-            and any(_is_copy(child, other) for other in children.values() if other is not child)
+            if any(_is_copy(child, other) for other in children.values() if other is not child)
         ]  # fmt: skip
     return list(dict.fromkeys(found))
 
 
 def _is_copy(some: nn.Module, other: nn.Module) -> bool:
-    """Return whether the other module is trained and has the same weights.
+    """Return whether a module is frozen, and another one is trained and has the same weights.
 
     Those of normalisations begin as ones and zeros, so that two of them are equal without a copy.
     """
-    is_trained = any(p.requires_grad for p in other.parameters())
-    is_drawn = any(bool((p != p.flatten()[:1]).any()) for p in some.parameters())
+    own, others = list(some.parameters()), list(other.parameters())
+    is_taught = any(p.requires_grad for p in others) and not any(p.requires_grad for p in own)
+    is_drawn = any(bool((p != p.flatten()[:1]).any()) for p in own)
     alike = _shapes(some) == _shapes(other)
-    return is_trained and is_drawn and alike and all(
-        map(torch.equal, some.parameters(), other.parameters())
-    )  # fmt: skip
+    return is_taught and is_drawn and alike and all(map(torch.equal, own, others))
 
 
-def _shapes(module: nn.Module) -> Shapes:
-    return tuple(tuple(p.shape) for p in module.parameters())
+def _shapes(module: nn.Module) -> list[torch.Size]:
+    return [p.shape for p in module.parameters()]
 
 
 def _referred(loss: Any, depth: int = 2) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a loss refers to: in its closure, as globals, as attributes."""
-    if isinstance(loss, functools.partial):
-        values = {"": loss.func, **{str(i): x for i, x in enumerate(loss.args)}, **loss.keywords}
-    elif isinstance(loss, FunctionType):
+    if isinstance(loss, FunctionType):
         try:
             used = inspect.getclosurevars(loss)
         except ValueError:  # a variable has no value yet
             return
         values = {**used.nonlocals, **used.globals}
-    elif isinstance(loss, nn.Module):
-        values = {}
-    else:
-        values = {"": getattr(loss, "__self__", None), **getattr(loss, "__dict__", {})}
+    else:  # a method, a partial function, an object that is called
+        inner = getattr(loss, "__self__", getattr(loss, "func", None))
+        own = {**getattr(loss, "keywords", {}), **getattr(loss, "__dict__", {})}
+        values = {"": inner, **own}
     for name, value in values.items():
         if isinstance(value, nn.Module):
-            yield str(name), value
+            yield name, value
         elif depth and callable(value) and not isinstance(value, type):
             yield from _referred(value, depth - 1)

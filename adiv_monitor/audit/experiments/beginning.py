@@ -1,7 +1,6 @@
 """The state at the beginning of training: the weights, and the loss of a constant prediction."""
 
 import math
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -31,24 +30,21 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     """
     fork = setup.fork()
     last, normalised = _places(fork)
-    found = {
-        path: _of_layer(module, normalised=path in normalised, last=path in last)
-        for path, module in fork.model.named_modules()
-        if isinstance(module, _MAPS) and module.weight.numel()
-    }
-    bare = bare_weights(setup.fork())
-    return found | {
-        name: _statistics(rows, None, rows.shape[-2], bare=True) for name, rows in bare.items()
-    }
+    found = {}
+    for path, module in fork.model.named_modules():
+        if isinstance(module, _MAPS) and module.weight.numel():
+            weight = module.weight.detach()
+            fan_out = len(weight) * weight[0, 0].numel()
+            found[path] = _statistics(
+                weight.flatten(1), module.bias, fan_out, normalised=path in normalised,
+                last=path in last,
+            )  # fmt: skip
+    for name, rows in bare_weights(setup.fork()).items():
+        found[name] = _statistics(rows, None, rows.shape[-2], bare=True)
+    return found
 
 
-def _of_layer(layer: Any, *, normalised: bool, last: bool) -> WeightStatistics:
-    weight: Tensor = layer.weight
-    fan_out = len(weight) * weight[0, 0].numel()
-    statistics = _statistics(weight.flatten(1), layer.bias, fan_out, normalised=normalised)
-    return replace(statistics, last=last)
-
-
+@torch.no_grad()
 def bare_weights(fork: Fork) -> dict[str, Tensor]:
     """Return parameters by which a pass multiplies on the right and that no layer holds.
 
@@ -59,36 +55,31 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def look(call: Call) -> None:
-        place = _RIGHT.get(call.name)
-        if place is None or len(call.args) <= place:
-            return
-        weight = call.args[place]
-        if id(weight) in names and weight.ndim >= 2 and weight.numel() and weight.requires_grad:
-            found[names[id(weight)]] = weight if call.name == "linear" else weight.mT
+        place = _RIGHT.get(call.name, len(call.args))
+        for weight in call.args[place : place + 1]:
+            name = names.get(id(weight))
+            if name and weight.ndim >= 2 and weight.numel() and weight.requires_grad:
+                found[name] = weight if call.name == "linear" else weight.mT
 
-    with torch.no_grad():
-        try:
-            see_calls(fork, look)
-        except Exception:  # the training run reports errors of the loss
-            return {}
+    see_calls(fork, look)
     return found
 
 
 def last_maps(fork: Fork) -> list[str]:
     """Return the paths of the last linear and convolutional layers, whose outputs no other takes.
 
-    Those outputs reach the loss. Empty: no such layer runs, or the loss fails.
+    Those outputs reach the loss. Empty: no such layer runs, or its outputs can't be marked.
     """
     return _places(fork)[0]
 
 
-def _places(fork: Fork) -> tuple[list[str], frozenset[str]]:
+def _places(fork: Fork) -> tuple[list[str], set[str]]:
     """Return the paths of the last maps, and of those directly before a normalisation.
 
     The last ones are those whose outputs reach the loss and no other map: several if a model has
     several heads. It is the one that runs last if each one's outputs reach another, as where
     outputs are fed back, and if the graph does not show it. A normalisation removes the scale of
-    its inputs. Empty: no map runs, or the loss fails.
+    its inputs.
     """
     made: dict[int, tuple[str, Tensor, Any]] = {}  # tensors are held so that their ids stay unique
     given: list[Any] = []
@@ -111,42 +102,34 @@ def _places(fork: Fork) -> tuple[list[str], frozenset[str]]:
             module.register_forward_hook(partial(mark, path))
         elif isinstance(module, _NORMS):
             module.register_forward_pre_hook(look_of_norm)
-    with torch.enable_grad():
-        try:
+    try:
+        with torch.enable_grad():
             reached = nodes_of([fork.first_loss().grad_fn])
-        except Exception:  # the training run reports errors of the loss
-            return [], frozenset()
+    except Exception:  # as in functions that torch.func transforms
+        return [], set()
     read = nodes_of(given)
     ran = [path for path, _, _ in made.values()]
     before = {path for path, _, node in made.values() if node in read}
     last = {path for path, _, node in made.values() if node in reached} - before
-    return sorted(last) or ran[-1:], frozenset(normalised)
+    return sorted(last) or ran[-1:], normalised
 
 
 @torch.no_grad()
 def _statistics(
-    weight: Tensor,
-    bias: Tensor | None,
-    fan_out: int,
-    *,
-    normalised: bool = False,
-    bare: bool = False,
+    weight: Tensor, bias: Tensor | None, fan_out: int, **where: bool
 ) -> WeightStatistics:
     """Return the statistics of a weight (…, outputs, inputs)."""
-    rows = weight.detach().flatten(0, -2).double()
+    rows = weight.flatten(0, -2).double()
+    rms, width = float(rows.square().mean().sqrt()), math.sqrt(rows.shape[1])
     distinct = len(torch.unique(rows, dim=0))
-    rms = float(rows.square().mean().sqrt())
-    of_bias = 0.0 if bias is None else float(bias.detach().double().square().mean().sqrt())
-    alike = (len(rows) - distinct) / (len(rows) - 1) if len(rows) > 1 else 0.0
     return WeightStatistics(
-        gain=rms * math.sqrt(rows.shape[1]),
-        bias=of_bias,
-        alike=alike,
-        normalised=normalised,
-        bare=bare,
+        gain=rms * width,
+        bias=0.0 if bias is None else float(bias.double().square().mean().sqrt()),
+        alike=(len(rows) - distinct) / max(len(rows) - 1, 1),
         rms=rms,
         gradient_gain=rms * math.sqrt(fan_out),
-        largest=float(rows.abs().max()) * math.sqrt(rows.shape[1]),
+        largest=float(rows.abs().max()) * width,
+        **where,
     )
 
 
@@ -183,25 +166,17 @@ def chance(setup: Setup) -> float | None:
     plain, fork = setup.fork(), setup.fork()
     own, without = _outputs(plain.model), _outputs(fork.model)
     last = last_maps(plain)
-    if not last:
-        return None
-
-    def zero(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return torch.zeros_like(output)
-
     for path in last:
-        fork.model.get_submodule(path).register_forward_hook(zero)
-    with seeded(setup.seed), torch.no_grad():
-        try:
-            losses = [
-                float(fork.loss(fork.model, copied(batch))) for batch in setup.batches[:_BATCHES]
-            ]
-        except Exception:  # the training run reports errors of the loss
-            return None
+        fork.model.get_submodule(path).register_forward_hook(lambda m, x, y: torch.zeros_like(y))
+    try:
+        with seeded(setup.seed), torch.no_grad():
+            losses = [float(fork.loss(fork.model, copied(x))) for x in setup.batches[:_BATCHES]]
+    except Exception:  # not every loss takes zeros
+        return None
     # Outputs that the last layers do not change are no predictions, such as a code beside them.
     made = [y for x, y in zip(own, without, strict=False) if y.ndim and not torch.equal(x, y)]
     is_constant = all(torch.allclose(y, y[:1].expand_as(y), equal_nan=True) for y in made)
-    return fmean(losses) if is_constant and all(map(math.isfinite, losses)) else None
+    return fmean(losses) if last and is_constant and all(map(math.isfinite, losses)) else None
 
 
 def _outputs(model: nn.Module) -> list[Tensor]:

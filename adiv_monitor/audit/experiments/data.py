@@ -1,5 +1,7 @@
 """What batches hold: do they differ, and their samples, inputs and labels, and do these fit?"""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from types import MappingProxyType
@@ -8,48 +10,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
-from adiv_monitor.audit.experiments.changed_inputs import given_inputs
+from adiv_monitor.audit.experiments.changed_inputs import arguments, given_inputs
+from adiv_monitor.audit.experiments.inputs import is_input
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like, those
 from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
-from adiv_monitor.diagnosis.record import Fact
+from adiv_monitor.diagnosis.record import Fact, InputStatistics
 
 BATCHES = 8  # most batches whose inputs are looked at
 
 
-def _some(batches: Sequence[Any]) -> list[Any]:
+def spread(batches: Sequence[Any], most: int = BATCHES) -> list[Any]:
     """Return some batches, evenly spread over all of them."""
-    count = min(BATCHES, len(batches))
+    count = min(most, len(batches))
     return [batches[i * len(batches) // count] for i in range(count)]
 
 
 def _given(setup: Setup, batches: Sequence[Any]) -> dict[str, list[Tensor]]:
     """Return the model's inputs for each batch, by argument."""
-    fork = setup.fork()
-    given: dict[str, list[Tensor]] = {}
+    fork, given = setup.fork(), defaultdict(list)
     for batch in batches:
         for name, x in given_inputs(fork, batch).items():
-            given.setdefault(name, []).append(x.cpu())
+            given[name].append(x.cpu())
     return given
 
 
-def labels_of(batch: Any) -> Tensor | None:
-    """Return the last tensor of a batch with one number for each sample."""
-    found = one_number_each(batch)
-    return as_labels(found[-1]) if found else None
+def _features(parts: Sequence[Tensor]) -> Tensor:
+    """Return an input's entries (entries, features) in float64; one feature if lengths differ.
+
+    Features are the channels, dim 1, of four or more dimensions, and the last dimension otherwise;
+    a vector is of one feature.
+    """
+    rows = [x.double().movedim(1, -1) if x.ndim >= 4 else x.double() for x in parts]
+    rows = [x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1) for x in rows]
+    alike = len({x.shape[1] for x in rows}) == 1
+    return torch.cat([x if alike else x.reshape(-1, 1) for x in rows])
 
 
-def one_number_each(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch with one number for each sample."""
-    size = size_of(batch)
-    return [x for x in tensors(batch) if x.ndim in (1, 2) and x.numel() == len(x) == size > 1]
+def _labels_of(batches: Sequence[Any]) -> list[Tensor]:
+    """Return the last tensor with one number for each sample, flat; []: some batch has none."""
+    found = []
+    for batch in batches:
+        size = size_of(batch)
+        each = [x for x in tensors(batch) if x.ndim < 3 and x.numel() == size > 1 == x[0].numel()]
+        if not each:
+            return []
+        found.append(each[-1].detach().flatten().double().cpu())
+    return found
 
 
-def as_labels(x: Tensor) -> Tensor:
-    """Return a flat copy of labels in float64."""
-    return x.detach().flatten().double().cpu()
+# Statistics of inputs
+
+
+def input_statistics(fork: Fork) -> dict[str, InputStatistics] | None:
+    """Return statistics of the model's floating-point inputs in some batches, by argument.
+
+    Of several tensors in an argument, each has a number. None: the loss does not call the model.
+    """
+    given: dict[str, list[Tensor]] = defaultdict(list)
+    for batch in spread(fork.batches):
+        if not (called := arguments(fork, batch)):
+            return None
+        for name, value in called.items():
+            found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()]
+            for number, x in enumerate(found if is_input(name) else ()):
+                key = name if len(found) == 1 else f"{name}.{number}"
+                given[key].append(x.detach().to_dense().cpu())
+    return {name: _statistics(parts) for name, parts in given.items()}
+
+
+def _statistics(parts: Sequence[Tensor]) -> InputStatistics:
+    """Return the statistics of an input, from that of each batch (N, …)."""
+    x = _features(parts)
+    low, high = x.aminmax(dim=0)
+    means, stds = x.mean(0), x.std(0, correction=0)
+    varying = stds[low != high]
+    lengths = torch.cat([part.double().reshape(len(part), -1).square().sum(1) for part in parts])
+    return InputStatistics(
+        mean=float(x.mean()),
+        std=float(x.std(correction=0)),
+        minimum=float(low.min()),
+        maximum=float(high.max()),
+        feature_mean_spread=float(means.std(correction=0)),
+        feature_std_ratio=float(varying.max() / varying.median()) if len(varying) else math.nan,
+        length_cv=float(lengths.std(correction=0) / lengths.mean()),
+        features=len(means),
+    )
 
 
 # Batches
@@ -108,8 +155,8 @@ def unshuffled(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
     Also return by how many standard deviations of such draws it is below their mean.
     """
-    found = [labels for labels in map(labels_of, setup.batches) if labels is not None]
-    if len(found) < max(LEAST, len(setup.batches)):
+    found = _labels_of(setup.batches)
+    if len(found) < LEAST:
         raise Untold("no label for each sample, or too few batches")
     every, sizes = torch.cat(found), list(map(len, found))
     chance = torch.Generator().manual_seed(setup.seed)
@@ -117,16 +164,15 @@ def unshuffled(setup: Setup, trained: Fork) -> Iterable[Fact]:
     def within(labels: Tensor) -> float:
         return fmean(float(x.var(correction=0)) for x in torch.split(labels, sizes))
 
-    own = within(every)
     draws = (every[torch.randperm(len(every), generator=chance)] for _ in range(SHUFFLES))
     drawn = torch.tensor([within(labels) for labels in draws], dtype=torch.float64)
-    mean, spread = float(drawn.mean()), float(drawn.std())
+    own, mean, spread = within(every), float(drawn.mean()), float(drawn.std())
     if not mean > 0 or not spread > 0:
         return ()
     return (Fact("", {"ratio": own / mean, "z": (own - mean) / spread}),)
 
 
-# Inputs and labels
+# Inputs and labels of one value
 
 SAMPLES = 16  # fewest samples in the batches that are looked at
 # A feature that never varies is told only of inputs of at most MANY features, and if fewer than
@@ -141,15 +187,15 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
     If the inputs differ, those of several, and features of them, that do not are reported.
     """
-    batches = _some(setup.batches)
+    batches = spread(setup.batches)
     samples = sum(map(size_of, batches))
     if samples < SAMPLES or size_of(batches[0]) < 2:
         raise Untold("too few samples")
     given = _given(setup, batches)
     wide = [parts for parts in given.values() if parts[0].ndim > 1]
-    if wide and all(_are_constant(parts) for parts in wide):
+    if wide and all(map(_are_constant, wide)):
         return (Fact("", {"samples": samples}, {"of": "inputs"}),)
-    return _targets(setup, batches) or _labels(setup) or [
+    return _targets(setup) or [
         fact for name, parts in given.items() for fact in _constant_parts(name, parts, len(given))
     ]  # fmt: skip
 
@@ -168,92 +214,42 @@ def _constant_parts(name: str, parts: Sequence[Tensor], inputs: int) -> Iterable
     still, is_float = low == high, parts[0].is_floating_point()
     words = {"input": name, "type": "float" if is_float else "integer"}
     samples = float(sum(map(len, parts)))
-    values = sorted(set(low[still].tolist()))
-    if bool(still.all()) and len(values) == 1 and inputs > 1:
-        yield Fact("", {"samples": samples, "value": values[0]}, {"of": "input", **words})
+    if bool((features == low[0]).all()) and inputs > 1:
+        numbers = {"samples": samples, "value": float(low[0])}
+        yield Fact("", numbers, {"of": "input", **words})
     elif is_float and not bool(still.all()) and len(still) <= MANY:
         others = features[:, ~still]
-        rare = [v for v in values if float((others == v).double().mean()) < RARE]
-        at = [i for i in still.nonzero().flatten().tolist() if float(low[i]) in rare]
+        at = [i for i in still.nonzero().flatten().tolist()
+              if float((others == low[i]).double().mean()) < RARE]  # fmt: skip
         if at:
             numbers = {"samples": samples, "features": len(still), "still": len(at)}
             listed = ", ".join(map(str, at))
             yield Fact("", numbers, {"of": "features", "at": listed, **words})
 
 
-def _features(parts: Sequence[Tensor]) -> Tensor:
-    """Return an input's entries (entries, features) in float64; one feature if lengths differ.
+@torch.no_grad()
+def _targets(setup: Setup) -> list[Fact]:
+    """Return a fact if a loss ignores all targets, or all that count are the same.
 
-    Features are the channels, dim 1, of four or more dimensions, and the last dimension otherwise.
+    Targets that the loss makes itself, such as the place of the right pair, may all be the same;
+    and so may values, such as those at a boundary, beside other targets.
     """
-    rows = [x.double().movedim(1, -1) if x.ndim >= 4 else x.double() for x in parts]
-    rows = [x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1) for x in rows]
-    alike = len({x.shape[1] for x in rows}) == 1
-    return torch.cat([x if alike else x.reshape(-1, 1) for x in rows])
-
-
-def _labels(setup: Setup) -> list[Fact]:
-    """Return a fact if all labels are the same, and the loss changes where they change."""
-    found = [labels for labels in map(labels_of, setup.batches) if labels is not None]
-    values = {value for labels in found for value in labels.tolist()}
-    if len(found) < len(setup.batches) or len(values) != 1 or not _counts(setup, *values):
-        return []
-    numbers = {"samples": sum(map(len, found)), "value": values.pop()}
-    return [Fact("", numbers, {"of": "labels"})]
-
-
-def _counts(setup: Setup, value: float) -> bool:
-    """Return whether the first batch's loss changes with the labels of this value."""
-    batch = setup.batches[0]
-    loss = RepeatedLoss(setup.fork())
-    inputs = next(tensors(batch))
-
-    def other(x: Tensor) -> Tensor:
-        is_label = x is not inputs and x.dtype != torch.bool and bool((x == value).all())
-        return x + (-1 if value > 0 else 1) if is_label else x
-
-    try:
-        return loss.of(batch) != loss.of(mapped(batch, other))
-    except (IndexError, RuntimeError):  # no such class: the loss looks at the labels
-        return True
-
-
-def _targets(setup: Setup, batches: Sequence[Any]) -> list[Fact]:
-    """Return a fact if a loss of classes ignores all targets, or all that count are of one class.
-
-    Targets that the loss makes itself, such as the place of the right pair, may all be the same.
-    """
-    fork = setup.fork()
-    left: set[int] = set()  # targets of the batches that count
-    made: list[bool] = []  # whether the loss made the targets of a call itself
-    lost: list[bool] = []  # whether a mean is that of no targets
-    shares: list[float] = []
-    index: list[int] = []
-
-    def look(call: Call) -> None:
-        target = call.argument(1, "target") if call.name in ("cross_entropy", "nll_loss") else None
-        if isinstance(target, Tensor) and not target.is_floating_point() and target.numel():
-            index.append(int(call.argument(4, "ignore_index", -100)))
-            ignored = target == index[-1]
-            shares.append(float(ignored.float().mean()))
-            lost.append(shares[-1] == 1 and not bool(call.result.isfinite().all()))
-            made.append(not any(torch.equal(x.flatten(), target.flatten()) for x in given))
-            left.update(target[~ignored].tolist())
-
-    with torch.no_grad():
-        for batch in batches:
-            given = list(tensors(batch))[1:]
-            see_calls(fork, look, batch)
-            if len(left) > 1 or not shares:
-                break
-    if any(lost) or (shares and min(shares) == 1):
-        numbers = {"share": fmean(share == 1 for share in shares), "index": index[0]}
-        return [Fact("", numbers, {"of": "ignored"})]
-    if len(left) != 1 or any(made):
-        return []
-    numbers = {"share": fmean(shares), "index": index[0], "value": float(left.pop()),
-               "samples": sum(map(size_of, batches))}  # fmt: skip
-    return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
+    is_pair = len(list(tensors(setup.batches[0]))) == 2
+    names = (*CLASSIFIES, *LOSSES) if is_pair else CLASSIFIES
+    for call in those(setup.fork(), lambda call: call.name in names):
+        target, index = call.argument(1, "target"), call.kwargs.get("ignore_index", -100)
+        given = parts_like(target, setup.batches)
+        left = {value for x in given for value in torch.unique(x[x != index])[:2].tolist()}
+        shares = [float((x == index).double().mean()) for x in given or [target]]
+        is_lost = max(shares) == 1 and call.kwargs.get("reduction") == "mean"
+        if min(shares) == 1 or is_lost:
+            numbers = {"share": fmean(share == 1 for share in shares), "index": index}
+            return [Fact("", numbers, {"of": "ignored"})]
+        if len(left) == 1:
+            numbers = {"share": fmean(shares), "index": index, "value": float(left.pop()),
+                       "samples": sum(map(size_of, setup.batches))}  # fmt: skip
+            return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
+    return []
 
 
 # Do they fit?
@@ -279,23 +275,20 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     A feature determines a number if it is the same up to a factor and an offset, and a class if it
     has one value for each class. Tokens and images are left out.
     """
-    batches = _some(setup.batches)
-    labels = [found for found in map(labels_of, batches) if found is not None]
-    if len(labels) < len(batches):
+    batches = spread(setup.batches)
+    labels = _labels_of(batches)
+    if not labels:
         raise Untold("no label for each sample")
-    y, facts = torch.cat(labels), []
+    y = torch.cat(labels)
     for name, parts in _given(setup, batches).items():
-        is_table = all(x.ndim == 2 and x.is_floating_point() for x in parts)
-        widths = {x.shape[1:] for x in parts}
-        if not is_table or len(widths) != 1 or len(y) < ENOUGH:
+        if not all(x.ndim == 2 and x.is_floating_point() for x in parts):
             continue
-        x = torch.cat(parts).double()
-        if x.shape[1] > 1 and len(x) == len(y) and bool(x.isfinite().all()):
+        x = _features(parts)
+        if x.shape[1] > 1 and len(x) == len(y) >= ENOUGH and bool(x.isfinite().all()):
             shares = explained(x, y)
             best = int(shares.argmax())
             numbers = {"feature": best, "share": float(shares[best]), "samples": len(y)}
-            facts.append(Fact(f"input '{name}'", {k: float(v) for k, v in numbers.items()}))
-    return facts
+            yield Fact(f"input '{name}'", {k: float(v) for k, v in numbers.items()})
 
 
 def explained(x: Tensor, y: Tensor) -> Tensor:
@@ -327,15 +320,14 @@ def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
     inputs = [p for p in _given(setup, batches).values() if p[0].ndim == 4]
     if len(inputs) != 1 or len({x.shape[1:] for x in inputs[0]}) != 1:
         return ()
-    x = torch.cat(inputs[0])
+    x = torch.cat(inputs[0]).float()
     size = x.shape[-2:]
     found = [[y.reshape(-1, *size).float().cpu() for y in list(tensors(batch))[1:]
               if y.shape[-2:] == size and y.numel() == size_of(batch) * size.numel()]
              for batch in batches]  # fmt: skip
-    if any(len(ys) != 1 for ys in found) or len(x) < ENOUGH or not x.is_floating_point():
+    if any(len(ys) != 1 for ys in found) or len(x) < ENOUGH:
         return ()
-    x = torch.cat([x.float(), x.float().mean(1, keepdim=True)], 1)
-    y = torch.cat([ys[0] for ys in found])
+    x, y = torch.cat([x, x.mean(1, keepdim=True)], 1), torch.cat([ys[0] for ys in found])
     scores = {name: _correlation(x, move(y)) for name, move in MOVES.items()
               if move(y).shape == y.shape}  # fmt: skip
     best = max(scores, key=lambda name: scores[name])

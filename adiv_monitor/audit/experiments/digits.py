@@ -2,45 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from adiv_monitor.report import StepReport
 
-# Significant digits: float32, in which models compute, has seven; quantiles are of some hundred
-# sampled rows, and standard errors are estimates themselves.
-MEASURES, QUANTILES, ERRORS = 7, 5, 3
-_OF = {
-    "scale_quantiles": QUANTILES,
-    "row_cosine_quantiles": QUANTILES,
-    "standard_error": ERRORS,
-    "heads_standard_error": ERRORS,
-}
-
-T = TypeVar("T")
-
 
 def told(report: StepReport) -> StepReport:
-    """Return a report whose readings have only significant digits."""
-    return replace(
-        report,
-        layers={path: _rounded(reading) for path, reading in report.layers.items()},
-        attention={path: _rounded(reading) for path, reading in report.attention.items()},
-        alignment={path: _rounded(reading) for path, reading in report.alignment.items()},
-    )
+    """Return a report whose readings have seven significant digits, as float32 has."""
+    parts = ("layers", "attention", "alignment")
+    return replace(report, **{name: _cut(getattr(report, name)) for name in parts})
 
 
-def _rounded(reading: T) -> T:
-    assert is_dataclass(reading)
-    values = {f.name: getattr(reading, f.name) for f in fields(reading)}
-    changed = {name: _cut(value, _OF.get(name, MEASURES)) for name, value in values.items()}
-    return replace(reading, **changed)  # type: ignore[type-var]
-
-
-def _cut(value: Any, digits: int) -> Any:
+def _cut(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
+        return float(f"{value:.7g}")
     if isinstance(value, Mapping):
-        return {key: _cut(item, digits) for key, item in value.items()}
+        return {key: _cut(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_cut(item, digits) for item in value)
+        return tuple(map(_cut, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _cut(getattr(value, f.name)) for f in fields(value)})
     return value

@@ -2,10 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,12 @@ from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.experiments.derived import Derived, flat
 from adiv_monitor.audit.experiments.dropout import rate_of
 from adiv_monitor.audit.experiments.flat import ends_of_function
-from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
+from adiv_monitor.audit.experiments.questions import (
+    asks,
+    first_at_each_place,
+    looks,
+    of_each_call,
+)
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -26,13 +30,22 @@ OWN = ("cross_entropy", "binary_cross_entropy_with_logits")  # with their own so
 CLASSIFIES = (*OWN, "nll_loss", "binary_cross_entropy", "multi_margin_loss")
 
 
-def those(fork: Fork, is_met: Callable[[Call], bool]) -> list[Call]:
-    """Return the calls of the first batch's loss that meet a condition."""
+def those(fork: Fork, is_met: Callable[[Call], bool], batch: Any = None) -> list[Call]:
+    """Return the calls of a batch's loss, by default the first, that meet a condition."""
     found: list[Call] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run has shown them
-        see_calls(fork, lambda call: found.append(call) if is_met(call) else None)
+        see_calls(fork, lambda call: found.append(call) if is_met(call) else None, batch)
     return found
+
+
+def parts_like(x: Tensor, batches: Sequence[Any]) -> list[Tensor]:
+    """Return the tensor of each batch that holds these entries in the first one; []: none does."""
+    entries = x.detach().flatten().double()
+    for i, part in enumerate(tensors(batches[0])):
+        if part.numel() == len(entries) and torch.equal(part.flatten().double(), entries):
+            return [list(tensors(batch))[i] for batch in batches]
+    return []
 
 
 class Known:
@@ -71,9 +84,8 @@ def broadcast(call: Call, fork: Fork) -> Fact | None:
         return None
     a, b = call.args[:2]
     words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
-    if call.name not in DIFFERENCES:
-        words["by"] = "another function"
-    return Fact(call.place, {"times": _times(a, b)}, words)
+    words |= {} if call.name in DIFFERENCES else {"by": "another function"}
+    return Fact(call.place, {"times": math.prod(_shape(a, b)) / max(a.numel(), b.numel())}, words)
 
 
 def is_broadcast(call: Call) -> bool:
@@ -86,23 +98,21 @@ def is_broadcast(call: Call) -> bool:
     a, b = call.args[:2] if len(call.args) > 1 else (None, None)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad == b.requires_grad:
         return False
-    if a.ndim == b.ndim or not (a.ndim and b.ndim and len(a) == len(b) > 1) or _times(a, b) <= 1:
+    if a.ndim == b.ndim or not (a.ndim and b.ndim and len(a) == len(b) > 1):
         return False
+    shape, result = _shape(a, b), call.result
     of_each = call.path is None and a.numel() == b.numel() == len(a)
-    result = call.result
-    return call.name in DIFFERENCES or (
-        of_each and isinstance(result, Tensor) and result.requires_grad
-        and result.shape == torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
-    )  # fmt: skip
+    is_entrywise = isinstance(result, Tensor) and result.requires_grad and result.shape == shape
+    is_larger = math.prod(shape) > max(a.numel(), b.numel())
+    return is_larger and (call.name in DIFFERENCES or (of_each and is_entrywise))
 
 
-def _times(a: Tensor, b: Tensor) -> float:
-    """Return the number of entries of both together over that of the larger one."""
+def _shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """Return the shape of both together; (0,): they do not fit."""
     try:
-        both: torch.Size = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
+        return tuple(torch.broadcast_shapes(a.shape, b.shape))  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return 0.0
-    return both.numel() / max(a.numel(), b.numel(), 1)
+        return (0,)
 
 
 # Log-probabilities
@@ -121,7 +131,7 @@ class NoLog:
     """
 
     def __init__(self, fork: Fork) -> None:
-        self._found: dict[str, tuple[Fact, Tensor]] = {}
+        self._found: list[tuple[Fact, Tensor]] = []
         self._added: list[Tensor] = []
 
     def see(self, call: Call) -> None:
@@ -130,13 +140,14 @@ class NoLog:
             self._added.append(call.argument(0, "input").detach())
         if given := given_to(call):
             fact = Fact(call.place, {}, {"function": call.name, "given": given})
-            self._found.setdefault(call.place, (fact, _scores(call).detach()))
+            self._found.append((fact, _scores(call).detach()))
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return a fact for each loss that is no cross-entropy."""
-        for fact, x in self._found.values():
-            if not any(y.shape == x.shape and torch.allclose(x, y) for y in self._added):
-                yield fact
+        return first_at_each_place(
+            fact for fact, x in self._found
+            if not any(y.shape == x.shape and torch.allclose(x, y) for y in self._added)
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -161,9 +172,8 @@ def given_to(call: Call) -> str:
     off = {axis: x.float().logsumexp(axis).abs() for axis in several}
     if all(bool(each.median() > _FAR) for each in off.values()):
         return "logits" if bool(x.max() > 0) else ""
-    if call.name == "nll_loss" and x.ndim == 2:
-        return ""  # this is softmax-over-samples
     is_other = any(bool(each.max() < _NEAR) for each in off.values())
+    is_other &= call.name != "nll_loss" or x.ndim > 2  # else this is softmax-over-samples
     return "another axis" if is_other and bool(off[classes].median() > _FAR) else ""
 
 
@@ -201,28 +211,27 @@ def _of_shape(call: Call) -> Fact:
 
 def is_of_one(call: Call, samples: int) -> bool:
     """Return whether a call is a softmax, or a cross-entropy, of one class."""
-    x = call.argument(0, "input")
-    if not isinstance(x, Tensor) or x.shape != (samples, 1) or samples < 2:
-        return False
-    return call.name == "cross_entropy" or (call.name in SOFTMAXES and _axis(call) == 1)
+    return _softmax_of(call) == ((samples, 1), 1) and samples > 1
 
 
 def is_over_samples(call: Call, samples: int) -> bool:
     """Return whether a call is a softmax over the samples, with several classes."""
-    x = call.argument(0, "input")
-    if call.name not in SOFTMAXES or not isinstance(x, Tensor) or x.ndim != 2:
-        return False
-    return len(x) == samples > 1 and x.shape[1] not in (1, samples) and _axis(call) == 0
+    shape, axis = _softmax_of(call)
+    return axis == 0 and shape[0] == samples > 1 and shape[1] not in (1, samples)
 
 
-def _axis(call: Call) -> int:
-    axis = call.argument(1, "dim")
-    return 1 if axis is None else int(axis) % 2
+def _softmax_of(call: Call) -> tuple[tuple[int, ...], int]:
+    """Return the shape and the axis of a softmax of two dimensions; an axis of -1: it is none."""
+    x, axis = call.argument(0, "input"), call.argument(1, "dim")
+    if call.name not in (*SOFTMAXES, "cross_entropy") or not isinstance(x, Tensor) or x.ndim != 2:
+        return (), -1
+    return tuple(x.shape), axis % 2 if isinstance(axis, int) else 1
 
 
-# Label smoothing
+# Label smoothing, and weights of classes
 
 _SAME = 1e-5  # rounding of a target's smallest probabilities
+_TWICE = math.log(2.0)  # smallest spread of counts, and of weights, in which a trend is seen
 
 
 @of_each_call("label-smoothing")
@@ -239,88 +248,52 @@ def smoothing_of(call: Call) -> tuple[float, int]:
     classes. 0: there is no smoothing, or the targets are of another kind.
     """
     outputs, target = call.argument(0, "input"), call.argument(1, "target")
-    if call.name not in ("cross_entropy", "kl_div") or not isinstance(target, Tensor):
+    if call.name not in ("cross_entropy", "kl_div") or outputs.ndim < 2:
         return 0.0, 0
-    classes = outputs.shape[1 if outputs.ndim > 1 else 0]
-    if call.name == "cross_entropy" and not target.is_floating_point():
+    classes = outputs.shape[1]
+    if not target.is_floating_point():
         return float(call.argument(7, "label_smoothing", 0.0)), classes
-    if target.shape != outputs.shape or target.ndim < 2 or classes < 3 or not target.numel():
-        return 0.0, 0
-    shares = target.float().exp() if call.argument(5, "log_target", False) is True else target
-    in_order = shares.detach().float().movedim(1, -1).flatten(0, -2).sort(-1).values
-    others = in_order[:, :-1]
-    is_spread = bool((others[:, -1] - others[:, 0]).max() < _SAME)
-    is_whole = bool((in_order.sum(-1) - 1).abs().max() < classes * _SAME)
+    shares = target.detach().exp() if call.argument(5, "log_target", False) is True else target
+    in_order = shares.movedim(1, -1).sort(-1).values
+    others = in_order[..., :-1]
+    is_spread = bool((others[..., -1:] - others[..., :1] < _SAME).all()) and classes > 2
+    is_whole = bool(((in_order.sum(-1) - 1).abs() < classes * _SAME).all())
     return (float(others.mean()) * classes if is_spread and is_whole else 0.0), classes
 
 
-# Weights of classes
-
-_BATCHES = 8  # most batches whose targets are counted
-_TWICE = math.log(2.0)  # smallest spread of counts, and of weights, in which a trend is seen
-
-
-@asks("class-weights")
-def class_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
+@of_each_call("class-weights")
+@torch.no_grad()
+def class_weights(call: Call, fork: Fork) -> Fact | None:
     """Return the slope of the logarithm of weights over that of counts, where they differ.
 
     Weights that balance classes have a slope of −1, the square root of these −0.5, and counts in
-    place of their inverses 1.
+    place of their inverses 1. Of binary targets, the weights are 1 and `pos_weight`.
     """
-    fork = setup.fork()
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def look(call: Call) -> None:
-        if (weighted := _weighted(call)) is not None:
-            found.setdefault(call.place, []).append(weighted)
-
-    count = min(_BATCHES, len(setup.batches))
-    with torch.no_grad():
-        for i in range(count):
-            see_calls(fork, look, setup.batches[i * len(setup.batches) // count])
-            if not found:
-                return
-    for place, pairs in found.items():
-        weight, counted = pairs[-1][0], torch.stack([n for _, n in pairs]).sum(0)
-        used = (weight > 0) & (counted > 0)
-        w, n = weight[used].log(), counted[used].log()
-        if len(w) < 2 or min(float(x.max() - x.min()) for x in (w, n)) < _TWICE:
-            continue
-        w, n = w - w.mean(), n - n.mean()
-        common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
-        numbers = {
-            "slope": float((w * n).sum() / n.square().sum()),
-            "correlation": float((w * n).sum() / (w.norm() * n.norm())),
-            "times": float(weight[common] / weight[rare]),
-            "more": float(counted[common] / counted[rare]),
-        }
-        yield Fact(place, numbers, {"common": str(common), "rare": str(rare)})
-
-
-def _weighted(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return the weights of classes in a loss, and the number of targets of each; None: no weights.
-
-    Of binary targets, these are the weights 1 and `pos_weight`; of several labels, its geometric
-    mean.
-    """
-    target = call.argument(1, "target")
-    if call.name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
-        weight = call.argument(2, "weight")
-        if isinstance(weight, Tensor):
-            is_known = (target >= 0) & (target < len(weight))
-            known = target[is_known & (target != int(call.argument(4, "ignore_index", -100)))]
-            counted = torch.bincount(known.flatten().cpu(), minlength=len(weight))
-            return weight.detach().double().cpu(), counted.double()
-    elif call.name == "binary_cross_entropy_with_logits":
+    weight, target = call.argument(2, "weight"), call.argument(1, "target")
+    if call.name == "binary_cross_entropy_with_logits":
         weight = call.argument(6, "pos_weight")
-        if isinstance(weight, Tensor):
-            positive = target.double().sum()
-            of_ones = weight.detach().double().log().mean().exp()
-            return (
-                torch.stack([torch.ones_like(of_ones), of_ones]).cpu(),
-                torch.stack([target.numel() - positive, positive]).cpu(),
-            )
-    return None
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            weight = torch.cat([torch.ones_like(weight.flatten()), weight.flatten()])
+    elif call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
+        return None
+    if not isinstance(weight, Tensor):
+        return None
+    targets = torch.cat([x.flatten() for x in parts_like(target, fork.batches) or [target]])
+    targets = targets[targets != call.kwargs.get("ignore_index", -100)].long()
+    counted = targets.bincount(minlength=len(weight))[: len(weight)].double()
+    used = (weight > 0) & (counted > 0)
+    w, n = weight[used].double().log(), counted[used].log()
+    if len(w) < 2 or min(float(x.max() - x.min()) for x in (w, n)) < _TWICE:
+        return None
+    w, n = w - w.mean(), n - n.mean()
+    common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
+    numbers = {
+        "slope": float((w * n).sum() / n.square().sum()),
+        "correlation": float((w * n).sum() / (w.norm() * n.norm())),
+        "times": float(weight[common] / weight[rare]),
+        "more": float(counted[common] / counted[rare]),
+    }
+    return Fact(call.place, numbers, {"common": str(common), "rare": str(rare)})
 
 
 # Targets that the function on the outputs can't reach
@@ -335,49 +308,42 @@ LINEAR = ("add", "__add__", "__radd__", "sub", "subtract", "__sub__", "__rsub__"
 SEVERAL = 1.5  # sum of the targets of a sample from which on they are of several classes
 
 
-class Bounds(NamedTuple):
-    """The values that a tensor can have.
-
-    Attributes:
-        last: The call of the function with a bounded range that it derives from.
-        low: No entry is below this.
-        high: No entry is above this.
-    """
-
-    last: Call
-    low: float
-    high: float
-
-
-class _Comparison(NamedTuple):
-    call: Call
-    source: Call  # the function that can't reach what is wrong, or the loss itself
-    wrong: Tensor  # which targets, or rows of them, can't be reached
-    target: Tensor
-    words: dict[str, str]
-
-
 @looks("targets-out-of-range")
 class OutOfRange:
     """The share of targets that the function on the outputs can't reach.
 
     These are targets outside its range, rows of targets of several classes at once, if it is a
     softmax, whose results sum to 1, or targets of a binary cross-entropy below 0 or above 1.
-    Bounded results that are multiplied by, or added to, tensors that depend on no parameters remain
-    bounded.
+    Bounded results that numbers scale and move remain bounded.
     """
 
     def __init__(self, fork: Fork) -> None:
-        self._known = Known()
-        self._met: list[_Comparison] = []
+        self._known = Known()  # of results: the bounded function or softmax, and its ends
+        # Each with a comparison: the call that can't reach targets, those of them, and words.
+        self._met: list[tuple[Call, Call, Tensor, Tensor, dict[str, str]]] = []
 
     def see(self, call: Call) -> None:
         """Note bounds and softmaxes, and what a call compares with targets."""
-        self._compare(call)
-        if (bounds := self._bounds(call)) is not None:
+        for output, target in compared(call) if call.name in (*DIFFERENCES, *CLASSIFIES) else ():
+            if target.numel() > 1 and output.requires_grad:  # no number that scales or moves
+                self._compare(call, output, target.double())
+        if call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
+            self._known.note(call.result, (call, None))
+        elif (bounds := self._bounds(call)) is not None:
             self._known.note(call.result, bounds)
-        elif call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
-            self._known.note(call.result, call)
+
+    def _compare(self, call: Call, x: Tensor, y: Tensor) -> None:
+        source, ends = self._known.of(x) or (call, None)
+        axis = min(1, y.ndim - 1) if source is call else source.argument(1, "dim")
+        if call.name == "binary_cross_entropy_with_logits":
+            self._met.append((call, call, (y < 0) | (y > 1), y, {}))
+        elif ends is not None:
+            words = {"low": f"{ends[0]:g}", "high": f"{ends[1]:g}"}
+            self._met.append((call, source, (y < ends[0]) | (y > ends[1]), y, words))
+        elif x.shape == y.shape and (
+            call.name == "cross_entropy" if source is call else x.shape == source.result.shape
+        ):
+            self._met.append((call, source, y.sum(axis) > SEVERAL, y, {"sum": "1"}))
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return a fact for each function that can't reach some targets."""
@@ -396,7 +362,7 @@ class OutOfRange:
                 counts = counts if g is None else g != 0
             share = float(wrong[counts].double().mean())
             if share > 0:
-                if call is source and call.name != "cross_entropy":
+                if not words:
                     at = target[counts]
                     words["farthest"] = f"{float(at[(at - 0.5).abs().argmax()]):.3g}"
                 words["function"] = source.name
@@ -404,59 +370,19 @@ class OutOfRange:
                 found.setdefault(source.place, (source, fact))
         return list(found.values())
 
-    def _compare(self, call: Call) -> None:
-        pairs = compared(call) if call.name in (*DIFFERENCES, *CLASSIFIES) else ()
-        for output, target in pairs:
-            source = self._known.of(output)
-            if target.numel() < 2 or not output.requires_grad:
-                continue  # a single number is no target, but scales or moves outputs
-            if call.name == "cross_entropy" and output.shape == target.shape:
-                of_classes = target.float().sum(min(1, target.ndim - 1))
-                self._met.append(
-                    _Comparison(call, call, of_classes > SEVERAL, target, {"sum": "1"})
-                )
-            elif call.name == "binary_cross_entropy_with_logits":
-                outside = (target < 0) | (target > 1)
-                self._met.append(_Comparison(call, call, outside, target.double(), {}))
-            elif isinstance(source, Bounds):
-                outside = (target < source.low) | (target > source.high)
-                words = {"low": f"{source.low:g}", "high": f"{source.high:g}"}
-                self._met.append(_Comparison(call, source.last, outside, target, words))
-            elif source is not None and output.shape == target.shape == source.result.shape:
-                of_classes = target.float().sum(source.argument(1, "dim"))
-                self._met.append(
-                    _Comparison(call, source, of_classes > SEVERAL, target, {"sum": "1"})
-                )
-
-    def _bounds(self, call: Call) -> Bounds | None:
-        """Return the bounds of a call's result; None: it has none."""
-        if not isinstance(call.result, Tensor) or not call.args:
-            return None
+    def _bounds(self, call: Call) -> tuple[Call, tuple[float, ...]] | None:
+        """Return the function that bounds a call's result, and the ends; None: nothing does."""
+        x = next((y for y in call.args if isinstance(y, Tensor)), None)
+        source, ends = self._known.of(x) or (call, None)
+        others = [y for y in call.args if y is not x]
         if call.name in BOUNDED:
-            given = self._known.of(call.args[0])
-            last, *ends = given if isinstance(given, Bounds) else (call, -math.inf, math.inf)
-            low, high = call.function(torch.tensor(ends), *call.args[1:], **call.kwargs).tolist()
-            return Bounds(last, low, high)
-        if call.name not in LINEAR or call.kwargs:
+            source, ends = call, (-math.inf, math.inf)
+        elif call.name not in LINEAR or any(isinstance(y, Tensor) for y in others):
             return None
-        sources = [x for y in call.args if isinstance(x := self._known.of(y), Bounds)]
-        limits = [limit for x in call.args if (limit := self._limits(x)) is not None]
-        if len(sources) != 1 or len(limits) < len(call.args):
+        if ends is None:
             return None
-        if "div" in call.name and limits[1][0] <= 0 <= limits[1][1]:
-            return None
-        values = [float(call.function(*map(torch.tensor, corner))) for corner in product(*limits)]
-        return Bounds(sources[0].last, min(values), max(values))
-
-    def _limits(self, x: object) -> tuple[float, float] | None:
-        """Return the smallest and the largest value; None: they depend on parameters."""
-        if isinstance(bounds := self._known.of(x), Bounds):
-            return bounds.low, bounds.high
-        if isinstance(x, (int, float)):
-            return float(x), float(x)
-        if not isinstance(x, Tensor) or x.requires_grad or not x.numel() or x.is_complex():
-            return None
-        return float(x.min()), float(x.max())
+        args = [torch.tensor(ends) if y is x else y for y in call.args]
+        return source, tuple(sorted(call.function(*args, **call.kwargs).tolist()))
 
 
 # Dropout, or a normalisation, between the last layer and the loss
@@ -485,6 +411,11 @@ class _Behind:
         if call.path is not None and self._is_met(call):
             self._made.begin(call)
 
+    def calls(self, fork: Fork) -> list[Call]:
+        """Return those calls of a fork's first loss."""
+        see_calls(fork, self.see)
+        return [call for call, *_ in self.found.values()]
+
 
 @looks("outputs-normalised")
 class Normalised(_Behind):
@@ -504,29 +435,23 @@ class Normalised(_Behind):
 
 def norms(fork: Fork) -> list[Call]:
     """Return the calls of normalisations whose results a regression compares with targets."""
-    behind = Normalised(fork)
-    see_calls(fork, behind.see)
-    return [call for call, *_ in behind.found.values()]
+    return Normalised(fork).calls(fork)
 
 
 @asks("dropout-on-outputs")
 def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return where dropout acts on what the loss compares with targets, and what it costs."""
-    found = dropped(setup.fork())
-    if not found:
-        return ()
-    bare = replace(trained)
-    leave_out(bare, found)
-    batch = trained.batches[-1]
-    price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-    return tuple(Fact(call.place, {"rate": rate_of(call), **price}) for call in found)
+    if found := dropped(setup.fork()):
+        bare, batch = replace(trained), trained.batches[-1]
+        leave_out(bare, found)
+        price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
+        for call in found:
+            yield Fact(call.place, {"rate": rate_of(call), **price})
 
 
 def dropped(fork: Fork) -> list[Call]:
     """Return the calls of dropout whose results the loss compares with targets."""
-    behind = _Behind(lambda call: rate_of(call) > 0, (*CLASSIFIES, *DIFFERENCES))
-    see_calls(fork, behind.see)
-    return [call for call, *_ in behind.found.values()]
+    return _Behind(lambda call: rate_of(call) > 0, (*CLASSIFIES, *DIFFERENCES)).calls(fork)
 
 
 def leave_out(fork: Fork, calls: list[Call]) -> None:
@@ -543,28 +468,24 @@ def leave_out(fork: Fork, calls: list[Call]) -> None:
 # An activation function, or a softmax, on logits
 
 
+@torch.no_grad()
 def activation(fork: Fork) -> Call | None:
     """Return the call of the activation function, or softmax, whose outputs are taken for logits.
 
     Its outputs go unchanged into a loss that has a softmax or sigmoid of its own. None: there is no
-    such function, or the forward pass fails.
+    such function.
     """
-    known = Known()
-    found: Call | None = None
+    known, found = Known(), None
 
     def see(call: Call) -> None:
         nonlocal found
         if call.name in (*OWN, "log_softmax"):
             found = known.of(call.argument(0, "input")) or found
-        result = call.result
-        if isinstance(result, Tensor) and result.is_floating_point() and _activation(call):
-            known.note(result, call)
+        x = call.result
+        if isinstance(x, Tensor) and x.is_floating_point() and _activation(call):
+            known.note(x, call)
 
-    try:
-        with torch.no_grad():
-            see_calls(fork, see)
-    except Exception:  # the training run reports errors of the loss
-        return None
+    see_calls(fork, see)
     return found
 
 
@@ -588,15 +509,15 @@ _GROWN = 3.0  # small logits without bounds grow at least as the last layer's we
 
 
 @asks("bounded-logits")
+@torch.no_grad()
 def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the share of a trained model's logits within ±1, also with larger weights."""
+    fork = setup.fork_like(trained)
     shares, sizes = [], []
     for factor in (1.0, _LARGER):
-        fork = setup.fork_like(trained)
-        with torch.no_grad():
-            for p in fork.model.parameters():
-                p.mul_(factor)
-            calls = those(fork, lambda call: call.name == "cross_entropy")
+        for p in fork.model.parameters():
+            p.mul_(factor)
+        calls = those(fork, lambda call: call.name == "cross_entropy")
         logits = [x.float() for call in calls if (x := call.argument(0, "input")).ndim > 1]
         if not logits or logits[0].shape[1] < CLASSES:
             return ()
@@ -613,24 +534,23 @@ def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 @asks("zero-gradient")
+@torch.no_grad()
 def compared_with_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the losses of a trained model whose output equals its target to the last digit.
 
     These are the same entries in memory, or results of different calls. A student that begins as a
     copy of its teacher no longer equals it after training.
     """
-    fork = setup.fork_like(trained)
-    with torch.no_grad():
-        calls = those(fork, lambda call: call.name in (*LOSSES, "kl_div") and _are_equal(call))
-    return tuple({call.place: Fact(call.place) for call in calls}.values())
+    calls = those(setup.fork_like(trained), _are_equal)
+    return first_at_each_place(Fact(call.place) for call in calls)
 
 
 def _are_equal(call: Call) -> bool:
     """Return whether both sides of a loss are equal; those of `kl_div` up to rounding."""
     x, y = call.argument(0, "input"), call.argument(1, "target")
-    if x.shape != y.shape or x.numel() < 2 or bool((y == y.flatten()[0]).all()):
+    if call.name not in (*LOSSES, "kl_div") or x.shape != y.shape or x.numel() < 2:
         return False
-    if call.name != "kl_div":
-        return torch.equal(x, y)
-    y = y if call.argument(5, "log_target", False) else y.log()
-    return torch.allclose(x.exp(), y.exp(), rtol=1e-6, atol=1e-7)
+    if call.name == "kl_div":
+        y = y if call.argument(5, "log_target", False) else y.log()
+        return torch.allclose(x.exp(), y.exp(), rtol=1e-6, atol=1e-7)
+    return torch.equal(x, y) and bool((y != y.flatten()[0]).any())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,25 +31,20 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
         after = replace(setup, model=trained.model, loss=trained.loss, optimizer=_any)
         if not all(map(torch.equal, _given(setup), _given(after))):
             return True
-        kept: list[Tensor | None] = []
-        begin, paths = setup.fork(), last_maps(setup.fork())
-        _mark(begin.model, paths, kept)
-        loss = begin.first_loss()
+        paths = last_maps(setup.fork())
+        outputs: list[Tensor] = []
+        loss = _loss(setup.fork(), paths, partial(_keep, outputs))
         reached = nodes_of([loss.grad_fn])
-        kept = [x.detach() if x is not None and x.grad_fn in reached else None for x in kept]
-        fork = after.fork()
-        _put_back(fork.model, paths, kept)
-        changed = fork.first_loss()
-        if _same(loss, changed):
-            return False
+        kept = [x.detach() if x.requires_grad and x.grad_fn in reached else None for x in outputs]
+        fork, last = after.fork(), after.fork()
+        changed = _loss(fork, paths, partial(_put_back, iter(kept)))
         own = {id(getattr(node, "variable", None)) for node in nodes_of([changed.grad_fn])}
-        last = after.fork()
-        models = (last.model, fork.model, setup.fork().model)
+        models = (last.model, fork.model, setup.model)
         for p, q, before in zip(*(model.parameters() for model in models), strict=True):
             if id(q) in own:
-                p.data = before.data
-        _put_back(last.model, paths, kept)
-        return not _same(loss, last.first_loss())
+                p.data = before.detach().clone()
+        others = _loss(last, paths, partial(_put_back, iter(kept)))
+        return not same(loss, changed) and not same(loss, others)
     except Exception:  # a loss that differentiates, or weights that are not finite
         return False
 
@@ -71,32 +67,25 @@ def _given(setup: Setup) -> list[Tensor]:
     return found
 
 
-def _mark(model: nn.Module, paths: Sequence[str], kept: list[Tensor | None]) -> None:
-    """Keep the outputs of modules, in order; None where no gradient is taken."""
-
-    def mark(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        marked = output.clone()
-        kept.append(marked if marked.requires_grad else None)
-        return marked
-
+def _loss(fork: Fork, paths: Sequence[str], change: Any) -> Tensor:
+    """Return the first loss with the outputs of some modules changed, in order."""
     for path in paths:
-        model.get_submodule(path).register_forward_hook(mark)
+        fork.model.get_submodule(path).register_forward_hook(change)
+    return fork.first_loss()
 
 
-def _put_back(model: nn.Module, paths: Sequence[str], kept: Sequence[Tensor | None]) -> None:
-    """Replace outputs of modules by those that were kept, in order."""
-    calls = iter(kept)
-
-    def put(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        known = next(calls)
-        return output if known is None else known.clone().requires_grad_()
-
-    for path in paths:
-        model.get_submodule(path).register_forward_hook(put)
+def _keep(kept: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    kept.append(output.clone())
+    return kept[-1]
 
 
-def _same(loss: Tensor, other: Tensor) -> bool:
-    """Return whether two losses are equal, or one is not finite."""
+def _put_back(kept: Any, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    known = next(kept)
+    return output if known is None else known.clone().requires_grad_()
+
+
+def same(loss: Tensor, other: Tensor | float) -> bool:
+    """Return whether two losses are equal up to the order of sums, or one is not finite."""
     exact = 1e-5 if loss.device.type == "cpu" else 1e-3  # other devices may choose other kernels
-    one, two = float(loss.detach()), float(other.detach())
+    one, two = float(loss.detach()), float(torch.as_tensor(other).detach())
     return math.isclose(one, two, rel_tol=exact, abs_tol=1e-7) or not math.isfinite(one + two)

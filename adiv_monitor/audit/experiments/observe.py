@@ -1,7 +1,7 @@
 """Observes one fork that is trained under a monitor."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.experiments.answers import double_softmax
 from adiv_monitor.audit.experiments.averages import averages
 from adiv_monitor.audit.experiments.backward import descent_share
 from adiv_monitor.audit.experiments.beginning import are_trained, chance, weights
+from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.digits import told
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
-from adiv_monitor.audit.experiments.moving_targets import moving_targets
+from adiv_monitor.audit.experiments.moving_targets import moving_targets, same
 from adiv_monitor.audit.experiments.probed import probe
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.step_cost import step_cost
@@ -31,7 +31,7 @@ from adiv_monitor.audit.training.train import Course, Progress, held, train
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.hidden import without_secrets
-from adiv_monitor.diagnosis.record import Facts, Record, Wiring
+from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.rerun.eager import forced_eager
 
@@ -39,10 +39,21 @@ T = TypeVar("T")
 # Least number of batches, and of samples, with which the trained model is examined.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
 _LEARNT = 0.9  # first loss over that of a constant prediction: weights that were drawn predict less
+_NO_INPUTS = "Nothing is known of the model's inputs: the loss did not call the model itself."
+_ANEW = (
+    "A copy that begins anew has another first loss than the run had: the loss, or what it calls, "
+    "keeps something from call to call. Runs can't be compared, so nothing was tried."
+)
 _MOVING = (
     "The loss of the same outputs changes in training: its targets or samples come from the "
     "network, or from what training keeps. The audit does not judge learning rates, fixes or "
     "overfitting by such a loss."
+)
+_OPPOSED = (
+    "In ever shorter steps, the loss falls by {:.3g} times the decrease that its gradient "
+    "predicts: parts of it oppose each other, as in a generative adversarial network, or the "
+    "gradient is not that of the loss. The audit does not judge learning rates by the fall of such "
+    "a loss."
 )
 EXCHANGED = 2  # number of these batches whose inputs are exchanged between samples
 
@@ -72,8 +83,6 @@ def observe(
         TypeError, ValueError: the setup can't be trained; the message says why.
     """
     fork = setup.fork()
-    begin = weights(setup)
-    mattered = input_matters(fork, _spread(setup.batches)[:EXCHANGED])
     trains = _trains_any(fork)
     monitor = Monitor(
         fork.model,
@@ -98,23 +107,21 @@ def observe(
     finally:
         monitor.close(quietly=True)
         watch.remove()
-    ran, copies = watch.gradients.ran, averages(setup.model, setup.loss)
+    ran, copies = list(watch.ran), averages(setup.model, setup.loss)
     record = Record(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
         reports=tuple(told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
         realised=watch.realised,
-        inputs=watch.inputs.statistics(),
-        wiring=_without_copies(watch.gradients.wiring(mattered), copies),
+        wiring=watch.wiring(copies),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
-        weights=in_order(begin, list(filter(None, ran))),  # the root's own parts are no layers
-        notes=(*_notes(setup, fork), *watch.notes()),
+        notes=tuple(_notes(setup)),
         interrupted=course.interrupted,
-        lost=_lost(setup, fork, copies),
+        lost=tuple(_lost(setup, fork, copies)),
     )
-    return record if course.interrupted else _looked_at(record, setup, fork)
+    return record if course.interrupted else _looked_at(record, setup, fork, ran)
 
 
 def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
@@ -133,73 +140,55 @@ def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
     return {path: layers[path] for path in sorted(layers, key=place)}
 
 
-def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
-    """Add to a record the facts from forward passes of the trained fork and of an untrained one."""
+def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> Record:
+    """Add to a record the facts from forward passes of the trained fork and of untrained ones."""
+    found: dict[str, Any] = {}
+    notes = list(record.notes)
+    batches = _spread(setup.batches)
     try:
-        if not _repeats(record, setup):
-            note = (
-                "A copy that begins anew has another first loss than the run had: the loss, or "
-                "what it calls, keeps something from call to call. Runs can't be compared, so "
-                "nothing was tried."
-            )
-            record = replace(record, repeats=False, notes=(*record.notes, note))
+        begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
+        inputs = input_statistics(setup.fork())
+        if inputs is None:
+            notes.append(_NO_INPUTS)
+        with torch.enable_grad():
+            repeats = same(setup.fork().first_loss(), record.losses[0])
+        found |= {"weights": begin, "inputs": inputs or {}, "repeats": repeats}
+        if not repeats:
+            notes.append(_ANEW)
         else:
-            facts = replace(record.facts, step_cost=step_cost(setup))
-            record = _with_beginning(replace(record, facts=facts), setup)
+            found |= _beginning(record, setup)
+            if is_opposed(replace(record, **found)):
+                notes.append(_OPPOSED.format(found["descent_share"]))
             if moving_targets(setup, fork):
-                record = replace(record, moving_targets=True, notes=(*record.notes, _MOVING))
-        record = replace(record, wiring=_with_unused(record.wiring, setup))
-        record = replace(record, probed=asked(setup, fork))
-        if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
-            note = "Activation functions were not looked at: the weights are not finite at the end."
-            return replace(record, notes=(*record.notes, note))
-        batches = _spread(setup.batches)
-        units = _units(fork, batches)
-        matters = [record.wiring.input_matters, input_matters(fork, batches[:EXCHANGED])]
+                found["moving_targets"] = True
+                notes.append(_MOVING)
+        wiring = record.wiring
+        names = unused(setup.fork(), setup.batches[0], wiring.unreached)
+        # A model that died in training used its inputs before: that is another fault.
+        matters = [input_matters(setup.fork(), batches[:EXCHANGED])]
+        found["probed"] = asked(setup, fork)
+        if all(bool(p.isfinite().all()) for p in fork.model.parameters()):
+            found["units"] = _units(fork, batches)
+            matters.append(input_matters(fork, batches[:EXCHANGED]))
+        most = max((x for x in matters if not math.isnan(x)), default=math.nan)
+        found["wiring"] = replace(wiring, unused=names, input_matters=most)
     except KeyboardInterrupt:
-        return replace(record, interrupted=True)
-    # A model that died in training used its inputs before: that is another fault.
-    most = max((x for x in matters if not math.isnan(x)), default=math.nan)
-    return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
+        found["interrupted"] = True
+    return replace(record, **found, notes=tuple(notes))
 
 
-def _with_beginning(record: Record, setup: Setup) -> Record:
-    record = replace(
-        record,
-        chance=chance(setup),
-        double_softmax=double_softmax(setup),
-        activated_output=activated_output(setup.fork()),
-        descent_share=descent_share(setup),
-    )
-    below = record.chance is not None and 0 < record.losses[0] < _LEARNT * record.chance
-    record = replace(record, trained=below or are_trained(setup))
-    if not is_opposed(record):
-        return record
-    note = (
-        "In ever shorter steps, the loss falls by "
-        f"{record.descent_share:.3g} times the decrease that its gradient predicts: parts of it "
-        "oppose each other, as in a generative adversarial network, or the gradient is not that of "
-        "the loss. The audit does not judge learning rates by the fall of such a loss."
-    )
-    return replace(record, notes=(*record.notes, note))
-
-
-def _repeats(record: Record, setup: Setup) -> bool:
-    """Return whether a copy begins with the same loss, or neither has a finite one."""
-    fork = setup.fork()
-    with torch.enable_grad():
-        again = float(fork.first_loss().detach())
-    first = record.losses[0]
-    # On the CPU, up to the order of sums; other devices may choose other kernels for a copy.
-    exact = 1e-6 if torch.device(record.facts.device).type == "cpu" else 1e-3
-    is_same = math.isclose(again, first, rel_tol=exact, abs_tol=1e-12)
-    return is_same or not (math.isfinite(again) or math.isfinite(first))
-
-
-def _with_unused(wiring: Wiring, setup: Setup) -> Wiring:
-    if not wiring.unreached:
-        return wiring
-    return replace(wiring, unused=unused(setup.fork(), setup.batches[0], wiring.unreached))
+def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
+    """Return what is known of the state in which training begins."""
+    constant, output = chance(setup), activated_output(setup.fork())
+    below = constant is not None and 0 < record.losses[0] < _LEARNT * constant
+    return {
+        "facts": replace(record.facts, step_cost=step_cost(setup)),
+        "chance": constant,
+        "double_softmax": output is not None and output.function == "softmax",
+        "activated_output": output,
+        "descent_share": descent_share(setup),
+        "trained": below or are_trained(setup),
+    }
 
 
 def _units(fork: Fork, batches: Sequence[Any]) -> Any:
@@ -212,10 +201,9 @@ def _units(fork: Fork, batches: Sequence[Any]) -> Any:
 
 
 def _spread(batches: Sequence[Any]) -> list[Any]:
-    """Return some batches, evenly spread over all of them."""
+    """Return at least some batches, and as many as it takes to hold some samples."""
     wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
-    count = min(max(BATCHES, wanted), MOST_BATCHES, len(batches))
-    return [batches[i * len(batches) // count] for i in range(count)]
+    return spread(batches, min(max(BATCHES, wanted), MOST_BATCHES))
 
 
 def _trains_any(fork: Fork) -> bool:
@@ -224,55 +212,27 @@ def _trains_any(fork: Fork) -> bool:
     return any(id(p) in own for p in held(fork.optimizer))
 
 
-def _without_copies(wiring: Wiring, copies: Sequence[str]) -> Wiring:
-    """Leave out the frozen parameters of copies of a trained part: they are meant to be frozen."""
-    inside = tuple(f"{name}." for name in copies)
-    frozen = tuple(name for name in wiring.frozen if not name.startswith(inside))
-    return replace(wiring, frozen=frozen)
-
-
-def _lost(setup: Setup, fork: Fork, copies: Sequence[str]) -> tuple[str, ...]:
-    """Return differences between the copy and the run for the verdict; notes have more details."""
-    found = []
-    if fork.lost:
-        found.append(f"hooks on {', '.join(dict.fromkeys(fork.lost))} do not run")
-    if not setup.model.training:
-        found.append("the model was given in evaluation mode and is trained in training mode")
-    if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
-        found.append(f"no scheduler runs{_at_the_peak(setup)}")
-    if copies:
-        found.append(
-            f"if your loop updates {listed(copies)}, as an average or a target, the copy does not"
-        )
-    return tuple(found)
-
-
-def _notes(setup: Setup, fork: Fork) -> list[str]:
-    found = []
+def _lost(setup: Setup, fork: Fork, copies: Sequence[str]) -> Iterator[str]:
+    """Yield differences between the copy and the run, for the verdict."""
     if fork.lost:
         on = ", ".join(dict.fromkeys(fork.lost))
-        found.append(f"Hooks on {on} do not run: the objects that they refer to can't be copied.")
+        yield f"hooks on {on} do not run, because their objects can't be copied"
     if not setup.model.training:
-        found.append("The model was given in evaluation mode; it is trained in training mode.")
+        yield "the model was given in evaluation mode and is trained in training mode"
+    if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
+        highest = max(setup.lifted.values(), default=0.0)
+        up_to = "up to " * (len(set(setup.lifted.values())) > 1)
+        at = f" (the copy trains at {up_to}{highest:.3g}, the highest rate of the warm-up)"
+        yield "no scheduler runs" + ("" if not highest else at)
+    if copies:
+        yield f"if your loop updates {listed(copies)}, as an average or a target, the copy does not"
+
+
+def _notes(setup: Setup) -> Iterator[str]:
     if setup.steps < FEWEST:
-        found.append(f"{setup.steps} steps are too few to judge the loss: use at least {FEWEST}.")
-    optimizer = setup.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if _is_resumed(setup):
-            found.append("The optimizer has taken steps before; the run goes on from its state.")
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            at_which = _at_the_peak(setup) or ": the learning rates stay constant"
-            found.append(f"No scheduler runs{at_which}.")
-    return found
-
-
-def _at_the_peak(setup: Setup) -> str:
-    """Return at which rate the copy trains if a warm-up raises that of the run, else ""."""
-    rates = [f"{rate:.3g}" for rate in sorted(setup.lifted.values())]
-    if not rates:
-        return ""
-    up_to = "up to " * (len(set(rates)) > 1)
-    return f" (the copy trains at {up_to}{rates[-1]}, the highest rate of the warm-up)"
+        yield f"{setup.steps} steps are too few to judge the loss: use at least {FEWEST}."
+    if _is_resumed(setup):
+        yield "The optimizer has taken steps before; the run goes on from its state."
 
 
 def _is_resumed(setup: Setup) -> bool:

@@ -2,17 +2,17 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import given_inputs
+from adiv_monitor.audit.experiments.loss_inputs import parts_like, those
 from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.training.batches import size_of, tensors
+from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 
@@ -21,25 +21,12 @@ BATCHES = 8  # fewest different batches
 SAMPLES = 100  # fewest samples that are held out
 EXPLAINS = 0.3  # of the labels: what a small network must explain
 MOST_SAMPLES, MOST_FEATURES, HIDDEN = 2048, 512, 256
-PENALTIES = (1e-2, 1e-1, 1.0)  # times the number of samples
+PENALTY = 0.1  # times the number of samples
 LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss"),
 )
 _UNKNOWN = "no known loss of one label for each sample is called with a part of the batch"
-
-
-class Skill(NamedTuple):
-    """How much of the labels predictions explain.
-
-    Attributes:
-        share: of the errors of a constant prediction, those that are avoided; of numbers, the
-            square of the correlation.
-        error: two standard errors of that share where nothing is explained.
-    """
-
-    share: float
-    error: float
 
 
 @asks("behind-reference")
@@ -54,29 +41,22 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     fork = setup.fork()
     y = _labels(fork, given)
     x = [_inputs(fork, *pair) for pair in zip(given, y, strict=True)]
-    if len({part.shape[1] for part in x}) != 1:
-        raise Untold("inputs are of unlike shape from batch to batch")
     unseen = slice(EVERY - 1, None, EVERY)
     kept = [i for i in range(len(given)) if i % EVERY != EVERY - 1]
     seen = torch.cat([x[i] for i in kept])[:MOST_SAMPLES]
     labels, others = torch.cat([y[i] for i in kept])[:MOST_SAMPLES], torch.cat(y[unseen])
     if len(others) < SAMPLES:
         raise Untold(f"fewer than {SAMPLES} samples to hold out")
-    if not bool(seen.isfinite().all()) or len(set(labels.tolist())) < 2:
+    if not bool(seen.isfinite().all()) or min(len(set(z.tolist())) for z in (labels, others)) < 2:
         raise Untold("inputs that are not finite, or labels that are all alike")
-    found = _best(_predictions(seen, labels, torch.cat(x[unseen]), setup.seed), others)
-    if found is None:
-        raise Untold("labels that are all alike")
-    if found.error < found.share < EXPLAINS:
+    found, error = skill(_predicted(seen, labels, torch.cat(x[unseen]), setup.seed), others)
+    if error < found < EXPLAINS:
         return ()
-    own = _own_skill(setup.fork_like(trained), given[unseen])
-    if own is None:
-        raise Untold(_UNKNOWN)
     is_values = labels.is_floating_point()
     numbers = {
-        "reference": found.share,
-        "error": found.error,
-        "model": own.share,
+        "reference": found,
+        "error": error,
+        "model": _own_share(setup.fork_like(trained), given[unseen]),
         "per class": math.inf if is_values else len(labels) / len(set(labels.tolist())),
         "held out": float(len(others)),
     }
@@ -85,53 +65,37 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _labels(fork: Fork, batches: Sequence[Any]) -> list[Tensor]:
     """Return the labels of each batch: the tensor that a loss gets with the first."""
-    compared = _compared(fork, batches[0])
-    parts = list(tensors(batches[0])) if compared else []
-    at = next((i for i, x in enumerate(parts) if compared and _are_equal(x, compared[1])), None)
-    if compared is None or at is None:
+    _, labels = _compared(fork, batches[0])
+    found = parts_like(labels, batches)
+    if not found:
         raise Untold(_UNKNOWN)
-    kind = compared[1].dtype
-    return [list(tensors(batch))[at].detach().flatten().cpu().to(kind) for batch in batches]
-
-
-def _are_equal(x: Tensor, labels: Tensor) -> bool:
-    is_like = x.ndim > 0 and x.numel() == len(x) == len(labels)
-    return is_like and torch.equal(x.flatten().double().cpu(), labels.double())
+    return [x.detach().flatten().cpu().to(labels.dtype) for x in found]
 
 
 def _inputs(fork: Fork, batch: Any, labels: Tensor) -> Tensor:
     """Return the features of a batch's inputs (samples, features)."""
-    given = [x for x in given_inputs(fork, batch).values() if not _are_equal(x, labels)]
+    given = [x for x in given_inputs(fork, batch).values() if not parts_like(labels, [x])]
     if not given:
         raise Untold("the model is not called with a part of the batch")
     return torch.cat([_features(x.cpu()) for x in given], 1)
 
 
-def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
+@torch.no_grad()
+def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor]:
     """Return what the first loss of one label for each sample gets: predicted and true labels.
 
     They are integers if the labels are classes, and in float64 if they are values.
     """
     size = size_of(batch)
-    found: list[tuple[Tensor, Tensor]] = []
-
-    def look(call: Call) -> None:
-        if found or call.name not in LOSSES:
-            return
-        given, target = call.argument(0, "input"), call.argument(1, "target")
-        if not isinstance(given, Tensor) or not isinstance(target, Tensor):
-            return
-        given, target = given.detach().cpu(), target.detach().cpu().flatten()
-        if len(target) != size:
-            return
+    for call in those(fork, lambda call: call.name in LOSSES, batch):
+        given, target = (x.detach().cpu() for x in call.args[:2])
+        if target.numel() != size:
+            continue
         if given.ndim == 2 and len(given) == size and not target.is_floating_point():
-            found.append((given.argmax(1), target.long()))
-        elif given.numel() == size:
-            found.append((given.flatten().double(), target.double()))
-
-    with torch.no_grad():
-        see_calls(fork, look, batch)
-    return found[0] if found else None
+            return given.argmax(1), target.flatten().long()
+        if given.numel() == size:
+            return given.flatten().double(), target.flatten().double()
+    raise Untold(_UNKNOWN)
 
 
 def _features(x: Tensor) -> Tensor:
@@ -139,19 +103,14 @@ def _features(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         words = x.reshape(len(x), -1).long() % MOST_FEATURES
         return torch.zeros(len(x), MOST_FEATURES).scatter_add_(1, words, torch.ones(words.shape))
-    x = x.float()
-    if x.ndim >= 4 and x[0].numel() > MOST_FEATURES:
-        side = max(1, math.isqrt(MOST_FEATURES // x.shape[1]))
-        x = x.flatten(3) if x.ndim > 4 else x
-        x = functional.adaptive_avg_pool2d(x, (min(side, x.shape[2]), min(side, x.shape[3])))
-    x = x.reshape(len(x), 1, -1)
+    x = x.float().reshape(len(x), 1, -1)
     return functional.adaptive_avg_pool1d(x, min(MOST_FEATURES, x.shape[2]))[:, 0]
 
 
-def _predictions(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Iterator[Tensor]:
-    """Yield what a network predicts, with several penalties.
+def _predicted(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Tensor:
+    """Return what a network predicts whose hidden layer is drawn.
 
-    Its hidden layer is drawn, and its last layer is fitted by least squares.
+    Its last layer is fitted by least squares, with a penalty.
     """
     mean, std = x.mean(0), x.std(0)
     std = torch.where(std > 0, std, torch.ones_like(std))
@@ -162,43 +121,35 @@ def _predictions(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Iterat
         torch.cat([torch.ones(len(z), 1), z, torch.tanh(z @ weight + bias)], 1).double()
         for z in ((x - mean) / std, (unseen - mean) / std)
     )
-    is_values = labels.is_floating_point()
-    classes = torch.tensor(sorted(set(labels.tolist())))
+    is_values, classes = labels.is_floating_point(), torch.unique(labels)
     one_hot = (labels[:, None] == classes).double()
     wanted = (labels - labels.mean())[:, None] if is_values else one_hot
-    square, products = inside.T @ inside, inside.T @ wanted
-    for penalty in PENALTIES:
-        ridge = penalty * len(x) * torch.eye(len(square), dtype=square.dtype)
-        found = outside @ torch.linalg.solve(square + ridge, products)
-        yield found[:, 0] if is_values else classes[found.argmax(1)]
+    ridge = PENALTY * len(x) * torch.eye(inside.shape[1], dtype=torch.double)
+    found: Tensor = outside @ torch.linalg.solve(inside.T @ inside + ridge, inside.T @ wanted)
+    return found[:, 0] if is_values else classes[found.argmax(1)]
 
 
-def _best(predictions: Iterable[Tensor], labels: Tensor) -> Skill | None:
-    told = [skill(predicted, labels) for predicted in predictions]
-    return max((one for one in told if one is not None), key=lambda one: one.share, default=None)
+def skill(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return how much of labels is explained, and two standard errors where nothing is.
 
-
-def skill(predicted: Tensor, labels: Tensor) -> Skill | None:
-    """Return how much of the labels is explained; None: they are all alike, or there are none."""
-    if len(set(labels.tolist())) < 2:
-        return None
+    It is the share of the errors of a constant prediction that are avoided; of numbers, the square
+    of the correlation.
+    """
     if labels.is_floating_point():
-        both = torch.stack([predicted.double(), labels])
-        correlation = float(torch.corrcoef(both)[0, 1])
-        return Skill(correlation**2 if math.isfinite(correlation) else 0.0, 4 / len(labels))
+        correlation = torch.corrcoef(torch.stack([predicted.double(), labels]))[0, 1]
+        return float(correlation.square().nan_to_num()), 4 / len(labels)
     most = max(Counter(labels.tolist()).values()) / len(labels)
     right = float((predicted == labels).double().mean())
     error = 2 * math.sqrt(most * (1 - most) / len(labels))
-    return Skill((right - most) / (1 - most), error / (1 - most))
+    return (right - most) / (1 - most), error / (1 - most)
 
 
-def _own_skill(fork: Fork, batches: Sequence[Any]) -> Skill | None:
-    """Return the model's skill in evaluation or in training mode, whichever explains more."""
-    told = []
+def _own_share(fork: Fork, batches: Sequence[Any]) -> float:
+    """Return what the model explains in evaluation or in training mode, whichever is more."""
+    shares = []
     for training in (False, True):
         fork.model.train(training)
-        known = [pair for batch in batches if (pair := _compared(fork, batch)) is not None]
-        if len(known) == len(batches):
-            predicted, labels = (torch.cat(parts) for parts in zip(*known, strict=True))
-            told.append((predicted, labels))
-    return _best((p for p, _ in told), told[0][1]) if told else None
+        pairs = [_compared(fork, batch) for batch in batches]
+        predicted, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        shares.append(skill(predicted, labels)[0])
+    return max(shares)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adiv_monitor.audit.experiments.calls import Call
-from adiv_monitor.audit.experiments.concerned import passed, with_tensor
+from adiv_monitor.audit.experiments.concerned import with_tensor
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
@@ -61,14 +61,10 @@ def epsilon_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     found = [(eps, root[root > 0]) for eps, root in _roots(trained.optimizer)]
     smaller = [(int((root < eps).sum()), eps) for eps, root in found if eps > USUAL]
-    if not any(count for count, _ in smaller):
-        return ()
-    numbers = {
-        "share": sum(count for count, _ in smaller) / sum(root.numel() for _, root in found),
-        "epsilon": max(smaller)[1],
-        "root": median(float(root.median()) for _, root in found if root.numel()),
-    }
-    return (Fact("", numbers),)
+    if any(count for count, _ in smaller):
+        share = sum(count for count, _ in smaller) / sum(root.numel() for _, root in found)
+        root = median(float(root.median()) for _, root in found if root.numel())
+        yield Fact("", {"share": share, "epsilon": max(smaller)[1], "root": root})
 
 
 def _roots(optimizer: Optimizer) -> Iterator[tuple[float, Tensor]]:
@@ -92,25 +88,21 @@ COARSE = (torch.bfloat16, torch.float16)
 @asks("rounded-away")
 def rounded_away(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the share of entries with a gradient that a step leaves exactly unchanged."""
-    before, after = setup.fork(), setup.fork()
-    coarse = [p for p in held(after.optimizer) if p.dtype in COARSE]
+    fork = setup.fork()
+    coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
     if not coarse:
-        return ()
-    names = {id(p): i for i, p in enumerate(held(after.optimizer))}
-    after.batches = after.batches[:STEPS]
-    before.batches = after.batches[:-1]
-    train(before)
-    train(after)
-    equal = entries = 0
-    for p in coarse:
-        if p.grad is not None:
-            has = p.grad.to_dense() != 0
-            entries += int(has.sum())
-            equal += int(((p == held(before.optimizer)[names[id(p)]]) & has).sum())
-    if not entries:
-        raise Untold("no entry had a gradient")
-    words = {"dtype": str(coarse[0].dtype).removeprefix("torch.")}
-    return (Fact("", {"share": equal / entries}, words),)
+        return
+    *first, last = fork.batches[:STEPS]
+    for batches in (first, [last]):
+        before = [p.detach().clone() for p in coarse]
+        fork.batches = batches
+        train(fork)
+    found = [(p.grad.to_dense() != 0, p == old)
+             for p, old in zip(coarse, before, strict=True) if p.grad is not None]  # fmt: skip
+    if entries := sum(int(has.sum()) for has, _ in found):
+        share = sum(int((has & stays).sum()) for has, stays in found) / entries
+        words = {"dtype": str(coarse[0].dtype).removeprefix("torch.")}
+        yield Fact("", {"share": share}, words)
 
 
 FURTHER = 64.0  # times as far as the run went, by doublings
@@ -127,51 +119,40 @@ def unbounded_loss(setup: Setup, trained: Fork) -> Iterable[Fact]:
     least `PACE` times as much per distance as in the run. The fact says whether samples have
     negative weights, as the rewards of a policy gradient are.
     """
-    fork = setup.fork()
-    loss, batch = RepeatedLoss(fork), setup.batches[0]
-    ends = [p.detach() for p in trained.model.parameters()]
-    lines = [(p, p.detach().clone(), end)
-             for p, end in zip(fork.model.parameters(), ends, strict=True)]  # fmt: skip
     if trained.optimizer._optimizer_step_post_hooks:
         raise Untold("a hook behind the step may keep the weights within bounds")
+    fork, batch = setup.fork(), setup.batches[0]
+    loss, begin = RepeatedLoss(fork), [p.detach().clone() for p in fork.model.parameters()]
 
     @torch.no_grad()
     def at(distance: float) -> float:
-        for p, begin, end in lines:
-            p.copy_(begin + distance * (end - begin))
+        models = fork.model.parameters(), begin, trained.model.parameters()
+        for p, first, last in zip(*models, strict=True):
+            p.copy_(first + distance * (last - first))
         return loss.of(batch)
 
     first, last = at(0.0), at(1.0)
     if not last < min(0.0, first):
-        return ()
+        return
     before, distance = last, 1.0
     while distance < FURTHER:
         value = at(2 * distance)
-        if math.isnan(value) or not before - value >= PACE * (first - last) * distance:
-            return ()
+        if not before - value >= PACE * (first - last) * distance:  # or it is NaN
+            return
         if math.isinf(value):
             break
         before, distance = value, 2 * distance
     at(0.0)
-    numbers = {"loss": before, "times": distance, "negative": _negative_weights(setup, loss, batch)}
-    return (Fact("", numbers),)
+    negative = _negative_weights(loss, batch)
+    yield Fact("", {"loss": before, "times": distance, "negative": negative})
 
 
-def _negative_weights(setup: Setup, loss: RepeatedLoss, batch: Any) -> int:
-    """Return the number of samples with a negative weight.
-
-    Weights change gradients, but no outputs, and the loss is linear in them.
-    """
+def _negative_weights(loss: RepeatedLoss, batch: Any) -> int:
+    """Return the number of samples with a negative weight, in which the loss is linear."""
     for number, x in enumerate(tensors(batch)):
-        if not x.is_floating_point() or x.numel() != size_of(batch) or not bool((x < 0).any()):
-            continue
-        times = [partial(operator.mul, factor) for factor in (-WIDE, 0.0, WIDE)]
-        below, none, above = (loss.of(with_tensor(batch, number, scaled)) for scaled in times)
-        change = abs(above - none)
-        if change > 0 and abs(above + below - 2 * none) < LINEAR * change:
-            own = passed(setup, batch)
-            turned = passed(setup, with_tensor(batch, number, operator.neg))
-            is_input = not torch.equal(turned.outputs, own.outputs)
-            if not is_input and not torch.equal(turned.gradients, own.gradients):
+        if x.is_floating_point() and x.numel() == size_of(batch) and bool((x < 0).any()):
+            times = [partial(operator.mul, factor) for factor in (-WIDE, 0.0, WIDE)]
+            below, none, above = (loss.of(with_tensor(batch, number, scaled)) for scaled in times)
+            if abs(above + below - 2 * none) < LINEAR * abs(above - none):
                 return int((x < 0).sum())
     return 0

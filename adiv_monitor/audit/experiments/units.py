@@ -1,37 +1,26 @@
 """The activation functions of a model: dead units and saturated entries."""
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, Watched
-from adiv_monitor.audit.experiments.flat import ends_of_function, ends_of_module
+from adiv_monitor.audit.experiments.flat import ends_of_function
 from adiv_monitor.diagnosis.record import UnitStatistics
 
-# Spatial dimensions behind functions whose units are in dim 1; others have units in the last dim.
-_CONVOLUTION = {f"conv{t}{k}d": k for k in (1, 2, 3) for t in ("", "_transpose")}
 _NORMS = ("batch_norm", "group_norm", "instance_norm")
 _LAST = (
     *("linear", "layer_norm", "rms_norm", "matmul", "bmm", "addmm", "einsum", "embedding"),
     *("multi_head_attention_forward", "scaled_dot_product_attention"),
 )
-# Arguments that may follow the input by position.
-_BY_PLACE = {
-    "softplus": ("beta", "threshold"),
-    "threshold": ("threshold", "value"),
-    "hardtanh": ("min_val", "max_val"),
-    "elu": ("alpha",),
-    "celu": ("alpha",),
-    "clamp": ("min", "max"),
-    "clip": ("min", "max"),
-    "clamp_min": ("min",),
-}
+# Class names of modules that compose these functions from tanh and sigmoid, which aren't looked at.
+_COMPOSED = re.compile("gelu|silu|swish", re.IGNORECASE)
 
 
 class Units:
@@ -44,107 +33,80 @@ class Units:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Modules that are one function as a whole, with its name and its flat ends.
-        self._whole = {
-            path: ends
-            for path, module in model.named_modules()
-            if (ends := ends_of_module(type(module).__name__)) is not None
-        }
-        self._sums: dict[str, _Sums | None] = {}  # None: the number of units differs between calls
+        self._composed = {
+            path for path, module in model.named_modules()
+            if _COMPOSED.search(type(module).__name__)
+        }  # fmt: skip
+        self._seen: dict[str, list[_Seen]] = defaultdict(list)
         self._batches = 0
-        self._begin()
 
     def statistics(self) -> dict[str, UnitStatistics]:
-        """Return the statistics of each function by path; `path#2` is a module's second one."""
-        return {key: sums.statistics() for key, sums in self._sums.items() if sums is not None}
+        """Return the statistics of each function by path; `path#2` is a module's second one.
+
+        Functions whose number of units differs between calls are left out.
+        """
+        kinds = {
+            key: {(x.function, len(x.awake)) for x in seen} for key, seen in self._seen.items()
+        }
+        return {key: _joined(seen) for key, seen in self._seen.items() if len(kinds[key]) == 1}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe one batch that runs through the model in this context."""
-        with ExitStack() as hooks:
-            for path, module in self._model.named_modules():
-                if self._whole_around(path) == path:
-                    enter = partial(self._enter, path)
-                    hooks.enter_context(module.register_forward_pre_hook(enter))
-            self._begin()
-            hooks.enter_context(Watched(self._model, change=self._call))
+        self._calls: Counter[str] = Counter()
+        self._channels: bool | None = None
+        with Watched(self._model, change=self._call):
             yield
         self._batches += 1
 
-    def _begin(self) -> None:
-        self._calls: Counter[str] = Counter()
-        self._places: int | None = None
-
-    def _whole_around(self, path: str) -> str | None:
-        """Return the outermost module that is one function and holds a module, or is it itself."""
-        return next((w for w in self._whole if w in ("", path) or path.startswith(f"{w}.")), None)
-
-    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args:
-            self._look(path, *self._whole[path], args[0])
-
     def _call(self, call: Call) -> Any:
         """Handle a function that is about to run."""
-        name, args = call.name, call.args
-        if call.path is None or self._whole_around(call.path) is not None:
+        x = call.argument(0, "input")
+        if call.path is None or not isinstance(x, Tensor):
             return NotImplemented
-        if name in _CONVOLUTION:
-            self._places = _CONVOLUTION[name]
-        elif name in _NORMS and args and isinstance(args[0], Tensor):
-            self._places = args[0].ndim - 2
-        elif name in _LAST:
-            self._places = 0
-        else:
-            given = dict(zip(_BY_PLACE.get(name.strip("_"), ()), args[1:], strict=False))
-            ends = ends_of_function(name, {**given, **call.kwargs})
-            if ends is not None:
-                self._look(call.path, *ends, call.argument(0, "input"))
+        if call.name.startswith("conv") or call.name in _NORMS:
+            self._channels = x.ndim > 2
+        elif call.name in _LAST:
+            self._channels = False
+        elif not (call.name in ("tanh", "sigmoid") and call.path in self._composed):
+            given = dict(zip(("min", "max"), call.args[1:], strict=False))  # of clamps
+            ends = ends_of_function(call.name, {**given, **call.kwargs})
+            if ends is not None and x.is_floating_point() and x.ndim:
+                self._look(call.path, *ends, x)
         return NotImplemented
 
     @torch.no_grad()
-    def _look(self, path: str, name: str, ends: tuple[float, float], x: object) -> None:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
-            return
+    def _look(self, path: str, name: str, ends: tuple[float, float], x: Tensor) -> None:
         self._calls[path] += 1
         key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
-        places = max(x.ndim - 2, 0) if self._places is None and x.ndim > 3 else self._places or 0
-        unit = x.ndim - 1 - places if x.ndim > places else x.ndim - 1
         flat = x <= ends[0]
         if ends[1] != inf:
             flat |= x >= ends[1]
+        channels = x.ndim > 3 if self._channels is None else self._channels and x.ndim > 2
         # A vector holds one value for each sample, of a single unit.
-        flat = flat[None] if x.ndim == 1 else flat.movedim(unit, 0).flatten(1)
-        sums = self._sums.setdefault(key, _Sums(name, len(flat)))
-        if sums is not None and not sums.add(name, flat, self._batches):
-            self._sums[key] = None
+        flat = flat[None] if x.ndim == 1 else flat.movedim(1 if channels else -1, 0).flatten(1)
+        awake = ~flat.all(1).cpu()
+        seen = _Seen(name, awake, int(flat.count_nonzero()), flat.numel(), self._batches)
+        self._seen[key].append(seen)
 
 
-class _Sums:
-    """Accumulated statistics of one function."""
+class _Seen(NamedTuple):
+    """One call of a function: its units with an entry that is not flat, and its entries."""
 
-    def __init__(self, name: str, units: int) -> None:
-        self._name = name
-        self._awake = torch.zeros(units, dtype=torch.bool)
-        self._flat = 0
-        self._entries = 0
-        self._batches: set[int] = set()
+    function: str
+    awake: Tensor
+    flat: int
+    entries: int
+    batch: int
 
-    def add(self, name: str, flat: Tensor, batch: int) -> bool:
-        """Add a call's entries (units, rows); return False if its function or units differ."""
-        self._batches.add(batch)
-        if name != self._name or len(flat) != len(self._awake):
-            return False
-        self._awake |= ~flat.all(1).cpu()
-        self._flat += int(flat.count_nonzero())
-        self._entries += flat.numel()
-        return True
 
-    def statistics(self) -> UnitStatistics:
-        """Return the statistics of all calls."""
-        return UnitStatistics(
-            function=self._name,
-            units=len(self._awake),
-            dead=int((~self._awake).sum()),
-            saturated=self._flat / max(self._entries, 1),
-            batches=len(self._batches),
-        )
+def _joined(seen: list[_Seen]) -> UnitStatistics:
+    """Return the statistics of all calls of a function."""
+    awake = torch.stack([x.awake for x in seen]).any(0)
+    return UnitStatistics(
+        function=seen[0].function,
+        units=len(awake),
+        dead=int((~awake).sum()),
+        saturated=sum(x.flat for x in seen) / max(sum(x.entries for x in seen), 1),
+        batches=len({x.batch for x in seen}),
+    )
