@@ -80,29 +80,23 @@ def these(record: Record, layers: Sequence[str]) -> str:
 
 def typical(record: Record, layer: str, measure: str) -> Typical | None:
     """Return the typical value of a layer's measure; None if it was never taken or not finite."""
-    found = {}
-    for step, reading in readings(record, layer).items():
-        value = getattr(reading, measure)
-        if value is not None and math.isfinite(value):
-            found[step] = (value, reading.standard_error.get(measure, 0.0))
-    if not found:
-        return None
-    values, errors = zip(*found.values(), strict=True)
-    return Typical(median(values), median(errors), min(found))
+    found = [
+        (step, value, reading.standard_error.get(measure, 0.0))
+        for step, reading in readings(record, layer).items()
+        if (value := getattr(reading, measure)) is not None and math.isfinite(value)
+    ]
+    return _middle(found) if found else None
+
+
+def _middle(found: Sequence[tuple[int, float, float]]) -> Typical:
+    """Return the typical one of (step, value, error)."""
+    steps, values, errors = zip(*found, strict=True)
+    return Typical(median(values), median(errors), min(steps))
 
 
 def at_first(record: Record, measure: str) -> list[dict[str, Typical]]:
     """Return a measure of all maps at the first measured steps, two at most."""
-    found = []
-    for report in record.reports[:2]:
-        values = {}
-        for path in (p for p in maps(record) if p in report.layers):
-            value = getattr(report.layers[path], measure)
-            if value is not None and math.isfinite(value):
-                error = report.layers[path].standard_error.get(measure, 0.0)
-                values[path] = Typical(value, error, report.step)
-        found.append(values)
-    return found
+    return [by_layer(replace(record, reports=(report,)), measure) for report in record.reports[:2]]
 
 
 def by_layer(record: Record, measure: str) -> dict[str, Typical]:

@@ -8,12 +8,7 @@ from adiv_monitor.diagnosis.health import GRADIENT, HEALTH
 
 
 class Title(NamedTuple):
-    """A measure in plain words.
-
-    Attributes:
-        title: short title.
-        reads: formula and how to read it, in one line.
-    """
+    """A measure in plain words: a short title, and its formula with how to read it."""
 
     title: str
     reads: str

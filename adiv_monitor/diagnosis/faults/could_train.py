@@ -98,14 +98,11 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
         largest = worst_first(kept)[0]
         yield Finding("not-zeroed", "act",
             f"The gradients of {these(record, [*kept])} are not zeroed between optimizer steps: "
-            "before the first backward pass of a step, `.grad` holds a gradient of earlier steps "
-            f"or of another loss, whose norm is {kept[largest]:.3g} times that of the gradient "
-            "used.",
-            (Evidence("norm of the gradient kept from earlier steps, over that of the gradient "
-                      "used", kept[largest], KEPT, largest),),
-            (Advice("call optimizer.zero_grad() once for every optimizer step, before its first "
-                    "backward pass; if you do, and another loss goes backward before the forward "
-                    "pass, all is well"),),
+            "before a step's first backward pass, `.grad` holds an earlier gradient, "
+            f"{kept[largest]:.3g} times as long as the one used.",
+            (Evidence("gradient kept, over the gradient used", kept[largest], KEPT, largest),),
+            (Advice("call optimizer.zero_grad() once for every step, unless another loss goes "
+                    "backward before the forward pass"),),
             "A lower learning rate still follows the sum of all gradients so far.",
             layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
@@ -179,8 +176,7 @@ def rate_gone(record: Record) -> Iterator[Finding]:
             "The schedule brings the learning rate below a millionth of its peak by step "
             f"{since:,}: from then on nothing is learnt.",
             (Evidence("learning rate over its peak", rates[last] / peak, GONE, step=last),),
-            (Advice("make the schedule as long as the training: is it stepped once per batch, and "
-                    "counted in epochs?"),),
+            (Advice("make the schedule as long as the training, in batches or in epochs"),),
             "A higher base learning rate decays as soon.", since=since)  # fmt: skip
 
 

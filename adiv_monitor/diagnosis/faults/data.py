@@ -80,8 +80,7 @@ def one_batch(record: Record) -> Iterator[Finding]:
         yield Finding("same-batch", "note",
             "Every measured step saw the same batch. That is meant, if these are all your data.",
             (Evidence("different batches in the measured steps", 1, 1),),
-            (Advice("check that the data loader is asked for a new batch in each "
-                    "step"),))  # fmt: skip
+            (Advice("check that the data loader gives a new batch in each step"),))  # fmt: skip
 
 
 @finds()
@@ -94,8 +93,7 @@ def same_batch(record: Record) -> Iterator[Finding]:
                 f"At most {numbers['share']:.0%} of the samples of a batch differ from each other; "
                 "the rest repeat them.",
                 (Evidence("share of a batch's samples that differ", numbers["share"], 0.5),),
-                (Advice("check whether the dataset uses its index, and what the sampler returns, "
-                        "unless samples are repeated on purpose"),),
+                (Advice("check whether the dataset uses its index, and the sampler"),),
                 "Larger batches of the same samples teach no more.",
                 against=("larger-batch",))  # fmt: skip
         else:
@@ -104,8 +102,7 @@ def same_batch(record: Record) -> Iterator[Finding]:
                 f"{numbers['batches']:.0f}: the model never sees the rest of the data.",
                 (Evidence("different batches", numbers["different"], 2.0),),
                 (Advice("check which samples the loader returns (shuffle=True), and take a new "
-                        "batch for each step: next(iter(loader)) begins the loader again, as a "
-                        "test of overfitting may"),), against=())  # fmt: skip
+                        "batch for each step: next(iter(loader)) begins again"),))  # fmt: skip
 
 
 @fault("unshuffled", "The data are not shuffled", certain=True)
@@ -117,12 +114,9 @@ def unshuffled(record: Record) -> Iterator[Finding]:
             yield Finding("unshuffled", act_if(ratio < SORTED),
                 f"The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: "
                 "the data are sorted.",
-                (Evidence("variance of labels within a batch, over that in shuffled batches", ratio,
-                          UNSHUFFLED),
-                 Evidence("distance from shuffled batches, in standard deviations", z,
-                          -DEVIATIONS)),
-                (Advice("shuffle the samples before they are split into batches (shuffle=True), "
-                        "unless the model should learn their order"),),
+                (Evidence("variance of labels in a batch, over shuffled ones", ratio, UNSHUFFLED),
+                 Evidence("distance from these, in deviations", z, -DEVIATIONS)),
+                (Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),),
                 "Larger batches of sorted data are sorted too.",
                 against=("larger-batch",))  # fmt: skip
 
@@ -136,10 +130,8 @@ def target_leak(record: Record) -> Iterator[Finding]:
             yield Finding("target-leak", "watch",
                 f"Feature {feature:.0f} of {fact.place} determines the target of all "
                 f"{fact.numbers['samples']:.0f} samples: the model can copy it.",
-                (Evidence("share of the target's variance that a feature explains", share,
-                          DETERMINED),),
-                (Advice("leave the target's column out of the inputs, "
-                        "and what was made of it"),))  # fmt: skip
+                (Evidence("share of the target that a feature explains", share, DETERMINED),),
+                (Advice("leave the target out of the inputs"),))  # fmt: skip
 
 
 @fault("targets-moved", "Targets that are transposed or flipped", explains=LEARNING)
@@ -152,8 +144,7 @@ def targets_moved(record: Record) -> Iterator[Finding]:
                 f"The targets of pixels fit the images better {MOVED[fact.words['move']]}: their "
                 f"correlation is then {best:.2g} instead of {own:.2g}.",
                 (Evidence("correlation of the pixels with their targets", own, BETTER * best),),
-                (Advice("look at an image with its target over it, and compare the order of their "
-                        "axes, and the transforms that each gets"),))  # fmt: skip
+                (Advice("compare the axes and transforms of images and targets"),))  # fmt: skip
 
 
 @fault("labels-unrelated", "Labels that no model predicts")
@@ -167,8 +158,7 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
                 "Neither a small network nor this model predicts the labels of "
                 f"{fact.numbers['held out']:.0f} samples better than a constant prediction does. "
                 "Check whether the labels belong to their inputs.",
-                (Evidence("share of unseen labels that a small network explains", reference,
-                          error),),
+                (Evidence("share of unseen labels that it explains", reference, error),),
                 (Advice("look at ten samples and their labels"),))  # fmt: skip
 
 
@@ -185,12 +175,9 @@ def state_carried(record: Record) -> Iterator[Finding]:
             yield Finding("state-carried",
                 act_if(goes_on == "no" and suffers(record)) if watch else "note",
                 "The outputs for a batch depend on the batch before it, with the same weights."
-                + " Each sample takes over the state of the sample at its place in the batch "
-                  "before." * of_sample,
-                (Evidence("share of outputs that change with a sample of the batch before",
-                          fact.numbers["outputs"], 0.0, step=0),),
-                (Advice("begin each batch with a fresh state, unless a state is meant, as that of "
-                        "a queue, or of series that go on in the next batch"),),
+                + " Each sample takes over the state of another sample." * of_sample,
+                (Evidence("share of outputs that change", fact.numbers["outputs"], 0.0),),
+                (Advice("begin each batch with a fresh state, unless series go on"),),
                 since=0)  # fmt: skip
 
 
@@ -203,5 +190,5 @@ def batch_part_unread(record: Record) -> Iterator[Finding]:
             f"The loss never reads tensor {unread} of the batch, of the same shape as tensor "
             f"{read}, which it reads (shape {fact.words['shape']}).",
             (Evidence("tensors of the batch that the loss never reads", 1.0, 0.0, step=0),),
-            (Advice("look for a place in the loss that uses one of the two twice, where it should "
-                    "use both, unless it is left out on purpose"),), since=0)  # fmt: skip
+            (Advice("look for a place in the loss that uses one of the two twice"),),
+            since=0)  # fmt: skip

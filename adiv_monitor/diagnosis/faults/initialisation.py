@@ -100,8 +100,8 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
             + (f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
                "without.") * (math.isfinite(with_it) and math.isfinite(without)),
             (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
-            (Advice("use a dropout rate of 0.1: the argument is the share to drop, not to keep",
-                    "dropout-0.1"),), since=0)  # fmt: skip
+            (Advice("use a dropout rate of 0.1, the share to drop", "dropout-0.1"),),
+            since=0)  # fmt: skip
 
 
 @fault("one-sided-weights", "Initial weights of one sign", acts_below=1.0)
@@ -111,12 +111,10 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
     if facts and not record.trained:
         worst = max(facts, key=lambda fact: fact.numbers["share"])
         yield Finding("one-sided-weights", act_if(suffers(record)),
-            f"Nearly all initial values of {places(facts)} have the same sign (abs(mean) / rms is "
-            f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
-            "value.",
+            f"Nearly all initial values of {places(facts)} have the same sign: all units of such a "
+            "layer return nearly the same value.",
             (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
-            (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
-                    "instead of torch.rand", "centred-weights"),),
+            (Advice("draw the weights around zero, as torch.randn does", "centred-weights"),),
             layers=tuple(fact.place for fact in facts), since=0)  # fmt: skip
 
 
@@ -129,11 +127,10 @@ def attention_saturated(record: Record) -> Iterator[Finding]:
         size, largest = worst.numbers["spread"], worst.numbers["largest"]
         yield Finding("attention-saturated", "watch",
             f"Before training, the scores of a query at {worst.place} have a standard deviation of "
-            f"{size:.3g}, and the softmax gives {largest:.0%} of the weight to one key: little "
-            "gradient passes to queries and keys.",
+            f"{size:.3g}, and the softmax gives {largest:.0%} of the weight to one key.",
             (Evidence("standard deviation of a query's scores", size, SPREAD, worst.place, 0),),
-            (Advice("divide the scores by the square root of the width of the queries, and "
-                    "normalise the inputs of the attention", "unit-scores"),), since=0)  # fmt: skip
+            (Advice("divide the scores by the root of the queries' width", "unit-scores"),),
+            since=0)  # fmt: skip
 
 
 _SAID = {
@@ -235,8 +232,7 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
         yield Finding("outputs-constant", act_if(stands or suffers(record)),
             f"At the start, the outputs of {fact.words['class']} '{fact.place}' are the same for "
             "all samples, although its inputs are not. So are the model's outputs.",
-            (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place,
-                      0),),
+            (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6),),
             (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it "
                                           "is too small to make a difference")),),
             layers=(fact.place,), since=0)  # fmt: skip
@@ -252,12 +248,10 @@ def collapsed(record: Record) -> Iterator[Finding]:
         before, after = fact.numbers["before"], fact.numbers["after"]
         yield Finding("collapsed", act_if(after < COLLAPSED * before),
             f"The outputs of different samples become alike: {before:.2g} of their mean square "
-            f"varies between samples at the start, {after:.2g} after training. If all samples had "
-            f"the same outputs, the loss would be {fact.numbers['loss']:.3g}, as low as after "
-            "training.",
+            f"varies between samples at the start, {after:.2g} after training. With the same "
+            f"outputs for all, the loss would be {fact.numbers['loss']:.3g}, as low.",
             (Evidence("share of the outputs that varies", after, COLLAPSED * before),),
-            (Advice("add what keeps the outputs of different samples apart: negative pairs, a term "
-                    "for their variance, or a stop-gradient on one of two views"),),
+            (Advice("add negative pairs, a term for their variance, or a stop-gradient"),),
             NO_RATE)  # fmt: skip
 
 
@@ -278,8 +272,8 @@ def _ignored(record: Record) -> Iterator[Finding]:
         yield Finding("input-ignored", "act",
             "The outputs hardly change when inputs are exchanged between samples.",
             (Evidence("input_matters", matters, INPUT_MATTERS),),
-            (Advice("follow one batch through forward(): look for inputs that are multiplied by "
-                    "zero, overwritten or not used"),), NO_RATE)  # fmt: skip
+            (Advice("look in forward() for inputs that are zeroed, overwritten or not used"),),
+            NO_RATE)  # fmt: skip
 
 
 def _from_the_start(record: Record) -> bool:
@@ -312,8 +306,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
         return
     yield Finding("vanishing", act_if(suffers(record)), said, evidence,
         (_LAYER_NORM, _BATCH_NORM, _AGAIN,
-         Advice("use ReLU-like activation functions instead of sigmoids, or add residual "
-                "connections")),
+         Advice("use ReLU-like activation functions, or add residual connections")),
         "With a higher learning rate, the last layers move too far before the first ones move.",
         layers=tuple(p for p in norms if norms[p] < VANISHED * last), since=report.step,
         against=HIGHER_RATES)  # fmt: skip
@@ -403,9 +396,7 @@ def dropout_in_eval(record: Record) -> Iterator[Finding]:
             f"{worst.place} drops {worst.numbers['rate']:.0%} in evaluation mode, too: two "
             "evaluations of the same batch differ.",
             (Evidence("dropout rate", worst.numbers["rate"], 0, worst.place),),
-            (Advice("pass training=self.training to the dropout function, or use nn.Dropout; for "
-                    "scaled_dot_product_attention, dropout_p=0.0 unless "
-                    "self.training"),))  # fmt: skip
+            (Advice("use nn.Dropout, or pass training=self.training"),))  # fmt: skip
 
 
 @fault("running-statistics", "Running statistics that are no average")
@@ -417,6 +408,5 @@ def running_statistics(record: Record) -> Iterator[Finding]:
             f"These batch normalisations have a momentum of {momentum:g}: {places(facts)}. It is "
             "the share of the last batch in the statistics of evaluation mode.",
             (Evidence("momentum", momentum, 0.9, facts[0].place),),
-            (Advice("use a momentum of 0.1, or less: torch's is the share of the new batch, "
-                    "Keras's and TensorFlow's that of the old average"),),
+            (Advice("use a momentum of 0.1 or less: it is the share of the new batch"),),
             layers=tuple(fact.place for fact in facts))  # fmt: skip

@@ -172,8 +172,7 @@ def input_mean(record: Record) -> Iterator[Finding]:
             first = maps(record)[:1] if len(record.inputs) == 1 else ()
             harms = share > COMMON_SHARE_ACT and _costs(record)
             yield _mean_finding(first, act_if(harms), share, f"input {name!r}",
-                Evidence("common share of the inputs", share, COMMON_SHARE_WATCH,
-                         name))  # fmt: skip
+                Evidence("common share", share, COMMON_SHARE_WATCH, name))  # fmt: skip
     if not record.inputs and (found := entering(record)) is not None:
         path, _ = found
         if (common := _mostly_mean(record, path)) is not None:
@@ -188,8 +187,7 @@ def _mean_finding(
     return Finding("input-mean", strength,
         f"{share:.0%} of the mean square of {of} is due to the mean, which all samples share: each "
         "step moves all samples in the same direction.", (evidence,),
-        (Advice("subtract the mean of each feature (channel) over the training data",
-                "centre-inputs"),
+        (Advice("subtract the mean of each feature (channel)", "centre-inputs"),
          Advice("standardise the inputs", "standardise-inputs")),
         "Dividing by a constant or by each row's length does not remove the mean.",
         layers=first, against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
@@ -239,8 +237,7 @@ def row_spread(record: Record) -> Iterator[Finding]:
         (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, next(iter(first), None), spread.since),
          *(Evidence("length_cv of inputs", cv) for cv in lengths)),
         (_AFFINE_LIKE,
-         Advice("look at the longest samples: they may be outliers, or a heavy-tailed feature may "
-                "need a logarithm or clipping"),
+         Advice("look at the longest samples: they may be outliers"),
          Advice("use a norm-like layer as the first layer", "norm-like")),
         "Neither one constant scale nor another learning rate makes the rows more alike.",
         layers=first, since=spread.since,

@@ -49,8 +49,7 @@ def zero_slope(record: Record) -> Iterator[Finding]:
         yield Finding("zero-slope", act_if(record.wiring.zero_gradient),
             f"The slope of {steps[0].place} is zero everywhere: no gradient passes it.",
             (Evidence("functions whose slope is zero", len(steps), 0.0, step=0),),
-            (Advice("use a smooth function in training, such as a sigmoid in place of rounding, or "
-                    "pass the gradient through: x + (f(x) - x).detach()"),),
+            (Advice("use a smooth function, or pass gradients: x + (f(x) - x).detach()"),),
             NO_RATE, layers=record.wiring.zero_gradient, since=0)  # fmt: skip
     for fact in facts:
         if (share := fact.numbers.get("share", 0.0)) > STUCK:
@@ -58,8 +57,8 @@ def zero_slope(record: Record) -> Iterator[Finding]:
                 f"{fact.place} clips the outputs: after training, {share:.0%} of the outputs with "
                 "a gradient are clipped although the loss would pull them back into the range.",
                 (Evidence("share of the entries that get no gradient back", share, STUCK),),
-                (Advice("give the loss the outputs as they are, or those of a smooth function; "
-                        "clip them only where they are used"),), NO_RATE, since=0)  # fmt: skip
+                (Advice("clip the outputs only where they are used, not in the loss"),),
+                NO_RATE, since=0)  # fmt: skip
 
 
 @fault("zero-gradient", "Gradients of exactly zero", certain=True)
@@ -77,8 +76,7 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
             (Evidence("largest norm of a gradient", 0.0, 0.0) if whole else
              Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
             (Advice("compare the outputs with the targets of the batch") if facts else
-             Advice("look in the loss for a comparison of the outputs with themselves, for "
-                    "rounding and clamps, and for a margin that every sample already satisfies"),),
+             Advice("look in the loss for rounding, clamps, margins that are satisfied"),),
             NO_RATE, since=0)  # fmt: skip
 
 
@@ -109,12 +107,9 @@ def class_weights(record: Record) -> Iterator[Finding]:
         if numbers["slope"] > GROWS and numbers["correlation"] > CORRELATED:
             yield Finding("class-weights", _of_weights(record),
                 f"{fact.place} weights class {words['common']} {numbers['times']:.3g} times as "
-                f"much as class {words['rare']}, of which there are fewer samples already, by "
-                f"{numbers['more']:.3g} times.",
-                (Evidence("slope of log weight over log count, of classes", numbers["slope"], GROWS,
-                          step=0),),
-                (Advice("weight each class by the inverse of its count: counts.sum() / counts; for "
-                        "pos_weight, the number of negative targets over that of positive ones"),),
+                f"much as class {words['rare']}, which is {numbers['more']:.3g} times as rare.",
+                (Evidence("slope of log weight over log count", numbers["slope"], GROWS),),
+                (Advice("weight each class by the inverse of its count"),),
                 since=0)  # fmt: skip
 
 
@@ -128,8 +123,7 @@ def class_untaught(record: Record) -> Iterator[Finding]:
             f"No sample with label {named} has a gradient at the outputs, neither before nor after "
             f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
-            (Advice("check what the loss expects as labels, such as −1 and 1 instead of 0 and 1, "
-                    "and whether a weight, a mask or an ignore_index leaves these samples out"),),
+            (Advice("check which labels the loss expects, such as −1 and 1, and masks leave out"),),
             since=0)  # fmt: skip
 
 
@@ -142,8 +136,8 @@ def padding_counts(record: Record) -> Iterator[Finding]:
                 f"{share:.0%} of the places that count in the loss are padding, whose targets are "
                 "all the same: the loss is lower than that of the real places.",
                 (Evidence("share of padding in the places that count", share, PADDING, step=0),),
-                (Advice("leave padding out of the loss: ignore_index, or the sum over real places "
-                        "divided by their number"),), since=0)  # fmt: skip
+                (Advice("leave padding out of the loss, as by ignore_index"),),
+                since=0)  # fmt: skip
 
 
 @fault("penalty-dominates", "A penalty dominates the loss", explains=LEARNING)
@@ -154,13 +148,11 @@ def penalty_dominates(record: Record) -> Iterator[Finding]:
         run, copy = numbers["with"], numbers["without"]
         if copy > LEARNABLE * abs(numbers["others"]) and run < LEARNT * copy:
             yield Finding("penalty-dominates", _of_weights(record),
-                "The terms of the loss that do not depend on which input belongs to which target, "
-                f"{numbers['penalty']:.3g} at first and {numbers['penalty after']:.3g} at the end, "
-                "keep the others from learning it: if inputs are exchanged between samples, the "
-                f"others rise by {run:.2g}, but by {copy:.2g} if trained without these terms.",
+                f"A penalty, {numbers['penalty']:.3g} at first, keeps other terms from learning "
+                "which input belongs to which target: with inputs exchanged between samples, they "
+                f"rise by {run:.2g}, but by {copy:.2g} if trained without the penalty.",
                 (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
-                (Advice("give these terms far smaller weights, or raise them from zero over the "
-                        "first steps; check whether they are sums where the others are means"),),
+                (Advice("give the penalty a far smaller weight, or raise it from zero"),),
                 NO_RATE)  # fmt: skip
 
 
@@ -222,8 +214,7 @@ def loss_reversed(record: Record) -> Iterator[Finding]:
             "they agree with all."
             + " That may be meant, if they are distances or energies." * (not is_signed),
             (Evidence("loss of outputs that contradict all targets", wrong, right),),
-            (Advice("look for a wrong sign, such as an overlap or a likelihood that is minimised, "
-                    "and for labels that are read the wrong way round"),),
+            (Advice("look for a wrong sign, and for labels that are read the wrong way round"),),
             NO_RATE, since=0)  # fmt: skip
 
 
@@ -237,9 +228,9 @@ def term_without_graph(record: Record) -> Iterator[Finding]:
             f"{fact.place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on "
             "the parameters, but has no gradient.",
             (Evidence("value of the term that has no gradient", value, step=0),),
-            (Advice("compute the term with a graph: no detach(), item() or no_grad() on its way, "
-                    "and create_graph=True in torch.autograd.grad(); if only its value is wanted, "
-                    "leave it out of the loss"),), NO_RATE, since=0)  # fmt: skip
+            (Advice("compute the term with a graph (no detach(), item() or no_grad(), and "
+                    "create_graph=True in torch.autograd.grad()), or leave it out of the loss"),),
+            NO_RATE, since=0)  # fmt: skip
 
 
 @fault("terms-opposed", "Terms of the loss that cancel each other", explains=LEARNING)
@@ -250,11 +241,8 @@ def terms_opposed(record: Record) -> Iterator[Finding]:
         if numbers["largest"] < AGAINST and numbers["ratio"] > ALIKE:
             yield Finding("terms-opposed", "act",
                 f"Two terms of the loss are opposed, from {fact.place} and {fact.words['other']}: "
-                f"the cosine of their gradients is {numbers['cosine']:.3g}, and the shorter one "
-                f"has {numbers['ratio']:.0%} of the other's length.",
-                (Evidence("largest cosine of the two gradients, of a parameter tensor",
-                          numbers["largest"], AGAINST, step=0),),
-                (Advice("give each player its own loss: detach the generated samples in the "
-                        "discriminator's loss, and let the generator's loss train the generator "
-                        "only; else look for a term that is added with both signs"),),
+                f"the cosine of their gradients is {numbers['cosine']:.3g}.",
+                (Evidence("largest cosine of the two", numbers["largest"], AGAINST),),
+                (Advice("give each player its own loss (detach generated samples), or look for a "
+                        "term that is added with both signs"),),
                 NO_RATE, since=0)  # fmt: skip

@@ -78,10 +78,8 @@ def unsafe_division(record: Record) -> Iterator[Finding]:
             yield Finding("unsafe-division", act_if(suffers(record) or uneven),
                 f"{fact.place} divides by numbers of both signs, some of them close to zero: the "
                 f"largest result is {times:.3g} times the median one.",
-                (Evidence("smallest size of the divisors over the median one", close, CLOSE,
-                          step=0),
+                (Evidence("smallest divisor over the median one", close, CLOSE),
                  Evidence("largest result over the median one", times, HUGE, step=0)),
-                (Advice("divide by something positive: a norm, a standard deviation, or "
-                        "softplus(x) + 0.1"),),
+                (Advice("divide by something positive, such as a norm"),),
                 "A small constant added to the divisors only moves the zero.", since=0,
                 against=())  # fmt: skip

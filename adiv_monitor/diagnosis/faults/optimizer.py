@@ -47,8 +47,7 @@ def decay_fights(record: Record) -> Iterator[Finding]:
         act_if(shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record))),
         f"The weight decay is {decay:g}{pulls * (pull > DECAY_WATCH)}, and the norm of the "
         f"parameters ends at {shrunk:.3g} times its first value.",
-        (*[Evidence("pull of the weight decay over that of the gradient", pull, DECAY_WATCH,
-                    step=0)] * bool(decay),
+        (*[Evidence("pull of the weight decay", pull, DECAY_WATCH, step=0)] * bool(decay),
          Evidence("norm of the parameters, last over first", shrunk, SHRUNK)),
         (Advice("use no weight decay", "no-decay"),
          Advice("use a tenth of the weight decay", "less-decay")) if decay else
@@ -108,9 +107,8 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         else f"Code that runs within the step changes the weights of {where}, unless the optimizer "
         f"turns it: the first step has a cosine of {cosine:.3g} with its gradient.",
         tuple(Evidence(measure, cosines[p], limit, p, None if undone else 0) for p in layers[:3]),
-        (Advice("train without the code that changes the weights besides the optimizer (a trial "
-                "can remove hooks of the optimizer and max_norm, but not changes by the loss or by "
-                "forward())", "no-projection"),
+        (Advice("train without the code that changes the weights (a trial can remove hooks of the "
+                "optimizer and max_norm)", "no-projection"),
          Advice("project the gradient onto the constraint before the step")),
         "With a higher learning rate, the other code undoes more of each step." * bool(undone),
         layers=layers, against=HIGHER_RATES)  # fmt: skip
@@ -167,8 +165,7 @@ def _straightened(record: Record) -> Iterator[Advice]:
     """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
     momentum, wrong_sign = _momentum(record), _sign_is_wrong(record)
     if wrong_sign:
-        yield Advice("look for maximize=True, or for code that changes the gradient's sign "
-                     "before the step")  # fmt: skip
+        yield Advice("look for maximize=True, or for code that turns the gradient round")
     if momentum or record.facts.optimizer != "SGD":
         less = (
             f" of {less_momentum(momentum):g}, at the same long-run learning rate"
@@ -182,8 +179,7 @@ def _straightened(record: Record) -> Iterator[Advice]:
         rate = " with learning rate 0.1" * (record.facts.optimizer != "SGD")
         yield Advice(f"use plain gradient descent{rate}", "plain-sgd")
     elif not wrong_sign:
-        yield Advice("look for code that changes gradients or weights "
-                     "between backward() and the step")  # fmt: skip
+        yield Advice("look for code that changes gradients or weights before the step")
 
 
 def _sign_is_wrong(record: Record) -> bool:

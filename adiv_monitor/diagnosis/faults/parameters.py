@@ -105,8 +105,7 @@ def cut_off(record: Record) -> Iterator[Finding]:
             f"No gradient reaches {these(record, paths)}, with {percent(share)} of the trainable "
             "parameters: what the next layer gets from them has no gradient.",
             (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
-            (Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax behind the last "
-                    "of these layers"),
+            (Advice("look for detach(), .data, .item() or no_grad() behind these layers"),
              Advice("set requires_grad=False, if these parameters should not be trained")),
             NO_RATE, layers=paths)  # fmt: skip
 
@@ -165,8 +164,7 @@ def rates_zero(record: Record) -> Iterator[Finding]:
     if len(rates) >= FEWEST_MEASURED and not any(rates):
         yield Finding("rate-zero", "act", "The learning rate is zero in all measured steps.",
             (Evidence("learning rate", 0.0, 0.0),),
-            (Advice("give the optimizer, or its scheduler, "
-                    "a learning rate above zero"),))  # fmt: skip
+            (Advice("give the optimizer a learning rate above zero"),))  # fmt: skip
 
 
 @finds()
@@ -177,12 +175,10 @@ def rate_zero(record: Record) -> Iterator[Finding]:
         share = sum(fact.numbers["share"] for fact in facts)
         scheduled = any(fact.numbers["initial_lr"] > 0 for fact in facts)
         yield Finding("rate-zero", "act",
-            f"The learning rate is 0 for {share:.0%} of the parameters (the first is "
-            f"'{facts[0].place}')."
+            f"The learning rate is 0 for {share:.0%} of the parameters ({places(facts)})."
             + " A scheduler set it to 0: look for an integer division." * scheduled,
             (Evidence("share of the parameters", share, 0),),
-            (Advice("give this parameter group a learning rate, or set requires_grad=False",
-                    "rate-as-others"),),
+            (Advice("give this parameter group a learning rate", "rate-as-others"),),
             "Any multiple of a learning rate of zero is zero.", since=0)  # fmt: skip
 
 
@@ -201,8 +197,7 @@ def rounded_away(record: Record) -> Iterator[Finding]:
                 f"A step leaves {share:.0%} of the entries that have a gradient unchanged to the "
                 f"last bit: it is smaller than the last digit of {fact.words['dtype']} weights.",
                 (Evidence("share of entries that a step leaves unchanged", share, ROUNDED_AWAY),),
-                (Advice("keep the weights in float32, and compute in 16 bits under torch.autocast",
-                        "float32-weights"),),
+                (Advice("keep the weights in float32, under torch.autocast", "float32-weights"),),
                 "A lower learning rate makes even more steps too small.", since=0,
                 against=LOWER_RATES)  # fmt: skip
 
@@ -216,8 +211,7 @@ def epsilon_dominates(record: Record) -> Iterator[Finding]:
         if share > EPSILON:
             yield Finding("epsilon-dominates", act_if(suffers(record)),
                 f"The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, "
-                f"its ε ({epsilon:g}) is larger than √v (typically {root:.2g}): it shortens their "
-                "steps.",
+                f"its ε ({epsilon:g}) is larger than √v (typically {root:.2g}).",
                 (Evidence("share of entries whose root is below ε", share, EPSILON),),
                 (Advice("use the default eps of 1e-8", "usual-epsilon"),))  # fmt: skip
 
@@ -227,17 +221,14 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
     """Find hooks that change the gradient between the backward pass and the step."""
     for fact in record.found_by("gradient-hooks"):
         ratio, cosine = fact.numbers["ratio"], fact.numbers["cosine"]
+        limit = CHANGED_LENGTH if ratio > 1 else 1 / CHANGED_LENGTH
         if not 1 / CHANGED_LENGTH <= ratio <= CHANGED_LENGTH or cosine < TURNED:
             yield Finding("gradient-hooks", act_if(suffers(record)),
                 "Hooks change the gradient between backward() and the optimizer's step: its length "
-                f"becomes {ratio:.3g} times as large, and its cosine with the original gradient is "
-                f"{cosine:.3g}.",
-                (Evidence("gradient's length after the hooks, over that before them", ratio,
-                          CHANGED_LENGTH if ratio > 1 else 1 / CHANGED_LENGTH, step=0),
-                 Evidence("cosine of the gradients before and after the hooks", cosine, TURNED,
-                          step=0)),
-                (Advice("remove the hooks that change gradients (register_hook, "
-                        "register_full_backward_hook, register_step_pre_hook)", "without-hooks"),),
+                f"becomes {ratio:.3g} times as large, with a cosine of {cosine:.3g}.",
+                (Evidence("gradient's length after the hooks, over before", ratio, limit),
+                 Evidence("cosine of the gradients before and after", cosine, TURNED)),
+                (Advice("remove the hooks that change gradients", "without-hooks"),),
                 since=0)  # fmt: skip
 
 
@@ -272,9 +263,8 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
             layers=tuple(fact.place for fact in running), since=0)  # fmt: skip
     elif facts:
         yield Finding("left-in-eval", "watch",
-            "The audit received the model in eval mode, with normalisations whose running mean and "
-            "variance are still 0 and 1: without train(), they normalise nothing. The audit "
-            "trained in training mode.",
+            "The model is in eval mode, with normalisations whose running mean and variance are "
+            "still 0 and 1. The audit trained it in training mode.",
             (Evidence("normalisations in eval mode", len(facts), 0),),
             (Advice("call model.train() at the beginning of the training loop"),),
             since=0)  # fmt: skip

@@ -5,16 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.course import (
-    FEWEST,
-    STILL,
-    end,
-    fell,
-    is_long_enough,
-    noise,
-    start,
-    tells_nothing,
-)
+from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_if, fault, stepped
 from adiv_monitor.diagnosis.faults.remedies import (
     OVERDRIVEN,
@@ -104,9 +95,9 @@ def suffers(record: Record) -> bool:
     Other rules require it before they return "act". It is False if the loss is unknown, or need not
     fall.
     """
-    if not record.losses or not is_long_enough(record) or tells_nothing(record):
+    if not record.losses or not course.is_long_enough(record) or course.tells_nothing(record):
         return False
-    if not fell(record):
+    if not course.fell(record):
         return True
     if (better := better_rate(record)) is None or _overtakes(record, better[1]):
         return False
@@ -122,10 +113,10 @@ def share_of_fall(record: Record, trial: Trial) -> float:
     """
     if not math.isfinite(trial.loss_without):
         return -math.inf
-    fall, best = start(record) - trial.loss_without, start(record) - trial.loss
+    fall, best = course.start(record) - trial.loss_without, course.start(record) - trial.loss
     if best > 0:
         return fall / best
-    return -math.inf if -fall > STILL * abs(start(record)) else 1.0
+    return -math.inf if -fall > course.STILL * abs(course.start(record)) else 1.0
 
 
 def _overtakes(record: Record, trial: Trial) -> bool:
@@ -134,7 +125,7 @@ def _overtakes(record: Record, trial: Trial) -> bool:
     Then the trial compares beginnings only. A ResNet-20 at its best learning rate of 0.1 is above
     chance after 13 steps, as it is not at 0.01, and within 0.1 of 0.01's loss after 60.
     """
-    return len(record.losses) > trial.steps and end(record) < trial.loss
+    return len(record.losses) > trial.steps and course.end(record) < trial.loss
 
 
 def better_rate(record: Record) -> tuple[float, Trial] | None:
@@ -146,12 +137,14 @@ def better_rate(record: Record) -> tuple[float, Trial] | None:
     There is none if the loss need not fall. Only one factor is best, so that no learning rate is
     both too high and too low.
     """
-    if tells_nothing(record):
+    if course.tells_nothing(record):
         return None
     trials = [
         (factor, trial)
         for factor, trial in record.rates.items()
-        if trial.steps >= FEWEST and math.isfinite(trial.loss) and _learns(record, factor, trial)
+        if trial.steps >= course.FEWEST
+        and math.isfinite(trial.loss)
+        and _learns(record, factor, trial)
     ]
     best = min(trials, key=lambda pair: pair[1].loss, default=None)
     return best if best is not None and best[0] != 1 and best[1].pays else None
@@ -221,7 +214,7 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
         act = (share < SHARE_OF_FALL_ACT or left) and not rough
         yield _too_high(record, act,
             said_of_rates(factor, trial)
-            + (f" The run itself goes on, and reaches {end(record):.3g} in {len(record.losses)} "
+            + (f" The run itself goes on, and reaches {course.end(record):.3g} in {len(record.losses)} "
                "steps: only its beginning is known to be rough.") * rough,
             by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
             None if rough else factor)  # fmt: skip
@@ -258,7 +251,7 @@ def _too_high(
 
 def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     """Find steps that raise their batch's loss, or that move activations too far."""
-    if tells_nothing(record):
+    if course.tells_nothing(record):
         return
     predicted = {r.step: r.descent for r in record.reports if r.descent is not None}
     steps = [s for s in record.realised if predicted.get(s, 0) > 0]
@@ -269,11 +262,11 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     if len(steps) >= 3 and risen > len(steps) / 2:
         evidence = Evidence("steps that raise their batch's loss", risen / len(steps), 0.5)
         said = f"{risen} of {len(steps)} measured steps raised the loss of their own batch."
-    elif moves > limit and not end(record) <= start(record) / 2:
+    elif moves > limit and not course.end(record) <= course.start(record) / 2:
         evidence = Evidence("update_ratio, median layer", moves, limit, step=0)
         said = (f"The first step moved the activations of the median layer by {moves:.3g} times "
                 "their length.")  # fmt: skip
-    elif not fell(record) and (over := overshoot(record)) is not None:
+    elif not course.fell(record) and (over := overshoot(record)) is not None:
         path, move, furthest = over
         evidence = Evidence("update_ratio", move.value, furthest, path, move.since)
         said = (f"Step {move.since} moved the activations of {named(record, path)} by "
@@ -323,4 +316,6 @@ def _rises_after(record: Record, step: int) -> bool:
     if step not in by_step or not after:
         return False
     here = by_step[step]
-    return not fmean(after) <= here + max(STILL * abs(here), noise(record) / math.sqrt(len(after)))
+    return not fmean(after) <= here + max(
+        course.STILL * abs(here), course.noise(record) / math.sqrt(len(after))
+    )

@@ -26,18 +26,15 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("samples-mixed"):
         placed, share = fact.words.get("by") == "place", fact.numbers["share"]
         limit = PLACED if placed else 1.2 * fact.numbers["independent"]
-        batch_first = Advice("set batch_first=True, or put the samples along the second axis",
-                             "batch-first")  # fmt: skip
+        by = "its place in the batch" if placed else "another sample's input"
+        batch_first = Advice("set batch_first=True", "batch-first")  # fmt: skip
         yield Finding("samples-mixed", act_if(suffers(record)),
-            "The predictions for a sample change if "
-            + ("the batch is put in another order" if placed else
-               "the input of another sample changes") + f" ({share:.0%} of the outputs do)."
+            f"The predictions for a sample change with {by} ({share:.0%} of the outputs do)."
             + f" The first function that mixes samples is {fact.place}." * bool(fact.place),
-            (Evidence("share of outputs that change with the place in the batch" if placed else
-                      "share of outputs that change with one sample", share, limit, step=0),),
+            (Evidence("share of outputs that change", share, limit),),
             (*[batch_first] * ("batch_first" in fact.words),
-             Advice("look in forward() for positions or a table along axis 0, and for a mean, a "
-                    "softmax, attention or a reshape over it: it is the axis of the samples")),
+             Advice("look in forward() for a table along axis 0, the axis of the samples, and for "
+                    "a mean, a softmax, attention or a reshape over it")),
             NO_RATE, since=0)  # fmt: skip
 
 
@@ -49,13 +46,12 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
         # Positions that get to see later ones lower the loss, so that the run does not suffer.
         leaks = bool(record.found_by("future-leak"))
         yield Finding("reshape-scrambles", act_if(suffers(record) or leaks),
-            f"{facts[0].place} reshapes {of} to {to} across the axes: one position of the result "
-            "holds entries of several positions."
+            f"{facts[0].place} reshapes {of} to {to} across the axes, and mixes positions."
             + " If a shift is intended, this is no fault." * (not facts[0].numbers["permutes"])
             + " Later positions may reach earlier ones this way (future-leak)." * leaks,
             (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
-            (Advice("exchange axes with permute or transpose: view and reshape can only split axes "
-                    "and join neighbouring ones", "permute"),), since=0)  # fmt: skip
+            (Advice("exchange axes with permute or transpose, not with view", "permute"),),
+            since=0)  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
@@ -70,10 +66,9 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
         yield Finding("gradient-cut", "watch",
             f"The gradient is cut at {', '.join(fact.place for fact in facts[:3])}, in front of "
             "parameters that the loss depends on.",
-            (Evidence("cosine with the gradient without the cut", facts[0].numbers["cosine"],
-                      TURNED, step=0),),
-            (Advice("remove the detach(), .data or torch.no_grad() there, unless it is intended",
-                    "uncut"),), since=0)  # fmt: skip
+            (Evidence("cosine with the gradient without it", facts[0].numbers["cosine"], TURNED),),
+            (Advice("remove the detach() there, unless it is intended", "uncut"),),
+            since=0)  # fmt: skip
 
 
 def places(facts: Sequence[Fact]) -> str:
@@ -100,13 +95,12 @@ def no_activation(record: Record) -> Iterator[Finding]:
     if facts:
         yield Finding("no-activation", act_if(suffers(record)),
             f"Nothing uses the result of {lost[0]}." if lost else
-            f"The outputs are an affine function of the inputs, though {affine[0]:.0f} layers "
-            "compute them.",
+            f"The outputs of {affine[0]:.0f} layers are an affine function of the inputs.",
             (Evidence("results that nothing uses", len(lost), 0.0, step=0),
              *(Evidence("layers of an affine model", layers, 1.0, step=0) for layers in affine)),
             (*[Advice("assign the result: x = relu(x), not relu(x)")] * bool(lost),
-             *[Advice("put an activation function between the layers, unless the model should be "
-                      "linear", "relu-between")] * bool(affine)), since=0)  # fmt: skip
+             *[Advice("put an activation function between the layers", "relu-between")]
+             * bool(affine)), since=0)  # fmt: skip
 
 
 @fault("attention-axis", "Attention weights summed over another axis", explains=LEARNING,
@@ -119,8 +113,8 @@ def attention_axis(record: Record) -> Iterator[Finding]:
             f"{place} makes weights of shape {words['shape']} that sum to 1 along axis "
             f"{words['axis']}, but {words['product']} sums over axis {words['over']}.",
             (Evidence("softmaxes over another axis than their product", len(facts), 0.0, step=0),),
-            (Advice("take the softmax over the keys, the axis that the product with the values "
-                    "sums over, usually dim=-1", "summed-axis"),), NO_RATE, since=0)  # fmt: skip
+            (Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),),
+            NO_RATE, since=0)  # fmt: skip
 
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", acts_below=1.0)
@@ -131,13 +125,11 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         # model that is not used may be meant for others.
         flat = any(dead_units(record)) or any(saturated_units(record))
         unused = all("whole" in fact.words for fact in facts)
-        mask = Advice("check the mask: does True mark the positions to keep, or those to ignore?",
-                      "inverted-masks")  # fmt: skip
+        mask = Advice("check the mask: does True keep or ignore?", "inverted-masks")  # fmt: skip
         yield Finding("input-partly-ignored", act_if(suffers(record) and not flat and not unused),
             f"No output depends on {listed([fact.place for fact in facts])} (shape "
             f"{facts[0].words['shape']}), neither before nor after training.",
-            (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
-                      0.0, step=0),),
+            (Evidence("share of the parts", facts[0].numbers["share"], 0.0),),
             (*[mask] * any("masked" in fact.words for fact in facts),
              Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
@@ -154,5 +146,5 @@ def order_ignored(record: Record) -> Iterator[Finding]:
         yield Finding("order-ignored", "watch",
             f"The outputs do not depend on the order of the {count:.0f} positions of an input.",
             (Evidence("positions whose order does not matter", count, step=0),),
-            (Advice("add position embeddings (sinusoids, or a learnt table) to the outputs of the "
-                    "first layer, unless the inputs are sets", "positions"),), since=0)  # fmt: skip
+            (Advice("add position embeddings, unless the inputs are sets", "positions"),),
+            since=0)  # fmt: skip

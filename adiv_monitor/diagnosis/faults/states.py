@@ -10,20 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from adiv_monitor.diagnosis.course import (
-    STILL,
-    end,
-    fell,
-    fell_little,
-    is_known,
-    is_long_enough,
-    is_measure,
-    may_have_fallen,
-    noise,
-    rose,
-    start,
-    tells_nothing,
-)
+from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.data import BEHIND, EXPLAINS
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, act_if, fault, finds, stepped
 from adiv_monitor.diagnosis.faults.numbers import by_training, is_broken, non_finite
@@ -83,8 +70,8 @@ LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
 ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
 # In few steps a higher learning rate gets further, as more steps would, and need not be better in
 # the end: AdamW's usual 1e-3 has 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below
-# 0.11. For "act", "watch" and "note".
-SHARES_OF_FALL_TOO_LOW = (0.125, 0.5, 0.8)
+# 0.11.
+SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE = 0.125, 0.5, 0.8
 # Typical ‖Δz‖ / ‖z‖ of a step in the layer that moves most. Healthy runs have 0.01 to 0.5.
 HARDLY_MOVES = 3e-3
 # Share of the first loss that is left after overfitting one small batch.
@@ -110,7 +97,8 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
         return
     factor, trial = better
     share = share_of_fall(record, trial)
-    limits = dict(zip(STRENGTHS, SHARES_OF_FALL_TOO_LOW, strict=True))
+    shares = SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE
+    limits = dict(zip(STRENGTHS, shares, strict=True))
     strength = next((name for name, limit in limits.items() if share < limit), None)
     moves = [move.value for move in by_layer(at_peak(record), "update_ratio").values()]
     if strength == "act" and moves and median(moves) >= LOW:
@@ -125,10 +113,14 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     moves = by_layer(at_peak(record), "update_ratio")
-    if still_rises(record.reports) or (is_long_enough(record) and fell(record)):
+    if still_rises(record.reports) or (course.is_long_enough(record) and course.fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
     began = at_first(record, "update_ratio")
-    if began and not is_long_enough(record) and all(t.value >= LOW for t in began[0].values()):
+    if (
+        began
+        and not course.is_long_enough(record)
+        and all(t.value >= LOW for t in began[0].values())
+    ):
         return  # they moved well at first, so the training has probably come to its end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         path = worst_first({path: move.value for path, move in moves.items()})[0]
@@ -156,8 +148,7 @@ def became_non_finite(record: Record) -> Iterator[Finding]:
         step, count = record.skipped
         yield Finding("non-finite", "note",
             f"The loss was not finite in {count:,} {'steps' if count > 1 else 'step'}, first at "
-            f"step {step:,}, and was finite again later: these steps were skipped, as a gradient "
-            "scaler does in half precision.",
+            f"step {step:,}, and was finite again later: these steps were skipped.",
             (Evidence("losses that are not finite", float(count), 0.0, step=step),),
             (Advice("look at the batches of these steps, unless a gradient scaler skips them"),),
             since=step)  # fmt: skip
@@ -166,16 +157,15 @@ def became_non_finite(record: Record) -> Iterator[Finding]:
 @fault("cannot-overfit", "The model can't overfit one small batch", about="last", certain=True)
 def cannot_overfit(record: Record) -> Iterator[Finding]:
     """Find a model that can't even overfit one small batch."""
-    trial, first = record.overfit, start(record)
+    trial, first = record.overfit, course.start(record)
     if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(first):
         return
-    if first > 0 and trial.loss / first > NOT_BY_HEART and not tells_nothing(record):
+    if first > 0 and trial.loss / first > NOT_BY_HEART and not course.tells_nothing(record):
         yield Finding("cannot-overfit", act_if(not trial.falls),
             f"After {trial.steps} steps on one small batch, the loss of this batch is still "
             f"{trial.loss:.3g}{', and falling' * trial.falls}.",
             (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * first),),
-            (Advice("print the inputs and outputs of each function, from one batch to its loss: "
-                    "the audit tests for many causes, and found none of them"),),
+            (Advice("print the inputs and outputs of each function, from batch to loss"),),
             "More data do not help a model that can't learn a few samples." * (not trial.falls),
             against=())  # fmt: skip
 
@@ -189,17 +179,16 @@ def behind_reference(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("behind-reference"):
         # Predictions that are worse than a constant explain nothing: their share is negative.
         reference, own = fact.numbers["reference"], max(0.0, fact.numbers["model"])
-        if reference > EXPLAINS and own < BEHIND * reference and not tells_nothing(record):
+        if reference > EXPLAINS and own < BEHIND * reference and not course.tells_nothing(record):
             yield Finding("behind-reference", "watch",
-                f"A small network explains {reference:.0%} of the labels of samples that it was "
-                f"not trained on, and this model {own:.0%} of them, although it was trained on "
-                "them. So the fault is in the model, the loss or the optimizer, not in the data.",
+                f"A small network explains {reference:.0%} of unseen labels, and this model "
+                f"{own:.0%} of them: the fault is in the model, the loss or the optimizer.",
                 (Evidence("share of the labels that the model explains", own, BEHIND * reference),),
-                (Advice("start from a model, a loss and an optimizer that work on these data, and "
-                        "exchange one of them at a time"),), against=())  # fmt: skip
+                (Advice("start from parts that work on these data, and exchange one at a time"),),
+                against=())  # fmt: skip
 
 
-@fault("loss-stuck", "The loss does not fall, or hardly", about="symptom", shown_by=is_known)
+@fault("loss-stuck", "The loss does not fall, or hardly", about="symptom", shown_by=course.is_known)
 def loss_stuck(record: Record) -> Iterator[Finding]:
     """Find a loss that does not fall, ends no lower than a constant prediction's, or is unclear.
 
@@ -207,16 +196,23 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     and this optimizer alone trains, from the first step; else the finding is a note. So it is if
     the loss fell a little: much of it may be what no model can predict.
     """
-    if not is_long_enough(record) or not math.isfinite(end(record)) or tells_nothing(record):
+    if (
+        not course.is_long_enough(record)
+        or not math.isfinite(course.end(record))
+        or course.tells_nothing(record)
+    ):
         return
-    no_lower = end(record) > (1 - STILL) * start(record) > 0
-    unclear = may_have_fallen(record) and not no_lower
-    if (fell(record) and not no_lower) or (unclear and not record.is_audited):
+    no_lower = course.end(record) > (1 - course.STILL) * course.start(record) > 0
+    unclear = course.may_have_fallen(record) and not no_lower
+    if (course.fell(record) and not no_lower) or (unclear and not record.is_audited):
         return
-    rises, little = still_rises(record.reports), not record.is_audited and fell_little(record)
+    rises, little = (
+        still_rises(record.reports),
+        not record.is_audited and course.fell_little(record),
+    )
     factor = usual_factor(move.value for move in by_layer(at_peak(record), "update_ratio").values())
     factors = [10.0, 0.1] if record.is_audited else []
-    if end(record) > (1 + STILL) * record.losses[0] > 0:
+    if course.end(record) > (1 + course.STILL) * record.losses[0] > 0:
         factors = [0.1]
     if factor is not None and factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
@@ -225,23 +221,27 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         advice = ()
     elif unclear:
         advice = (Advice("train for more steps: the mean over more batches has less noise"),)
-    told = record.is_audited or is_measure(record)
-    overfit = record.overfit is not None and record.overfit.loss < NOT_BY_HEART * start(record)
+    told = record.is_audited or course.is_measure(record)
+    overfit = record.overfit is not None and record.overfit.loss < NOT_BY_HEART * course.start(
+        record
+    )
     if unclear:
-        said = f"may fall, but differs by {noise(record):.3g} from batch to batch"
-    elif rose(record):
+        said = f"may fall, but differs by {course.noise(record):.3g} from batch to batch"
+    elif course.rose(record):
         said = "rises"
     elif little:
-        said = f"falls by less than {STILL:.0%}"
-    elif (fell(record) or may_have_fallen(record)) and start(record) == record.chance:
+        said = f"falls by less than {course.STILL:.0%}"
+    elif (course.fell(record) or course.may_have_fallen(record)) and course.start(
+        record
+    ) == record.chance:
         said = f"ends no lower than {record.chance:.3g}, the loss of a constant prediction"
     else:
         said = "does not fall"
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
-        f"The loss {said}: {record.losses[0]:.3g} at first, {end(record):.3g} at the end."
+        f"The loss {said}: {record.losses[0]:.3g} at first, {course.end(record):.3g} at the end."
         + " However, the model overfits one small batch." * overfit
         + RISES_YET * rises + _NO_MEASURE * (not told),
-        (Evidence("loss", end(record), start(record)),), advice)  # fmt: skip
+        (Evidence("loss", course.end(record), course.start(record)),), advice)  # fmt: skip
 
 
 @fault(
@@ -265,8 +265,7 @@ def interference(record: Record) -> Iterator[Finding]:
         tokens = any(r.kind == "embedding" for x in record.reports for r in x.layers.values())
         yield Finding("interference", "note",
             f"In {named(record, worst)}, the rows of a batch disturb each other: a gradient step "
-            f"moves the activations with a cosine of {lost[worst]:.3g} to straight downhill, but "
-            f"the best possible step reaches {ceilings[worst].value:.3g}.",
+            f"has a cosine of {lost[worst]:.3g}, the best possible {ceilings[worst].value:.3g}.",
             (Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),),
             () if tokens else
             (Advice("add batch normalisation in front of these layers", "batch-norm"),),
@@ -294,7 +293,7 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
         if move.below(LOW) and path not in spoken_for
     }
     settled: dict[str, Typical] = {}
-    if not is_long_enough(record) or fell(record):  # else it is no state at the end
+    if not course.is_long_enough(record) or course.fell(record):  # else it is no state at the end
         at_begin = _moved_at_first(record)
         settled = {p: t for p, t in little.items() if t.value > 0 and p in at_begin}
     limit = limits(record, "update_ratio")[0]
@@ -321,14 +320,12 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     strength, said = _of_readings(record), ""
     factor = max(3.0, usual_factor(move.value for move in layers.values()) or 0.0)
     advice: tuple[Advice, ...] = (
-        Advice(f"use a learning rate {factor:g} times as high, for these layers or for all "
-               "(adiv-audit tries higher ones), unless pretrained weights should stay close to "
-               "their values"),
+        Advice(f"use a learning rate {factor:g} times as high, for these layers or for all, unless "
+               "pretrained weights should stay close to their values"),
     )  # fmt: skip
     if most == 0:
         said = " The learning rate is zero, or other code resets the weights."
-        advice = (Advice("give these layers' parameters a learning rate above zero, unless they "
-                         "should not be trained"),)  # fmt: skip
+        advice = (Advice("give these layers a learning rate above zero"),)  # fmt: skip
     elif still_rises(record.reports):
         strength, advice, said = "note", (), RISES_YET
     elif strength == "note":
@@ -388,9 +385,9 @@ def _silent(record: Record) -> Iterator[str]:
 
 def _of_readings(record: Record) -> Strength:
     """Return "note" if the loss falls, or need not: the state may be meant; else "watch"."""
-    if not is_long_enough(record) or not record.losses:
+    if not course.is_long_enough(record) or not record.losses:
         return "watch"
-    return "note" if fell(record) or not is_measure(record) else "watch"
+    return "note" if course.fell(record) or not course.is_measure(record) else "watch"
 
 
 def _low_since(record: Record, paths: Collection[str]) -> int | None:
@@ -410,11 +407,11 @@ def _moved_at_first(record: Record) -> set[str]:
     One such step is enough, so that the result hardly depends on how many steps are measured.
     """
     reports = at_peak(record).reports
-    end = reports[0].step + (reports[-1].step - reports[0].step) / 4 if reports else 0
+    until = reports[0].step + (reports[-1].step - reports[0].step) / 4 if reports else 0
     return {
         path
         for report in reports
-        if report.step <= end
+        if report.step <= until
         for path, value in value_of(record, report, "update_ratio").items()
         if LOW <= value <= HIGH
     }
@@ -431,8 +428,8 @@ def limits(record: Record, measure: str) -> tuple[float, float]:
     show what is typical.
     """
     near, far = HEALTH[measure].healthy, HEALTH[measure].far
-    if is_long_enough(record):
-        return far if fell(record) else near
+    if course.is_long_enough(record):
+        return far if course.fell(record) else near
     if len(record.reports) < FEWEST_REPORTS or measure not in _TELL_FAULTS:
         return far
     return (far[0] if measure == "update_ratio" else near[0]), near[1]
@@ -491,8 +488,7 @@ def rate_decayed(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
         peak = max(learning_rate(report) or 0.0 for report in record.reports)
         share = (learning_rate(last) or 0.0) / peak
         yield Finding("rate-decayed", "note",
-            f"Since step {since:,}, the learning rate is below half of its peak (at step "
-            f"{last.step:,} it is {share:.3g} times the peak), so the layers move less. The "
-            "findings use the steps near the peak.",
+            f"Since step {since:,}, the learning rate is below half of its peak, so the layers "
+            "move less. The findings use the steps near the peak.",
             (Evidence("learning rate over its peak", share, step=last.step),), (),
             since=max(since, first.step))  # fmt: skip

@@ -36,8 +36,8 @@ def future_leak(record: Record) -> Iterator[Finding]:
             "The targets are the next tokens of the input, and the outputs depend on later input "
             "tokens. A low loss does not show that the model predicts well.",
             (Evidence("change of outputs with later inputs", fact.numbers["change"], 1e-5),),
-            (Advice("use a causal mask in attention (is_causal=True), and a single direction in "
-                    "recurrent layers"),), since=0)  # fmt: skip
+            (Advice("use a causal mask, and recurrent layers of a single direction"),),
+            since=0)  # fmt: skip
 
 
 @fault("targets-misplaced", "Outputs and targets are of different samples", certain=True,
@@ -49,11 +49,9 @@ def targets_misplaced(record: Record) -> Iterator[Finding]:
             yield Finding("targets-misplaced", "act",
                 "The outputs of a sample are compared with the targets of other samples (outputs "
                 f"of shape {fact.words['of']}, targets of {fact.words['to']}).",
-                (Evidence("share of a sample's outputs that its targets concern", share, TOGETHER,
-                          step=0),),
-                (Advice("look at the axes of outputs and targets where the loss compares them: "
-                        "transpose one of them before both are flattened, and reorder both or "
-                        "none"),), NO_RATE, since=0)  # fmt: skip
+                (Evidence("share of the outputs that the targets concern", share, TOGETHER),),
+                (Advice("transpose outputs or targets before both are flattened or compared"),),
+                NO_RATE, since=0)  # fmt: skip
 
 
 @fault("broadcast-loss", "Each output is compared with all targets", certain=True,
@@ -64,10 +62,9 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
         yield Finding("broadcast-loss", "act",
             f"{fact.place} broadcasts the shapes {fact.words['of']} and {fact.words['and']}: the "
             "loss combines each sample with the values of all samples.",
-            (Evidence("entries of the result, over those of the larger tensor",
-                      fact.numbers["times"], 1.0, step=0),),
-            (Advice("squeeze the outputs, or unsqueeze the targets, so that both have the same "
-                    "shape", "matched-shapes"),), NO_RATE, since=0)  # fmt: skip
+            (Evidence("entries of the result, over those before", fact.numbers["times"], 1.0),),
+            (Advice("give outputs and targets the same shape", "matched-shapes"),),
+            NO_RATE, since=0)  # fmt: skip
 
 
 # What a loss of log-probabilities gets instead of them, and what to do.
@@ -98,12 +95,11 @@ def logits_as_probabilities(record: Record) -> Iterator[Finding]:
     for fact in record.found_by("logits-as-probabilities"):
         at, beyond = fact.numbers["at"], fact.numbers["beyond"]
         yield Finding("logits-as-probabilities", "act",
-            f"The loss is {at:.2g} if the outputs equal their targets of 0 and 1, and {beyond:.2g} "
-            "if they are twice as large: it expects probabilities. But "
-            f"{fact.numbers['outside']:.0%} of the outputs are below 0 or above 1.",
+            f"The loss is {at:.2g} if outputs equal their targets, and {beyond:.2g} if they are "
+            f"twice as large, but {fact.numbers['outside']:.0%} of the outputs exceed 0 to 1.",
             (Evidence("loss of outputs that are twice the targets", beyond, at),),
-            (Advice("apply a sigmoid to the outputs before this loss, or a softmax over the "
-                    "classes if each sample has one"),), NO_RATE, since=0)  # fmt: skip
+            (Advice("apply a sigmoid to the outputs before this loss, or a softmax"),),
+            NO_RATE, since=0)  # fmt: skip
 
 
 @fault("softmax-of-one", "Softmax over a single class", certain=True,
@@ -141,8 +137,7 @@ def double_softmax(record: Record) -> Iterator[Finding]:
             "The loss applies a second softmax to probabilities: they differ by at most 1 between "
             "classes, so the loss can't come near zero.",
             (Evidence("number of softmaxes before that of the loss", 1.0),),
-            (Advice("pass the inputs of the softmax to the loss, not its outputs",
-                    "plain-outputs"),),
+            (Advice("pass the inputs of the softmax to the loss", "plain-outputs"),),
             "A higher learning rate only saturates the first softmax.", since=0,
             against=HIGHER_RATES)  # fmt: skip
 
@@ -156,8 +151,7 @@ def activated_logits(record: Record) -> Iterator[Finding]:
             f"The loss uses the outputs of the {output.function} of {quoted(output.module or '')} "
             f"as logits. They {_LACK.get(output.function, 'are bounded on one side')}.",
             (Evidence("number of activation functions on the logits", 1.0),),
-            (Advice("remove that function from the outputs: the loss already contains a softmax "
-                    "(or sigmoid)", "plain-outputs"),),
+            (Advice("remove that function: the loss has its own", "plain-outputs"),),
             NO_RATE, layers=(output.module,) if output.module else (), since=0)  # fmt: skip
 
 
@@ -211,13 +205,10 @@ def outputs_normalised(record: Record) -> Iterator[Finding]:
         distance = abs(target_mean - mean) / max(std, target_std)
         if scale > OTHER_SCALE or distance > OTHER_MEAN:
             yield Finding("outputs-normalised", act_if(suffers(record)),
-                f"{fact.place} normalises the outputs: they begin with a mean of {mean:.2g} and a "
-                f"standard deviation of {std:.2g}. The targets have {target_mean:.3g} and "
-                f"{target_std:.3g}.",
-                (Evidence("ratio of the standard deviations of outputs and targets", scale,
-                          OTHER_SCALE, step=0),
-                 Evidence("distance of their means, in the larger standard deviation", distance,
-                          OTHER_MEAN, step=0)),
+                f"{fact.place} normalises the outputs, to a mean of {mean:.2g} and a deviation of "
+                f"{std:.2g}. The targets have {target_mean:.3g} and {target_std:.3g}.",
+                (Evidence("ratio of the standard deviations", scale, OTHER_SCALE),
+                 Evidence("distance of the means", distance, OTHER_MEAN)),
                 (Advice("remove the normalisation of the outputs", "outputs-without-norm"),
                  Advice("standardise the targets")), since=0)  # fmt: skip
 
@@ -255,8 +246,8 @@ def target_is_input(record: Record) -> Iterator[Finding]:
             advice = ("shift the labels once, in the data set, the model or the loss: compare "
                       "outputs[:, :-1] with tokens[:, 1:]")  # fmt: skip
         yield Finding("target-is-input", act_if(ahead <= 1), said,
-            (Evidence("places from the last token that an output depends on to its target", ahead,
-                      1.0, step=0),), (Advice(advice),), since=0)  # fmt: skip
+            (Evidence("places from the last token to the target", ahead, 1.0),), (Advice(advice),),
+            since=0)  # fmt: skip
 
 
 @fault("pairs-reversed", "Pairs the wrong way round", certain=True, explains=LEARNING)
@@ -266,12 +257,9 @@ def pairs_reversed(record: Record) -> Iterator[Finding]:
         share, errors = fact.numbers["share"], fact.numbers["errors"]
         if share < REVERSED and errors < -CERTAINLY:
             yield Finding("pairs-reversed", "act",
-                f"The loss draws {fact.numbers['drawn']:.0f} pairs together and pushes "
-                f"{fact.numbers['pushed']:.0f} apart, the wrong way round: those that it pushes "
-                f"apart are nearer in the inputs in {1 - share:.0%} of the comparisons.",
-                (Evidence("share of couples in which the pair drawn together is the nearer one",
-                          share, REVERSED, step=0),
-                 Evidence("its distance from 1/2, in standard errors", errors, -CERTAINLY,
-                          step=0)),
+                "The loss draws pairs together and pushes others apart, the wrong way round: those "
+                f"that it pushes apart are nearer in {1 - share:.0%} of the comparisons.",
+                (Evidence("share in which the drawn pair is nearer", share, REVERSED),
+                 Evidence("its distance from 1/2, in errors", errors, -CERTAINLY)),
                 (Advice("exchange the labels 0 and 1 of the pairs, or the two terms of the loss"),),
                 NO_RATE, since=0)  # fmt: skip

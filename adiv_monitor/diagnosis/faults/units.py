@@ -47,8 +47,7 @@ def bounded_logits(record: Record) -> Iterator[Finding]:
             f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
             f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
             (Evidence("share of the logits within ±1", fact.numbers["share"], 0.9),),
-            (Advice("multiply the logits by a factor of 10 to 30, or by a learnt one",
-                    "logits-times-10"),),
+            (Advice("multiply the logits by 10 to 30, or a learnt factor", "logits-times-10"),),
             "A higher learning rate does not widen the range of the logits.",
             against=HIGHER_RATES)  # fmt: skip
 
@@ -106,8 +105,7 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
 def _dead(layers: tuple[str, ...], strength: Strength, said: str, seen: list[Evidence],
           since: int | None = None) -> Finding:  # fmt: skip
     return Finding("dead-units", strength, said, tuple(seen[:5]),
-        (Advice("initialise the weights before these units again, with biases of zero",
-                "reinitialise"),
+        (Advice("initialise the weights before these units again", "reinitialise"),
          Advice("use leaky ReLU instead", "leaky-relu"),
          Advice("add batch normalisation in front of these units", "batch-norm")),
         "With a higher learning rate, still no gradient passes a dead unit.", layers=layers,
