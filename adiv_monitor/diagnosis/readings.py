@@ -85,10 +85,10 @@ def typical(record: Record, layer: str, measure: str) -> Typical | None:
         for step, reading in readings(record, layer).items()
         if (value := getattr(reading, measure)) is not None and math.isfinite(value)
     ]
-    return _middle(found) if found else None
+    return middle(found) if found else None
 
 
-def _middle(found: Sequence[tuple[int, float, float]]) -> Typical:
+def middle(found: Sequence[tuple[int, float, float]]) -> Typical:
     """Return the typical one of (step, value, error)."""
     steps, values, errors = zip(*found, strict=True)
     return Typical(median(values), median(errors), min(steps))

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from adiv_monitor.sinks import JsonlSink
 HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf, "scale_cv": None}
 
 
+@cache
 def step_reports() -> list[StepReport]:
     """Of a run with attention and what really happened, and one with all that is awkward."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -62,6 +64,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@cache
 def audited() -> AuditReport:
     """A real one, with whatever its classes can hold put in."""
     real = AuditReport((), seen(mlp(), steps=4, every_n_steps=1))

@@ -6,7 +6,7 @@ readings are outside the healthy range that no other finding has named?
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -34,6 +34,7 @@ from adiv_monitor.diagnosis.readings import (
     heard,
     learning_rate,
     maps,
+    middle,
     named,
     of_same_rows,
     readings,
@@ -81,7 +82,7 @@ _NO_MEASURE = (
     "that was resumed."
 )
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
-RISES_YET = " The learning rate still rises: measurements at its peak will be clearer."
+RISES_YET = "The learning rate still rises: measurements at its peak will be clearer."
 AUDIT = Advice("run adiv-audit: it looks for the cause, and tries fixes")
 
 
@@ -240,7 +241,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
         f"The loss {said}: {record.losses[0]:.3g} at first, {course.end(record):.3g} at the end."
         + " However, the model overfits one small batch." * overfit
-        + RISES_YET * rises + _NO_MEASURE * (not told),
+        + f" {RISES_YET}" * rises + _NO_MEASURE * (not told),
         (Evidence("loss", course.end(record), course.start(record)),), advice)  # fmt: skip
 
 
@@ -282,30 +283,43 @@ def _spoken_for(found: Sequence[Finding], measure: str) -> set[str]:
 @fault("stands-still", "Layers that hardly move", "rest", about="symptom", shown_by=stepped)
 @fault("settled", "Layers that move less than at first", "rest", about="course")
 def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Find layers that hardly move, typically or lately, or whose move is not known."""
+    """Find layers that hardly move, typically or lately, or whose move is not known.
+
+    Those with a healthy move in a step of the first quarter have settled, unless the loss did not
+    fall. One such step is enough, so that the result hardly depends on how many are measured.
+    """
     spoken_for = _spoken_for(found, "update_ratio")
     if record.rates or "*" in spoken_for:
         return
+    parts, late = [at_peak(record)], _quarter(record, last=True)
+    if len(late.reports) >= FEWEST_REPORTS:
+        parts.append(late)
     little = {
         path: move
-        for moves in (typical_values(at_peak(record), "update_ratio"), _lately(record))
-        for path, move in moves.items()
+        for part in parts
+        for path, move in by_layer(part, "update_ratio").items()
         if move.below(LOW) and path not in spoken_for
     }
-    settled: dict[str, Typical] = {}
-    if not course.is_long_enough(record) or course.fell(record):  # else it is no state at the end
-        at_begin = _moved_at_first(record)
-        settled = {p: t for p, t in little.items() if t.value > 0 and p in at_begin}
+    began: set[str] = set()
+    if not course.is_long_enough(record) or course.fell(record):
+        for report in _quarter(record, last=False).reports:
+            values = value_of(record, report, "update_ratio")
+            began |= {path for path, value in values.items() if LOW <= value <= HIGH}
+    settled = {p: t for p, t in little.items() if t.value > 0 and p in began}
     limit = limits(record, "update_ratio")[0]
-    still = {p: t for p, t in little.items() if p not in settled and t.below(limit)}
-    if still:
+    if still := {p: t for p, t in little.items() if p not in settled and t.below(limit)}:
         yield _stands_still(record, still)
     if settled:
-        yield _little("settled", "note", settled,
-            f"The activations of {these(record, _least_first(settled))} first moved as far as in "
-            f"healthy layers, and later by less than {LOW:g} times their length in a typical step. "
-            "That is usual as a loss falls.", (), _low_since(record, settled))  # fmt: skip
-    if silent := tuple(path for path in _silent(record) if path not in spoken_for):
+        yield _little(record, "settled", "note", settled, "They first moved as far as in healthy "
+                      "layers: that is usual as a loss falls.", ())  # fmt: skip
+    told = by_layer(record, "update_ratio")
+    if silent := tuple(
+        path
+        for path in maps(record)
+        if path not in told and path not in spoken_for
+        and all(r.update_ratio is not None and not r.non_finite
+                for r in readings(record, path).values())
+    ):  # fmt: skip
         yield Finding("stands-still", _of_readings(record),
             f"The move of the activations of {these(record, silent)} is not known: in no measured "
             "step were both their gradients and their outputs nonzero.", (),
@@ -313,74 +327,55 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
             layers=silent)  # fmt: skip
 
 
+def _quarter(record: Record, *, last: bool) -> Record:
+    """Return the record of the first, or the last, quarter of the steps at the peak."""
+    reports = at_peak(record).reports
+    steps = [report.step for report in reports]
+    length = (steps[-1] - steps[0]) / 4 if steps else 0
+    kept = [r for r in reports
+            if (r.step >= steps[-1] - length if last else r.step <= steps[0] + length)]  # fmt: skip
+    return replace(record, reports=tuple(kept))
+
+
 def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
-    paths = _least_first(layers)
-    least, most = layers[paths[0]].value, layers[paths[-1]].value
-    moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
     strength, said = _of_readings(record), ""
     factor = max(3.0, usual_factor(move.value for move in layers.values()) or 0.0)
     advice: tuple[Advice, ...] = (
         Advice(f"use a learning rate {factor:g} times as high, for these layers or for all, unless "
                "pretrained weights should stay close to their values"),
     )  # fmt: skip
-    if most == 0:
-        said = " The learning rate is zero, or other code resets the weights."
-        advice = (Advice("give these layers a learning rate above zero"),)  # fmt: skip
+    if not any(move.value for move in layers.values()):
+        said = "The learning rate is zero, or other code resets the weights."
+        advice = (Advice("give these layers a learning rate above zero"),)
     elif still_rises(record.reports):
         strength, advice, said = "note", (), RISES_YET
     elif strength == "note":
-        said = " The loss still falls: in fine-tuning, layers need not move far."
-    return _little("stands-still", strength, layers,
-        f"In a typical step, the activations of {these(record, paths)} move by {moves} times their "
-        f"length. Healthy layers that train from scratch move by at least {LOW:g}.{said}", advice,
-        min((t.since for t in layers.values() if t.since is not None), default=None))  # fmt: skip
-
-
-def _least_first(layers: Mapping[str, Typical]) -> tuple[str, ...]:
-    return tuple(sorted(layers, key=lambda path: layers[path].value))
+        said = "The loss still falls: in fine-tuning, layers need not move far."
+    return _little(record, "stands-still", strength, layers, said, advice)
 
 
 def _little(
-    name: str, strength: Strength, layers: Mapping[str, Typical], said: str,
-    advice: tuple[Advice, ...], since: int | None
+    record: Record, name: str, strength: Strength, layers: Mapping[str, Typical], said: str,
+    advice: tuple[Advice, ...]
 ) -> Finding:  # fmt: skip
-    paths = _least_first(layers)
-    evidence = tuple(Evidence("update_ratio", layers[p].value, LOW, p) for p in paths[:5])
-    return Finding(name, strength, said, evidence, advice, layers=paths, since=since)
-
-
-def _lately(record: Record) -> dict[str, Typical]:
-    """Return the typical moves in the last quarter of the steps at peak; {}: too few are known."""
-    reports = at_peak(record).reports
-    begin = reports[-1].step - (reports[-1].step - reports[0].step) / 4 if reports else 0
-    last = tuple(report for report in reports if report.step >= begin)
-    enough = len(last) >= FEWEST_REPORTS
-    return typical_values(replace(record, reports=last), "update_ratio") if enough else {}
+    paths = tuple(sorted(layers, key=lambda path: layers[path].value))
+    return Finding(name, strength,
+        f"In a typical step, the activations of {these(record, paths)} move by at most "
+        f"{layers[paths[-1]].value:.3g} times their length. Healthy layers that train from scratch "
+        f"move by at least {LOW:g}. {said}".rstrip(),
+        tuple(Evidence("update_ratio", layers[p].value, LOW, p) for p in paths[:5]), advice,
+        layers=paths, since=min(t.since or 0 for t in layers.values()))  # fmt: skip
 
 
 def typical_values(record: Record, measure: str) -> dict[str, Typical]:
     """Return layer → typical reading of a measure of the pictures, its median over the steps."""
-    seen: dict[str, list[tuple[float, float, int]]] = {}
+    seen: dict[str, list[tuple[int, float, float]]] = {}
     for report in record.reports:
         for path, value in value_of(record, report, measure).items():
             if math.isfinite(value):
                 error = report.layers[path].standard_error.get(measure, 0.0)
-                seen.setdefault(path, []).append((value, error, report.step))
-    return {
-        path: Typical(median(v for v, _, _ in x), median(e for _, e, _ in x), x[0][2])
-        for path, x in seen.items()
-    }
-
-
-def _silent(record: Record) -> Iterator[str]:
-    """Yield maps that the optimizer stepped, but whose movement no step could measure."""
-    told = typical_values(record, "update_ratio")
-    for path in maps(record):
-        if path not in told and all(
-            r.update_ratio is not None and math.isnan(r.update_ratio) and not r.non_finite
-            for r in readings(record, path).values()
-        ):
-            yield path
+                seen.setdefault(path, []).append((report.step, value, error))
+    return {path: middle(values) for path, values in seen.items()}
 
 
 def _of_readings(record: Record) -> Strength:
@@ -388,33 +383,6 @@ def _of_readings(record: Record) -> Strength:
     if not course.is_long_enough(record) or not record.losses:
         return "watch"
     return "note" if course.fell(record) or not course.is_measure(record) else "watch"
-
-
-def _low_since(record: Record, paths: Collection[str]) -> int | None:
-    """Return the first of the last measured steps in all of which these layers hardly move."""
-    since = None
-    for report in reversed(at_peak(record).reports):
-        values = value_of(record, report, "update_ratio")
-        if any(values.get(path, LOW) >= LOW for path in paths):
-            break
-        since = report.step
-    return since
-
-
-def _moved_at_first(record: Record) -> set[str]:
-    """Return layers with healthy movement in a step of the first quarter at the peak.
-
-    One such step is enough, so that the result hardly depends on how many steps are measured.
-    """
-    reports = at_peak(record).reports
-    until = reports[0].step + (reports[-1].step - reports[0].step) / 4 if reports else 0
-    return {
-        path
-        for report in reports
-        if report.step <= until
-        for path, value in value_of(record, report, "update_ratio").items()
-        if LOW <= value <= HIGH
-    }
 
 
 def limits(record: Record, measure: str) -> tuple[float, float]:
