@@ -113,11 +113,10 @@ class Diagnosis:
 def _cause(act: Sequence[Finding], findings: Sequence[Finding]) -> str:
     """Return what hinders the training, what to do, what follows from it, and how much else."""
     first = act[0]
-    said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
     names = [f.name for f in findings if follows(f) and f.name in fault_of(first).explains]
     explained = f" This would explain: {', '.join(dict.fromkeys(names))}." if names else ""
     others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
-    return said + _fixed(act) + explained + others
+    return first.summary + _fixed(act) + explained + others
 
 
 def _fixed(act: Sequence[Finding]) -> str:

@@ -10,7 +10,6 @@ from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_i
 from adiv_monitor.diagnosis.faults.remedies import (
     OVERDRIVEN,
     STARVED,
-    GroupRates,
     group_rates,
     optimizer_of,
     other_rates,
@@ -30,6 +29,7 @@ from adiv_monitor.diagnosis.readings import (
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.report.wording import listed
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
@@ -71,22 +71,18 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         return
     act = (harms and (lasting or not later)) or max(lasting, default=0.0) > UNEVEN_ACT
     layers, middle = worst_first(off), median(move.value for move in moves[0].values())
-    first, groups = moves[0][layers[0]].value, _at_fault(record, moves[0], layers, middle)
+    first = moves[0][layers[0]].value
     low, high = middle / STARVED, middle * OVERDRIVEN
     yield Finding("uneven-rates",
         "act" if act else "watch" if later and (lasting or harms) else "note",
         f"In one step, the activations of {these(record, layers)} move unlike those of the other "
         f"layers: {named(record, layers[0])} by {first:.3g} times their length, and the median "
         f"layer by {middle:.3g}. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times that, here "
-        f"{low:.3g} and {high:.3g}."
-        + (f" The cause is the learning rate of a parameter group: {groups.rates} in the "
-           f"optimizer's {groups.names}, and {groups.usual:g} for the other layers." if groups else
-           ""),
+        f"{low:.3g} and {high:.3g}.",
         tuple(Evidence("update_ratio", value, low if value < middle else high, p)
               for p in layers[:3] for value in (moves[0][p].value,)),
-        tuple(_evened(record, layers, groups)),
-        "" if groups else "No single learning rate suits both kinds of layers.", layers=layers,
-        since=record.reports[0].step)  # fmt: skip
+        tuple(_evened(record, layers)), "No single learning rate suits both kinds of layers.",
+        layers=layers, since=record.reports[0].step)  # fmt: skip
 
 
 def suffers(record: Record) -> bool:
@@ -160,28 +156,17 @@ def _learns(record: Record, factor: float, trial: Trial) -> bool:
     return factor < 1 or trial.loss + 2 * error < first
 
 
-def _evened(record: Record, layers: Sequence[str], groups: GroupRates | None) -> Iterator[Advice]:
+def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
-    if groups is not None:
-        yield Advice(f"give {groups.names} the learning rate of the other layers, {groups.usual:g} "
-                     f"instead of {groups.rates}", "group-rate")  # fmt: skip
-        return
+    if (groups := group_rates(record, layers)) is not None:
+        names = listed([f"param_groups[{group}]" for group in groups.own])
+        yield Advice(
+            f"give {names} the learning rate of the others, {groups.usual:g}", "group-rate"
+        )
     if rates_per_layer(record, layers):
         yield Advice(own_rates(record, layers), "rate-per-layer")
     if optimizer_of(record) not in SCALE_FREE:
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
-
-
-def _at_fault(
-    record: Record, moves: dict[str, Typical], layers: Sequence[str], middle: float
-) -> GroupRates | None:
-    """Return the groups if these layers would move like the others at the others' learning rate."""
-    if (groups := group_rates(record, layers)) is None:
-        return None
-    rates = {path: groups.own[record.reports[0].groups[path]] for path in layers}
-    evened = [moves[path].value * groups.usual / rate for path, rate in rates.items()]
-    is_within = all(middle / STARVED < move < middle * OVERDRIVEN for move in evened)
-    return groups if is_within else None
 
 
 def _off_the_middle(moves: dict[str, Typical]) -> dict[str, float]:
@@ -214,8 +199,8 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
         act = (share < SHARE_OF_FALL_ACT or left) and not rough
         yield _too_high(record, act,
             said_of_rates(factor, trial)
-            + (f" The run itself goes on, and reaches {course.end(record):.3g} in {len(record.losses)} "
-               "steps: only its beginning is known to be rough.") * rough,
+            + (f" The run itself goes on, and reaches {course.end(record):.3g}: only its beginning "
+               "is known to be rough.") * rough,
             by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
             None if rough else factor)  # fmt: skip
 
