@@ -1,10 +1,11 @@
 """All faults, by family."""
 
+from dataclasses import replace
 from importlib import import_module
 from types import FunctionType
 
-from adiv_monitor.diagnosis.faults.fault import FAULTS, RULES, Fault, fault, finds
-from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.faults.fault import FAULTS, LEARNING, RULES, Fault, fault, finds
+from adiv_monitor.diagnosis.finding import RATES, Finding
 from adiv_monitor.diagnosis.record import Record
 
 # Causes before their consequences: a fault that exists before training, or at its first step, is
@@ -28,7 +29,19 @@ def found(record: Record) -> list[Finding]:
     for rule in sorted((rule for rule, of in RULES.items() if of in ("", this)), key=_place):
         findings += rule(record)
     rest = [f for rule, of in RULES.items() if of == "rest" for f in rule(record, findings)]
-    return findings + rest
+    return [_completed(finding, record) for finding in findings + rest]
+
+
+def _completed(finding: Finding, record: Record) -> Finding:
+    """Say of a fault that exists before the first step since when, and that no rate helps."""
+    if not {*LEARNING} <= {*FAULTS[finding.name].explains}:
+        return finding
+    if record.is_audited and finding.since is None:
+        finding = replace(finding, since=0)
+    if finding.not_advised:
+        return finding
+    said = "Another learning rate does not help."
+    return replace(finding, not_advised=said, against=RATES)
 
 
 def could_show(record: Record) -> list[str]:

@@ -14,7 +14,6 @@ from statistics import fmean, median
 from adiv_monitor.diagnosis.course import course, end, is_known, is_measure, noise, smoothed
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
-    NO_RATE,
     act_if,
     loop_fault,
     reported,
@@ -125,7 +124,7 @@ def zeroed_early(record: Record) -> Iterator[Finding]:
     else:
         return
     yield Finding("zeroed-early", strength(record), said, (evidence,), (Advice(advice),),
-        NO_RATE, layers=paths)  # fmt: skip
+        layers=paths)  # fmt: skip
 
 
 @loop_fault(
@@ -228,7 +227,7 @@ def set_back(record: Record) -> Iterator[Finding]:
             f"{percent(share)} of the way since an earlier one is undone.",
             (Evidence("share of the weights' way that is undone", share, SET_BACK),),
             (Advice("look for load_state_dict, copy_ or a moving average that writes to the "
-                    "weights of the model in training, and is not undone"),), NO_RATE)  # fmt: skip
+                    "weights of the model in training, and is not undone"),))  # fmt: skip
 
 
 @loop_fault(

@@ -7,7 +7,7 @@ moved against its image? Last: do the labels belong to the inputs at all?
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
-from adiv_monitor.diagnosis.faults.fault import LEARNING, NO_RATE, act_if, fault, finds, reported
+from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault, finds, reported
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
@@ -61,8 +61,7 @@ def constant_data(record: Record) -> Iterator[Finding]:
         is_part, coded = of in ("input", "features"), fact.words.get("type") == "integer"
         yield Finding("constant-data", "note" if is_part and coded else act_if(not is_part),
             said.format(**{**fact.numbers, **fact.words}) + f"{among}.",
-            (Evidence("different values", 1.0, 1.0, step=0),), (Advice(check),),
-            "" if is_part else NO_RATE, since=0)  # fmt: skip
+            (Evidence("different values", 1.0, 1.0, step=0),), (Advice(check),))  # fmt: skip
 
 
 @fault(

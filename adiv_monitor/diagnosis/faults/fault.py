@@ -25,7 +25,6 @@ LONG_STEPS = (
     *("saturated-units", "exploding", "vanishing", "uneven-rates", "optimizer-turns"),
     "bad-initialisation",
 )
-NO_RATE = "Another learning rate does not help."
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from adiv_monitor.diagnosis.course import fell, is_long_enough
-from adiv_monitor.diagnosis.faults.fault import (
-    FEWEST_LAYERS,
-    LEARNING,
-    NO_RATE,
-    act_if,
-    fault,
-    finds,
-)
+from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LEARNING, act_if, fault, finds
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
@@ -235,7 +228,7 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
             (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6),),
             (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it "
                                           "is too small to make a difference")),),
-            layers=(fact.place,), since=0)  # fmt: skip
+            layers=(fact.place,))  # fmt: skip
 
 
 @fault("collapsed", "All samples get the same outputs", explains=LEARNING)
@@ -251,8 +244,7 @@ def collapsed(record: Record) -> Iterator[Finding]:
             f"varies between samples at the start, {after:.2g} after training. With the same "
             f"outputs for all, the loss would be {fact.numbers['loss']:.3g}, as low.",
             (Evidence("share of the outputs that varies", after, COLLAPSED * before),),
-            (Advice("add negative pairs, a term for their variance, or a stop-gradient"),),
-            NO_RATE)  # fmt: skip
+            (Advice("add negative pairs, a variance term, or a stop-gradient"),))  # fmt: skip
 
 
 @fault("input-ignored", "The inputs make no difference", certain=True)
@@ -272,8 +264,7 @@ def _ignored(record: Record) -> Iterator[Finding]:
         yield Finding("input-ignored", "act",
             "The outputs hardly change when inputs are exchanged between samples.",
             (Evidence("input_matters", matters, INPUT_MATTERS),),
-            (Advice("look in forward() for inputs that are zeroed, overwritten or not used"),),
-            NO_RATE)  # fmt: skip
+            (Advice("look in forward() for inputs that are zeroed, or not used"),))  # fmt: skip
 
 
 def _from_the_start(record: Record) -> bool:
@@ -301,7 +292,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
         yield Finding("zero-gradient", act_if(suffers(record) and not is_dead), said, evidence,
             (Advice("look between these layers for rounding, sign, argmax, comparisons and clamps, "
                     "whose derivative is 0, and for units that are flat for all rows"),),
-            NO_RATE, layers=tuple(p for p in norms if norms[p] == 0),
+            layers=tuple(p for p in norms if norms[p] == 0),
             since=report.step)  # fmt: skip
         return
     yield Finding("vanishing", act_if(suffers(record)), said, evidence,

@@ -216,7 +216,7 @@ def target_scale(record: Record) -> Iterator[Finding]:
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (Advice("standardise the targets, or use the mean of the loss instead of its sum"),
              *(() if scale_free(record.facts) else smaller_steps)),
-            "Clipping the gradient's norm makes all steps equally long.", since=0,
+            "Clipping the gradient's norm makes all steps equally long.",
             against=("clip",))  # fmt: skip
 
 

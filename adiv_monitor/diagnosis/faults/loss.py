@@ -15,7 +15,7 @@ from adiv_monitor.diagnosis.course import (
     is_measure,
     is_unbounded,
 )
-from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, NO_RATE, act_if, fault, finds
+from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, act_if, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.states import cannot_overfit
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
@@ -50,15 +50,14 @@ def zero_slope(record: Record) -> Iterator[Finding]:
             f"The slope of {steps[0].place} is zero everywhere: no gradient passes it.",
             (Evidence("functions whose slope is zero", len(steps), 0.0, step=0),),
             (Advice("use a smooth function, or pass gradients: x + (f(x) - x).detach()"),),
-            NO_RATE, layers=record.wiring.zero_gradient, since=0)  # fmt: skip
+            layers=record.wiring.zero_gradient)  # fmt: skip
     for fact in facts:
         if (share := fact.numbers.get("share", 0.0)) > STUCK:
             yield Finding("zero-slope", act_if(suffers(record)),
                 f"{fact.place} clips the outputs: after training, {share:.0%} of the outputs with "
                 "a gradient are clipped although the loss would pull them back into the range.",
                 (Evidence("share of the entries that get no gradient back", share, STUCK),),
-                (Advice("clip the outputs only where they are used, not in the loss"),),
-                NO_RATE, since=0)  # fmt: skip
+                (Advice("clip outputs only where they are used, not in the loss"),))  # fmt: skip
 
 
 @fault("zero-gradient", "Gradients of exactly zero", certain=True)
@@ -77,7 +76,7 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
              Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
             (Advice("compare the outputs with the targets of the batch") if facts else
              Advice("look in the loss for rounding, clamps, margins that are satisfied"),),
-            NO_RATE, since=0)  # fmt: skip
+            since=0)  # fmt: skip
 
 
 @fault("label-smoothing", "Label smoothing that is too strong", explains=LEARNING)
@@ -90,7 +89,7 @@ def label_smoothing(record: Record) -> Iterator[Finding]:
                 f"{fact.place} uses a label smoothing of {share:.3g}: of {classes:.0f} classes, "
                 f"the right one gets {1 - share + share / classes:.0%} of the target's weight.",
                 (Evidence("label smoothing", share, SMOOTH, step=0),),
-                (Advice("use label_smoothing=0.1 or less"),), NO_RATE, since=0)  # fmt: skip
+                (Advice("use label_smoothing=0.1 or less"),))  # fmt: skip
 
 
 def _of_weights(record: Record) -> Strength:
@@ -109,8 +108,7 @@ def class_weights(record: Record) -> Iterator[Finding]:
                 f"{fact.place} weights class {words['common']} {numbers['times']:.3g} times as "
                 f"much as class {words['rare']}, which is {numbers['more']:.3g} times as rare.",
                 (Evidence("slope of log weight over log count", numbers["slope"], GROWS),),
-                (Advice("weight each class by the inverse of its count"),),
-                since=0)  # fmt: skip
+                (Advice("weight each class by the inverse of its count"),))  # fmt: skip
 
 
 @fault("class-untaught", "Classes without a gradient", explains=LEARNING)
@@ -123,8 +121,7 @@ def class_untaught(record: Record) -> Iterator[Finding]:
             f"No sample with label {named} has a gradient at the outputs, neither before nor after "
             f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
-            (Advice("check which labels the loss expects, such as −1 and 1, and masks leave out"),),
-            since=0)  # fmt: skip
+            (Advice("check which labels the loss expects, and masks leave out"),))  # fmt: skip
 
 
 @fault("padding-counts", "Padding counts in the loss")
@@ -152,8 +149,7 @@ def penalty_dominates(record: Record) -> Iterator[Finding]:
                 "which input belongs to which target: with inputs exchanged between samples, they "
                 f"rise by {run:.2g}, but by {copy:.2g} if trained without the penalty.",
                 (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
-                (Advice("give the penalty a far smaller weight, or raise it from zero"),),
-                NO_RATE)  # fmt: skip
+                (Advice("give the penalty a far smaller weight, or one that rises"),))  # fmt: skip
 
 
 @fault("unbounded-loss", "A loss without a lower bound", of="monitor",
@@ -199,7 +195,7 @@ def unbounded(record: Record) -> Iterator[Finding]:
                 if negative else
                 "look for a term with the wrong sign (an error or a penalty that is subtracted "
                 "instead of added), and for a learnt variance or temperature without a lower "
-                "limit"),), NO_RATE)  # fmt: skip
+                "limit"),))  # fmt: skip
 
 
 @fault("loss-reversed", "The loss rewards wrong outputs", certain=True,
@@ -214,8 +210,7 @@ def loss_reversed(record: Record) -> Iterator[Finding]:
             "they agree with all."
             + " That may be meant, if they are distances or energies." * (not is_signed),
             (Evidence("loss of outputs that contradict all targets", wrong, right),),
-            (Advice("look for a wrong sign, and for labels that are read the wrong way round"),),
-            NO_RATE, since=0)  # fmt: skip
+            (Advice("look for a wrong sign, and for labels the wrong way round"),))  # fmt: skip
 
 
 @fault("term-without-graph", "A term of the loss without a gradient",
@@ -229,8 +224,7 @@ def term_without_graph(record: Record) -> Iterator[Finding]:
             "the parameters, but has no gradient.",
             (Evidence("value of the term that has no gradient", value, step=0),),
             (Advice("compute the term with a graph (no detach(), item() or no_grad(), and "
-                    "create_graph=True in torch.autograd.grad()), or leave it out of the loss"),),
-            NO_RATE, since=0)  # fmt: skip
+                    "create_graph=True in torch.autograd.grad()), or leave it out"),))  # fmt: skip
 
 
 @fault("terms-opposed", "Terms of the loss that cancel each other", explains=LEARNING)
@@ -244,5 +238,4 @@ def terms_opposed(record: Record) -> Iterator[Finding]:
                 f"the cosine of their gradients is {numbers['cosine']:.3g}.",
                 (Evidence("largest cosine of the two", numbers["largest"], AGAINST),),
                 (Advice("give each player its own loss (detach generated samples), or look for a "
-                        "term that is added with both signs"),),
-                NO_RATE, since=0)  # fmt: skip
+                        "term that is added with both signs"),))  # fmt: skip

@@ -81,5 +81,5 @@ def unsafe_division(record: Record) -> Iterator[Finding]:
                 (Evidence("smallest divisor over the median one", close, CLOSE),
                  Evidence("largest result over the median one", times, HUGE, step=0)),
                 (Advice("divide by something positive, such as a norm"),),
-                "A small constant added to the divisors only moves the zero.", since=0,
+                "A small constant added to the divisors only moves the zero.",
                 against=())  # fmt: skip

@@ -17,7 +17,6 @@ from adiv_monitor.diagnosis.faults.could_train import (
 )
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
-    NO_RATE,
     act_if,
     fault,
     finds,
@@ -67,7 +66,7 @@ def not_held(record: Record) -> Iterator[Finding]:
             (Advice("pass these parameters to the optimizer: create it after the model is "
                     "complete, or add a parameter group", "hold-parameters" if audited else None),
              Advice("set requires_grad=False, if these parameters should not be trained")),
-            NO_RATE, layers=paths or names)  # fmt: skip
+             layers=paths or names)  # fmt: skip
 
 
 @fault("hidden-parameters", "Parameters that are not registered", certain=True, explains=LEARNING)
@@ -87,7 +86,7 @@ def hidden_parameters(record: Record) -> Iterator[Finding]:
             yield Finding("hidden-parameters", "act",
                 f"No step trains the parameters of {places(found)}, {said}.",
                 (Evidence("share of all parameters", sum(f.numbers["share"] for f in found), 0),),
-                (advice,), NO_RATE, since=0)  # fmt: skip
+                (advice,))  # fmt: skip
 
 
 @loop_fault(
@@ -107,7 +106,7 @@ def cut_off(record: Record) -> Iterator[Finding]:
             (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
             (Advice("look for detach(), .data, .item() or no_grad() behind these layers"),
              Advice("set requires_grad=False, if these parameters should not be trained")),
-            NO_RATE, layers=paths)  # fmt: skip
+             layers=paths)  # fmt: skip
 
 
 @finds()
@@ -123,8 +122,7 @@ def unreached(record: Record) -> Iterator[Finding]:
             f"cut{' at ' + where if where else ''}.",
             (Evidence("parameters without a gradient", len(names), 0),),
             (Advice("remove the detach(), .data, .item(), torch.no_grad() or argmax between these "
-                    "layers and the loss", "uncut" if where else None),),
-            NO_RATE, layers=names)  # fmt: skip
+                    "layers and the loss", "uncut" if where else None),), layers=names)  # fmt: skip
     if unused:
         yield Finding("unreached", "watch", f"The loss does not depend on {_several(unused)}.",
             (Evidence("parameters that the loss does not depend on", len(unused), 0),),
@@ -179,7 +177,7 @@ def rate_zero(record: Record) -> Iterator[Finding]:
             + " A scheduler set it to 0: look for an integer division." * scheduled,
             (Evidence("share of the parameters", share, 0),),
             (Advice("give this parameter group a learning rate", "rate-as-others"),),
-            "Any multiple of a learning rate of zero is zero.", since=0)  # fmt: skip
+            "Any multiple of a learning rate of zero is zero.")  # fmt: skip
 
 
 def _rises(record: Record, fact: Fact) -> bool:
@@ -198,7 +196,7 @@ def rounded_away(record: Record) -> Iterator[Finding]:
                 f"last bit: it is smaller than the last digit of {fact.words['dtype']} weights.",
                 (Evidence("share of entries that a step leaves unchanged", share, ROUNDED_AWAY),),
                 (Advice("keep the weights in float32, under torch.autocast", "float32-weights"),),
-                "A lower learning rate makes even more steps too small.", since=0,
+                "A lower learning rate makes even more steps too small.",
                 against=LOWER_RATES)  # fmt: skip
 
 
@@ -228,8 +226,7 @@ def gradient_hooks(record: Record) -> Iterator[Finding]:
                 f"becomes {ratio:.3g} times as large, with a cosine of {cosine:.3g}.",
                 (Evidence("gradient's length after the hooks, over before", ratio, limit),
                  Evidence("cosine of the gradients before and after", cosine, TURNED)),
-                (Advice("remove the hooks that change gradients", "without-hooks"),),
-                since=0)  # fmt: skip
+                (Advice("remove the hooks that change gradients", "without-hooks"),))  # fmt: skip
 
 
 @loop_fault(
@@ -260,11 +257,10 @@ def left_in_eval(record: Record) -> Iterator[Finding]:
             "Their running mean is still 0 and their variance 1, so they normalise nothing.",
             (Evidence("normalisations in eval mode", len(running), 0),),
             (Advice("call train() on these modules before training", "train-mode"),),
-            layers=tuple(fact.place for fact in running), since=0)  # fmt: skip
+            layers=tuple(fact.place for fact in running))  # fmt: skip
     elif facts:
         yield Finding("left-in-eval", "watch",
             "The model is in eval mode, with normalisations whose running mean and variance are "
             "still 0 and 1. The audit trained it in training mode.",
             (Evidence("normalisations in eval mode", len(facts), 0),),
-            (Advice("call model.train() at the beginning of the training loop"),),
-            since=0)  # fmt: skip
+            (Advice("call model.train() at the beginning of the training loop"),))  # fmt: skip

@@ -7,7 +7,7 @@ or attention without effect, and are parts of the inputs, or their order, ignore
 from collections.abc import Iterator, Sequence
 
 from adiv_monitor.diagnosis.course import is_opposed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, NO_RATE, act_if, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
@@ -34,8 +34,7 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             (Evidence("share of outputs that change", share, limit),),
             (*[batch_first] * ("batch_first" in fact.words),
              Advice("look in forward() for a table along axis 0, the axis of the samples, and for "
-                    "a mean, a softmax, attention or a reshape over it")),
-            NO_RATE, since=0)  # fmt: skip
+                    "a mean, a softmax, attention or a reshape over it")))  # fmt: skip
 
 
 @fault("reshape-scrambles", "A reshape that scrambles axes", explains=LEARNING, acts_below=1.0)
@@ -50,8 +49,7 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
             + " If a shift is intended, this is no fault." * (not facts[0].numbers["permutes"])
             + " Later positions may reach earlier ones this way (future-leak)." * leaks,
             (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
-            (Advice("exchange axes with permute or transpose, not with view", "permute"),),
-            since=0)  # fmt: skip
+            (Advice("exchange axes with permute, not with view", "permute"),))  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
@@ -67,8 +65,7 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
             f"The gradient is cut at {', '.join(fact.place for fact in facts[:3])}, in front of "
             "parameters that the loss depends on.",
             (Evidence("cosine with the gradient without it", facts[0].numbers["cosine"], TURNED),),
-            (Advice("remove the detach() there, unless it is intended", "uncut"),),
-            since=0)  # fmt: skip
+            (Advice("remove the detach() there, unless it is intended", "uncut"),))  # fmt: skip
 
 
 def places(facts: Sequence[Fact]) -> str:
@@ -100,7 +97,7 @@ def no_activation(record: Record) -> Iterator[Finding]:
              *(Evidence("layers of an affine model", layers, 1.0, step=0) for layers in affine)),
             (*[Advice("assign the result: x = relu(x), not relu(x)")] * bool(lost),
              *[Advice("put an activation function between the layers", "relu-between")]
-             * bool(affine)), since=0)  # fmt: skip
+             * bool(affine)))  # fmt: skip
 
 
 @fault("attention-axis", "Attention weights summed over another axis", explains=LEARNING,
@@ -113,8 +110,7 @@ def attention_axis(record: Record) -> Iterator[Finding]:
             f"{place} makes weights of shape {words['shape']} that sum to 1 along axis "
             f"{words['axis']}, but {words['product']} sums over axis {words['over']}.",
             (Evidence("softmaxes over another axis than their product", len(facts), 0.0, step=0),),
-            (Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),),
-            NO_RATE, since=0)  # fmt: skip
+            (Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),))  # fmt: skip
 
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", acts_below=1.0)

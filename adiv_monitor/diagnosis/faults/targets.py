@@ -6,7 +6,7 @@ as it expects; and can the outputs, as they are, take the targets' values?
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, NO_RATE, act_if, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
@@ -36,8 +36,7 @@ def future_leak(record: Record) -> Iterator[Finding]:
             "The targets are the next tokens of the input, and the outputs depend on later input "
             "tokens. A low loss does not show that the model predicts well.",
             (Evidence("change of outputs with later inputs", fact.numbers["change"], 1e-5),),
-            (Advice("use a causal mask, and recurrent layers of a single direction"),),
-            since=0)  # fmt: skip
+            (Advice("use a causal mask, and recurrent layers of a single direction"),))  # fmt: skip
 
 
 @fault("targets-misplaced", "Outputs and targets are of different samples", certain=True,
@@ -50,8 +49,7 @@ def targets_misplaced(record: Record) -> Iterator[Finding]:
                 "The outputs of a sample are compared with the targets of other samples (outputs "
                 f"of shape {fact.words['of']}, targets of {fact.words['to']}).",
                 (Evidence("share of the outputs that the targets concern", share, TOGETHER),),
-                (Advice("transpose outputs or targets before both are flattened or compared"),),
-                NO_RATE, since=0)  # fmt: skip
+                (Advice("transpose one of them before both are compared"),))  # fmt: skip
 
 
 @fault("broadcast-loss", "Each output is compared with all targets", certain=True,
@@ -63,8 +61,7 @@ def broadcast_loss(record: Record) -> Iterator[Finding]:
             f"{fact.place} broadcasts the shapes {fact.words['of']} and {fact.words['and']}: the "
             "loss combines each sample with the values of all samples.",
             (Evidence("entries of the result, over those before", fact.numbers["times"], 1.0),),
-            (Advice("give outputs and targets the same shape", "matched-shapes"),),
-            NO_RATE, since=0)  # fmt: skip
+            (Advice("give outputs and targets the same shape", "matched-shapes"),))  # fmt: skip
 
 
 # What a loss of log-probabilities gets instead of them, and what to do.
@@ -86,7 +83,7 @@ def no_log(record: Record) -> Iterator[Finding]:
         given, advice = _NO_LOG.get(fact.words["given"], _NO_LOG["probabilities"])
         yield Finding("no-log", "act", f"{fact.place} expects log-probabilities, {given}",
             (Evidence("number of losses without log-probabilities", 1.0, step=0),),
-            (Advice(advice.format(fact.words["function"])),), since=0)  # fmt: skip
+            (Advice(advice.format(fact.words["function"])),))  # fmt: skip
 
 
 @fault("logits-as-probabilities", "The loss expects probabilities", certain=True, explains=LEARNING)
@@ -98,8 +95,7 @@ def logits_as_probabilities(record: Record) -> Iterator[Finding]:
             f"The loss is {at:.2g} if outputs equal their targets, and {beyond:.2g} if they are "
             f"twice as large, but {fact.numbers['outside']:.0%} of the outputs exceed 0 to 1.",
             (Evidence("loss of outputs that are twice the targets", beyond, at),),
-            (Advice("apply a sigmoid to the outputs before this loss, or a softmax"),),
-            NO_RATE, since=0)  # fmt: skip
+            (Advice("apply a sigmoid to the outputs before this loss, or a softmax"),))  # fmt: skip
 
 
 @fault("softmax-of-one", "Softmax over a single class", certain=True,
@@ -113,8 +109,7 @@ def softmax_of_one(record: Record) -> Iterator[Finding]:
             "the same, so no gradient reaches the model.",
             (Evidence("classes of a softmax", 1.0, 1.0, step=0),),
             (Advice("give the model one output per class, or use binary_cross_entropy_with_logits")
-             if own else Advice("remove the softmax, or replace it by a sigmoid", "no-softmax"),),
-            NO_RATE, since=0)  # fmt: skip
+             if own else Advice("use a sigmoid, or no softmax", "no-softmax"),))  # fmt: skip
 
 
 @fault("softmax-over-samples", "Softmax over the samples", certain=True, explains=LEARNING)
@@ -124,8 +119,7 @@ def softmax_over_samples(record: Record) -> Iterator[Finding]:
         yield Finding("softmax-over-samples", "act",
             f"{fact.place} of shape {fact.words['shape']} normalises over the samples instead of "
             "the classes.", (Evidence("axis of the softmax", 0.0, step=0),),
-            (Advice("use the axis of the classes: dim=1", "softmax-over-classes"),),
-            since=0)  # fmt: skip
+            (Advice("use the axis of the classes: dim=1", "softmax-over-classes"),))  # fmt: skip
 
 
 @fault("double-softmax", "Softmax is applied twice", explains=LEARNING)
@@ -138,7 +132,7 @@ def double_softmax(record: Record) -> Iterator[Finding]:
             "classes, so the loss can't come near zero.",
             (Evidence("number of softmaxes before that of the loss", 1.0),),
             (Advice("pass the inputs of the softmax to the loss", "plain-outputs"),),
-            "A higher learning rate only saturates the first softmax.", since=0,
+            "A higher learning rate only saturates the first softmax.",
             against=HIGHER_RATES)  # fmt: skip
 
 
@@ -152,7 +146,7 @@ def activated_logits(record: Record) -> Iterator[Finding]:
             f"as logits. They {_LACK.get(output.function, 'are bounded on one side')}.",
             (Evidence("number of activation functions on the logits", 1.0),),
             (Advice("remove that function: the loss has its own", "plain-outputs"),),
-            NO_RATE, layers=(output.module,) if output.module else (), since=0)  # fmt: skip
+            layers=(output.module,) if output.module else ())  # fmt: skip
 
 
 @fault("targets-out-of-range", "Targets that the outputs can't reach",
@@ -189,7 +183,7 @@ def targets_out_of_range(record: Record) -> Iterator[Finding]:
         if share > OUTSIDE:
             yield Finding("targets-out-of-range", strength, said,
                 (Evidence("share of the targets out of range", share, OUTSIDE),),
-                (Advice(advice, fix),), NO_RATE, since=0)  # fmt: skip
+                (Advice(advice, fix),))  # fmt: skip
 
 
 @fault("outputs-normalised", "Normalised outputs of a regression", explains=LEARNING,
@@ -210,7 +204,7 @@ def outputs_normalised(record: Record) -> Iterator[Finding]:
                 (Evidence("ratio of the standard deviations", scale, OTHER_SCALE),
                  Evidence("distance of the means", distance, OTHER_MEAN)),
                 (Advice("remove the normalisation of the outputs", "outputs-without-norm"),
-                 Advice("standardise the targets")), since=0)  # fmt: skip
+                 Advice("standardise the targets")))  # fmt: skip
 
 
 @fault("dropout-on-outputs", "Dropout on the outputs", explains=LEARNING, acts_below=0.8)
@@ -224,8 +218,7 @@ def dropout_on_outputs(record: Record) -> Iterator[Finding]:
             (Evidence("dropout rate of the outputs", rate, 0.0, fact.place, 0),
              Evidence("loss of the trained model with it", fact.numbers["with"]),
              Evidence("loss of the trained model without it", fact.numbers["without"])),
-            (Advice("remove the dropout behind the last layer", "outputs-without-dropout"),),
-            NO_RATE, since=0)  # fmt: skip
+            (Advice("remove that dropout", "outputs-without-dropout"),))  # fmt: skip
 
 
 @fault("target-is-input", "Targets that are the wrong tokens", certain=True, explains=LEARNING)
@@ -246,8 +239,7 @@ def target_is_input(record: Record) -> Iterator[Finding]:
             advice = ("shift the labels once, in the data set, the model or the loss: compare "
                       "outputs[:, :-1] with tokens[:, 1:]")  # fmt: skip
         yield Finding("target-is-input", act_if(ahead <= 1), said,
-            (Evidence("places from the last token to the target", ahead, 1.0),), (Advice(advice),),
-            since=0)  # fmt: skip
+            (Evidence("places to the target", ahead, 1.0),), (Advice(advice),))  # fmt: skip
 
 
 @fault("pairs-reversed", "Pairs the wrong way round", certain=True, explains=LEARNING)
@@ -261,5 +253,4 @@ def pairs_reversed(record: Record) -> Iterator[Finding]:
                 f"that it pushes apart are nearer in {1 - share:.0%} of the comparisons.",
                 (Evidence("share in which the drawn pair is nearer", share, REVERSED),
                  Evidence("its distance from 1/2, in errors", errors, -CERTAINLY)),
-                (Advice("exchange the labels 0 and 1 of the pairs, or the two terms of the loss"),),
-                NO_RATE, since=0)  # fmt: skip
+                (Advice("exchange the labels 0 and 1 of the pairs"),))  # fmt: skip
