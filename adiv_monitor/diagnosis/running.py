@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, nan
+from typing import Any
 
 from adiv_monitor.diagnosis.diagnose import diagnose
 from adiv_monitor.diagnosis.finding import Finding
@@ -214,10 +215,11 @@ def _together(report: StepReport, later: StepReport) -> StepReport:
     assert turn is not None
     elements = earlier.elements + turn.elements
     covered = earlier.elements * report.coverage + turn.elements * later.coverage
-    by_layer = ("layers", "unsupported", "unmeasured", "groups", "attention")
+    names = ("layers", "unsupported", "unmeasured", "groups", "attention")
+    by_layer: dict[str, Any] = {n: {**getattr(report, n), **getattr(later, n)} for n in names}
     return replace(
         later,
-        **{name: {**getattr(report, name), **getattr(later, name)} for name in by_layer},
+        **by_layer,
         coverage=covered / elements if elements else 0.0,
         notes=tuple(dict.fromkeys(report.notes + later.notes)),
         alarms=report.alarms + later.alarms,

@@ -564,7 +564,7 @@ def test_layers_that_move_unlike_the_others() -> None:
     assert diagnose(record(reports=begins, losses=STILL))[0].name == "uneven-rates"
 
 
-@pytest.mark.parametrize(("rate", "explains"), [(1e-4, True), (1e-1, False), (1e-2, False)])
+@pytest.mark.parametrize(("rate", "explains"), [(1e-4, True), (1e-1, False)])
 def test_the_rate_of_a_parameter_group_may_be_the_cause(rate: float, explains: bool) -> None:
     reports = tuple(
         replace(report, learning_rates=(0.1, rate), groups={"a": 1, "b": 0, "c": 0})
