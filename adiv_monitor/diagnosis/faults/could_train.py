@@ -83,16 +83,13 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
     The first measured step is left out: a run may begin with gradients of other code. Several
     backward passes of one step are no fault, because `.grad` is zero before the first of them.
     """
-    seen: dict[str, list[float]] = {}
-    for report in record.reports[1:]:
-        for path, reading in report.layers.items():
-            if not math.isnan(reading.gradient_factor):  # else the gradient's size is not known
-                seen.setdefault(path, []).append(reading.earlier_share)
-    kept = {
-        path: median(shares)
-        for path, shares in seen.items()
-        if len(shares) >= FEWEST_MEASURED - 1 and min(shares) > KEPT
-    }
+    kept, later = {}, record.reports[1:]
+    for path in dict.fromkeys(path for report in later for path in report.layers):
+        of_layer = [report.layers[path] for report in later if path in report.layers]
+        # Else the gradient's size is not known.
+        shares = [r.earlier_share for r in of_layer if not math.isnan(r.gradient_factor)]
+        if len(shares) >= FEWEST_MEASURED - 1 and min(shares) > KEPT:
+            kept[path] = median(shares)
     if kept:
         largest = worst_first(kept)[0]
         yield Finding("not-zeroed", "act",

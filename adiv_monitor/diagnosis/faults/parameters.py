@@ -27,7 +27,7 @@ from adiv_monitor.diagnosis.faults.fault import (
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts, places
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import learning_rate, named, these
+from adiv_monitor.diagnosis.readings import learning_rate, these
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed, percent
 
@@ -141,16 +141,14 @@ def frozen(record: Record) -> Iterator[Finding]:
     if not (names := record.wiring.frozen):
         return
     paths = {name.rpartition(".")[0] for name in names}
-    untrained = {
-        path: w.gain for path, w in record.weights.items()
+    untrained = [
+        path for path, w in record.weights.items()
         if path in paths and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED
-    }  # fmt: skip
+    ]  # fmt: skip
     yield Finding("frozen", act_if(untrained and suffers(record)),
         f"No step trains {_several(names)}: requires_grad is False."
-        + (f" The weights of {named(record, next(iter(untrained)))} look like torch's "
-           "initialisation, so they were probably never trained." if untrained else ""),
-        (Evidence("frozen parameters", len(names)),
-         *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items())),
+        + f" Weights that look like torch's initialisation: {listed(untrained)}." * bool(untrained),
+        (Evidence("frozen parameters", len(names)),),
         (Advice("set requires_grad=True, unless these parameters should stay frozen", "unfreeze"),),
         layers=names)  # fmt: skip
 

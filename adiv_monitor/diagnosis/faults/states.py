@@ -310,8 +310,8 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     if still := {p: t for p, t in little.items() if p not in settled and t.below(limit)}:
         yield _stands_still(record, still)
     if settled:
-        yield _little(record, "settled", "note", settled, "They first moved as far as in healthy "
-                      "layers: that is usual as a loss falls.", ())  # fmt: skip
+        yield _little(record, "settled", "note", settled,
+                      "At first they did. That is usual as a loss falls.", ())  # fmt: skip
     told = by_layer(record, "update_ratio")
     if silent := tuple(
         path
