@@ -11,6 +11,7 @@ from adiv_monitor.diagnosis.record import (
     WeightStatistics,
     Wiring,
 )
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import LayerReading, StepReport
 
 STEPS = 40
@@ -95,3 +96,16 @@ def trials(**loss: float) -> dict[float, Trial]:
         factors[name]: Trial(f"rate*{factors[name]:g}", STEPS, value, own, None, error)
         for name, value in loss.items()
     }
+
+
+def by_reports(
+    *steps: dict[str, LayerReading],
+    rates: tuple[float, ...] = (),
+    losses: tuple[float, ...] = (),
+) -> Record:
+    """Return a run that is known by its reports alone: one of every tenth step."""
+    running = Running()
+    for i, read in enumerate(steps):
+        running.add(StepReport(10 * i, read, {}, 1.0, learning_rates=rates[i : i + 1]))
+    running.add_losses(dict(enumerate(losses)))
+    return running.record()

@@ -29,7 +29,7 @@ def is_long_enough(record: Record) -> bool:
 
 def is_known(record: Record) -> bool:
     """Return whether the loss is known of enough steps, and is finite at the end."""
-    return len(record.losses) >= FEWEST and math.isfinite(record.losses[-1])
+    return is_long_enough(record) and math.isfinite(record.losses[-1])
 
 
 def course(record: Record) -> Course:
@@ -80,10 +80,9 @@ def is_unbounded(record: Record) -> bool:
     rate.
     """
     lowest = min((t.loss for t in record.rates.values() if t.loss > -math.inf), default=0.0)
-    falls = falls_ever_faster(record) or (is_far_below(record, lowest) and not is_opposed(record))
-    return falls or (
-        bool(record.found_by("unbounded-loss")) and end(record) < 0 and not is_opposed(record)
-    )
+    falls_on = bool(record.found_by("unbounded-loss")) and end(record) < 0
+    found = falls_on or is_far_below(record, lowest)
+    return falls_ever_faster(record) or (found and not is_opposed(record))
 
 
 def is_far_below(record: Record, loss: float) -> bool:
@@ -112,19 +111,15 @@ def tells_nothing(record: Record) -> bool:
 
 def start(record: Record) -> float:
     """Return the first loss, or that of a constant prediction if it is known and lower."""
-    if not record.losses:
-        return math.nan
-    first = record.losses[0]
+    first = record.losses[0] if record.losses else math.nan
     return first if record.chance is None else min(first, record.chance)
 
 
 def end(record: Record) -> float:
     """Return the mean loss of the last quarter of the steps; infinite if it is not finite."""
-    if not record.losses:
-        return math.nan
-    if not math.isfinite(record.losses[-1]):
+    if record.losses and not math.isfinite(record.losses[-1]):
         return math.inf
-    return fmean(record.losses[-_quarter(record) :])
+    return fmean(record.losses[-_quarter(record) :]) if record.losses else math.nan
 
 
 def noise(record: Record) -> float:

@@ -13,12 +13,7 @@ from adiv_monitor.diagnosis.faults.fault import LONG_STEPS
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.record import Record
 
-FIRST_THAT = (
-    Advice(
-        "fix the findings above first, because they may cause this one",
-        untried="its cause comes first",
-    ),
-)
+FIRST_THAT = (Advice("fix the findings above first", untried="its cause comes first"),)
 
 
 def fault_of(finding: Finding) -> Fault:
@@ -90,9 +85,7 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
         findings = [*_of_reports(findings, record)]
     findings = explained(findings)
     if record.trained:  # what was learnt would be lost
-        findings = [
-            replace(f, advice=tuple(a for a in f.advice if a.fix != "reinitialise"))
-            for f in findings
-        ]
+        kept = [tuple(a for a in f.advice if a.fix != "reinitialise") for f in findings]
+        findings = [replace(f, advice=a) for f, a in zip(findings, kept, strict=True)]
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))

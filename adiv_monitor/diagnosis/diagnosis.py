@@ -46,8 +46,7 @@ class Diagnosis:
         said = own_run.said(self.record) + (_cause(act, self.findings) if act else self._nothing())
         if self.record.hurried:
             said += (
-                " The time for trials (try_seconds) ended before all of them had run, so this "
-                "result depends on the clock."
+                " The time for trials (try_seconds) was short: this result depends on the clock."
             )
         lost = "; ".join(self.record.lost)
         return f"{said} The copy differs from your run: {lost}." if lost else said
@@ -61,14 +60,11 @@ class Diagnosis:
         """Return the verdict without findings to act on, unless the loss contradicts it."""
         rest = f" {_count(len(self.findings), 'weaker finding')} below." * bool(self.findings)
         stuck = next((f for f in self.findings if f.name == "loss-stuck"), None)
-        if stuck is not None and stuck.strength == "watch":
+        if stuck is not None:
             return f"{stuck.summary} The audit did not find the cause.{rest}"
-        if stuck is not None:  # whether the loss falls is unknown
-            return f"{stuck.summary} The audit found nothing else that hinders this training."
         untried = " Other learning rates were not tried." * (not self.record.rates)
         if (better := _best([f for f in self.findings if f.strength == "watch"])) is not None:
-            is_higher = better.trial is not None and better.trial.fix in HIGHER_RATES
-            short = "; so short a run favours high learning rates" * is_higher
+            short = "; so short a run favours high learning rates" * (better.fix in HIGHER_RATES)
             return (
                 "The audit found nothing to act on, but a fix that it tried lowers the loss: "
                 f"{better}{short}.{untried}{rest}"
@@ -109,36 +105,30 @@ class Diagnosis:
             ValueError: the text is not JSON, or not a report that `from_dict` reads.
         """
         try:
-            record = json.loads(text)
+            return cls.from_dict(json.loads(text))
         except RecursionError:
-            raise ValueError(
-                f"{cls.__name__}.from_json: got text that is nested too deeply"
-            ) from None
-        return cls.from_dict(record)
+            raise ValueError(f"{cls.__name__}.from_json: got text nested too deeply") from None
 
 
 def _cause(act: Sequence[Finding], findings: Sequence[Finding]) -> str:
     """Return what hinders the training, what to do, what follows from it, and how much else."""
     first = act[0]
-    said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
     names = [f.name for f in findings if follows(f) and f.name in fault_of(first).explains]
     explained = f" This would explain: {', '.join(dict.fromkeys(names))}." if names else ""
     others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
-    return said + _fixed(act) + explained + others
+    return first.summary + _fixed(act) + explained + others
 
 
 def _fixed(act: Sequence[Finding]) -> str:
     """Return the fix of the first finding, or if none that was tried helps, of another finding."""
-    finding = act[0]
-    if not finding.advice:
+    if not (advice := act[0].advice):
         return ""
-    first, tried = finding.advice[0], any(each.trial for each in finding.advice)
+    first, tried = advice[0], any(each.trial for each in advice)
     if first.trial is not None and first.trial.helps:
         return f" To fix it: {first}."
-    if fault_of(finding).certain:  # a fault whatever the result of a short run
+    # A certain fault is one whatever the result of a short run.
+    if fault_of(act[0]).certain or not tried:
         return f" What to do: {first.text if tried else first}."
-    if not tried:
-        return f" To try first: {first}."
     if (best := _best(act[1:])) is not None:
         return f" None of its fixes helped in a trial; a fix of another finding did: {best}."
     to_try = f"; to try next: {first}" * (first.trial is None)

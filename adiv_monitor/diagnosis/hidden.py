@@ -1,7 +1,7 @@
 """Hiding of secrets among arguments and settings, which no file of an audit contains."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -46,9 +46,12 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def hidden_keys(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that were hidden."""
-    return list(_hidden(values))
+def hidden_keys(values: Any) -> list[str]:
+    """Return the names of the values that were hidden, also in nested values."""
+    if isinstance(values, Mapping):
+        hidden = [str(n) for n, x in values.items() if x == HIDDEN and _is_secret(str(n), x)]
+        return hidden + hidden_keys([*values.values()])
+    return [n for x in values for n in hidden_keys(x)] if isinstance(values, list | tuple) else []
 
 
 def _inside(value: Any) -> Any:
@@ -60,38 +63,21 @@ def _inside(value: Any) -> Any:
     return value
 
 
-def _hidden(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if item == HIDDEN and _is_secret(str(name), item):
-                yield str(name)
-            else:
-                yield from _hidden(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _hidden(item)
-
-
 def _is_secret(name: str, value: Any) -> bool:
     words = [word.lower() for word in _WORDS.findall(name)]
     pairs = list(pairwise(words))
     if _SECRETS & set(words) or any(a in _KEYS and b in ("key", "keys") for a, b in pairs):
         is_size = words[-1] in _SIZES and isinstance(value, int | float)
         return not (is_size or value is None or isinstance(value, bool) or value == "")
-    return _names_secret_text(words, pairs) and _holds_text(value)
-
-
-def _names_secret_text(words: list[str], pairs: list[tuple[str, str]]) -> bool:
-    if any({a, b} & {"token", "tokens"} and {a, b} & _DOORS for a, b in pairs):
-        return True
-    if not words or _VOCABULARY & set(words) or words == ["key"]:
+    opens = any({a, b} & {"token", "tokens"} and {a, b} & _DOORS for a, b in pairs)
+    if not words or ((_VOCABULARY & set(words) or words == ["key"]) and not opens):
         return False
-    return words[-1] in _TEXTS or words[-1].endswith(("token", "tokens"))
+    of_text = words[-1] in _TEXTS or words[-1].endswith(("token", "tokens"))
+    return (opens or of_text) and _holds_text(value)
 
 
 def _holds_text(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_text, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_text, value))
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_holds_text, items))
     return isinstance(value, str | bytes) and bool(value)

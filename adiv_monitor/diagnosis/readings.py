@@ -1,7 +1,11 @@
-"""Typical readings over the measured steps of a run, with their errors, for the rules."""
+"""Typical readings over the measured steps of a run, with their errors, for the rules.
+
+Steps are judged near the peak of the learning rate.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
@@ -13,6 +17,10 @@ from adiv_monitor.report.wording import listed
 
 # Kinds of layers whose rows are the layer's inputs unchanged; corrected layers have others.
 PLAIN = ("linear", "convolution")
+
+PEAK = 0.5  # of the largest learning rate so far: lower ones are warmup or intended decay
+_FEWEST = 2  # fewest measured steps at the peak
+_RISES = 1.01  # times the learning rate of the previous measured step
 
 # Optimizers that divide each step by the size of past gradients, or take its sign, so that a
 # constant factor on the gradient changes nothing.
@@ -72,29 +80,23 @@ def these(record: Record, layers: Sequence[str]) -> str:
 
 def typical(record: Record, layer: str, measure: str) -> Typical | None:
     """Return the typical value of a layer's measure; None if it was never taken or not finite."""
-    found = {}
-    for step, reading in readings(record, layer).items():
-        value = getattr(reading, measure)
-        if value is not None and math.isfinite(value):
-            found[step] = (value, reading.standard_error.get(measure, 0.0))
-    if not found:
-        return None
-    values, errors = zip(*found.values(), strict=True)
-    return Typical(median(values), median(errors), min(found))
+    found = [
+        (step, value, reading.standard_error.get(measure, 0.0))
+        for step, reading in readings(record, layer).items()
+        if (value := getattr(reading, measure)) is not None and math.isfinite(value)
+    ]
+    return middle(found) if found else None
+
+
+def middle(found: Sequence[tuple[int, float, float]]) -> Typical:
+    """Return the typical one of (step, value, error)."""
+    steps, values, errors = zip(*found, strict=True)
+    return Typical(median(values), median(errors), min(steps))
 
 
 def at_first(record: Record, measure: str) -> list[dict[str, Typical]]:
     """Return a measure of all maps at the first measured steps, two at most."""
-    found = []
-    for report in record.reports[:2]:
-        values = {}
-        for path in (p for p in maps(record) if p in report.layers):
-            value = getattr(report.layers[path], measure)
-            if value is not None and math.isfinite(value):
-                error = report.layers[path].standard_error.get(measure, 0.0)
-                values[path] = Typical(value, error, report.step)
-        found.append(values)
-    return found
+    return [by_layer(replace(record, reports=(report,)), measure) for report in record.reports[:2]]
 
 
 def by_layer(record: Record, measure: str) -> dict[str, Typical]:
@@ -192,3 +194,40 @@ def entries(record: Record, path: str) -> Typical | None:
 def worst_first(values: Mapping[str, float]) -> tuple[str, ...]:
     """Return the layers by value, largest first."""
     return tuple(sorted(values, key=lambda path: -values[path]))
+
+
+def learning_rate(report: StepReport) -> float | None:
+    """Return the largest learning rate of the optimizer's groups at this step; None: unknown."""
+    return max(report.learning_rates, default=None)
+
+
+def at_peak(record: Record) -> Record:
+    """Return the record with only the measured steps whose learning rate is at least half the peak.
+
+    All steps are kept if learning rates are unknown or zero, or if too few steps are at the peak to
+    show what is typical.
+    """
+    rates = [learning_rate(report) for report in record.reports]
+    largest = max((rate for rate in rates if rate is not None), default=0.0)
+    if not largest > 0:
+        return record
+    pairs = zip(record.reports, rates, strict=True)
+    kept = tuple(r for r, rate in pairs if rate is None or rate >= PEAK * largest)
+    return replace(record, reports=kept) if len(kept) >= _FEWEST else record
+
+
+def still_rises(reports: Sequence[StepReport]) -> bool:
+    """Return whether the learning rate was still rising at the last measured step."""
+    rates = [rate for report in reports if (rate := learning_rate(report)) is not None]
+    return len(rates) >= 2 and rates[-1] == max(rates) and rates[-1] > _RISES * rates[-2]
+
+
+def decayed_since(reports: Sequence[StepReport]) -> int | None:
+    """Return the measured step since which the learning rate is below half its peak, or None."""
+    rates = [learning_rate(report) or 0.0 for report in reports]
+    largest = max(rates, default=0.0)
+    low = [rate < PEAK * largest for rate in rates]
+    if not low or not low[-1]:
+        return None
+    first = len(low) - next((i for i, is_low in enumerate(reversed(low)) if not is_low), len(low))
+    return reports[first].step

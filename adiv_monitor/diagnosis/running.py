@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, nan
+from typing import Any
 
 from adiv_monitor.diagnosis.diagnose import diagnose
 from adiv_monitor.diagnosis.finding import Finding
@@ -89,7 +90,7 @@ class Running:
             self._kept = [pair for pair in self._kept[:-1] if self._stays(pair[0])] + [last]
 
     def _go_back_to(self, step: int) -> None:
-        self._kept = [(number, report) for number, report in self._kept if report.step < step]
+        self._kept = [pair for pair in self._kept if pair[1].step < step]
         self._count = self._kept[-1][0] + 1 if self._kept else 0
         # How often the others held before this step is not known.
         self._raised = {key: raised for key, raised in self._raised.items() if raised.last < step}
@@ -143,9 +144,7 @@ class Running:
     def record(self) -> Record:
         """Return the record for the audit's rules; facts outside the reports are unknown in it."""
         unknown = Facts("", 0, 0, "", {}, 0, 0, 0, 1, 0, "", "", nan)
-        reports = self.reports
-        changes = {r.step: r.realised_loss_change for r in reports}
-        losses = self._losses.course()
+        reports, losses = self.reports, self._losses.course()
         step, place = self._broken or (None, None)
         return Record(
             unknown,
@@ -153,7 +152,7 @@ class Running:
             loss_steps=tuple(losses),
             gradient_norms=(),
             reports=reports,
-            realised={step: change for step, change in changes.items() if change is not None},
+            realised={r.step: c for r in reports if (c := r.realised_loss_change) is not None},
             first_non_finite=place,
             non_finite_since=step,
             skipped=self._skipped,
@@ -216,15 +215,13 @@ def _together(report: StepReport, later: StepReport) -> StepReport:
     assert turn is not None
     elements = earlier.elements + turn.elements
     covered = earlier.elements * report.coverage + turn.elements * later.coverage
+    names = ("layers", "unsupported", "unmeasured", "groups", "attention")
+    by_layer: dict[str, Any] = {n: {**getattr(report, n), **getattr(later, n)} for n in names}
     return replace(
         later,
-        layers={**report.layers, **later.layers},
-        unsupported={**report.unsupported, **later.unsupported},
+        **by_layer,
         coverage=covered / elements if elements else 0.0,
         notes=tuple(dict.fromkeys(report.notes + later.notes)),
-        unmeasured={**report.unmeasured, **later.unmeasured},
-        groups={**report.groups, **later.groups},
-        attention={**report.attention, **later.attention},
         alarms=report.alarms + later.alarms,
         turn=replace(turn, first=earlier.first, elements=elements),
     )

@@ -8,12 +8,7 @@ from adiv_monitor.diagnosis.health import GRADIENT, HEALTH
 
 
 class Title(NamedTuple):
-    """A measure in plain words.
-
-    Attributes:
-        title: short title.
-        reads: formula and how to read it, in one line.
-    """
+    """A measure in plain words: a short title, and its formula with how to read it."""
 
     title: str
     reads: str
@@ -31,7 +26,6 @@ _MEASURES = {  # title, and formula with how to read it
     "effective_lr": ("Effective learning rate", "⟨d, G⟩ / ‖G‖²: how fast activations go downhill"),
     "update_ratio": ("Move of the activations", "‖Δz‖ / ‖z‖: how far they move in one step"),
     GRADIENT: ("Gradient that arrives", "‖∂L/∂z‖ of the layer over that of the last layer"),
-    "row_cosine_p50": ("Cosine of the median row", "median of cos(d_r, g_r): how one sample fares"),
     "harmed_fraction": ("Harmed rows", "share of rows with d_r·g_r < 0: their own loss rises"),
     "idle_share": ("Zero-gradient rows", "share of rows with g_r = 0: padding, masks, dead units"),
     "bias_share": ("Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"),
@@ -43,12 +37,7 @@ _MEASURES = {  # title, and formula with how to read it
     "single_layer_share": ("Share of the layer's own step", "cos(r, d): of the actual change"),
     "first_order_error": ("Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: 0 where it is linear"),
     "scale_max": ("Row scale, largest", "largest ‖φ‖² of the rows"),
-    "scale_p05": ("Row scale, 5th percentile", "of ‖φ‖² over the rows"),
-    "scale_p50": ("Row scale, median", "of ‖φ‖² over the rows"),
-    "scale_p95": ("Row scale, 95th percentile", "of ‖φ‖² over the rows"),
     "row_cosine_mean": ("Cosine of rows, mean", "mean of cos(d_r, g_r)"),
-    "row_cosine_p05": ("Cosine of rows, 5th percentile", "of cos(d_r, g_r)"),
-    "row_cosine_p95": ("Cosine of rows, 95th percentile", "of cos(d_r, g_r)"),
     "attention_cosine": ("Cosine of the scores", "cos(−ΔY, G) of the attention scores"),
     "attention_gradient_cosine": ("Cosine of the scores, plain gradient step", "without optimizer"),
     "attention_scale_mean": ("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
@@ -57,17 +46,23 @@ _MEASURES = {  # title, and formula with how to read it
     "omega": ("ω, old weights on the change", "log_n of RMS(W₀ dz) / (RMS(W₀) RMS(dz))"),
     "u": ("u, update on the change", "log_n of RMS(dW dz) / (RMS(dW) RMS(dz))"),
     "cumulative": ("Alignment of W and z", "log_n of RMS(W z) / (RMS(W) RMS(z))"),
-    "kappa_alpha": ("κ of α", "n^(α − 1): the share of full alignment"),
-    "kappa_omega": ("κ of ω", "n^(ω − 1)"),
-    "kappa_u": ("κ of u", "n^(u − 1)"),
-    "kappa_cumulative": ("κ of the alignment of W and z", "n^(A − 1)"),
-    "spectral_alpha": ("Spectral α", "‖dW z₀‖ / (‖dW‖₂ ‖z₀‖)"),
-    "spectral_omega": ("Spectral ω", "‖W₀ dz‖ / (‖W₀‖₂ ‖dz‖)"),
-    "spectral_u": ("Spectral u", "‖dW dz‖ / (‖dW‖₂ ‖dz‖)"),
-    "spectral_cumulative": ("Spectral alignment of W and z", "‖W z‖ / (‖W‖₂ ‖z‖)"),
     "effective_rank": ("Effective rank", "directions over which weights and inputs spread alike"),
     "output_rms": ("RMS of W z", "rms of the outputs without the bias"),
     "output_change_rms": ("RMS of the change of W z", "rms of W z − W₀ z₀"),
+    **{
+        f"{of}_{place}": (f"{words}, {nth} percentile", "over the rows")
+        for of, words in (("scale", "Row scale"), ("row_cosine", "Cosine of rows"))
+        for place, nth in (("p05", "5th"), ("p50", "50th"), ("p95", "95th"))
+    },
+    **{
+        f"kappa_{name}": (f"κ of {letter}", f"n^({letter} − 1): the share of full alignment")
+        for name, letter in (("alpha", "α"), ("omega", "ω"), ("u", "u"), ("cumulative", "A"))
+    },
+    **{
+        f"spectral_{name}": (f"Spectral {letter}", "with spectral norms of matrices")
+        for name, letter in (("alpha", "α"), ("omega", "ω"), ("u", "u"), ("cumulative", "A"))
+    },
+    "row_cosine_p50": ("Cosine of the median row", "median of cos(d_r, g_r): how one sample fares"),
 }
 MEASURE_TITLES: Mapping[str, Title] = {name: Title(*said) for name, said in _MEASURES.items()}
 

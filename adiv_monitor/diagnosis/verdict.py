@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.course import FEWEST, course, end, is_long_enough, may_have_fallen
+from adiv_monitor.diagnosis.course import FEWEST, course, end, may_have_fallen
 from adiv_monitor.diagnosis.diagnose import fault_of
 from adiv_monitor.diagnosis.faults import FAULTS, could_show
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, several
@@ -19,7 +19,6 @@ NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
 NO_CAUSE = "Does not train; cause not found: "
 LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monitor.log_loss(…)`)"
-_AUDIT = "run `adiv-audit`"
 
 
 class Untold(NamedTuple):
@@ -35,14 +34,10 @@ class Untold(NamedTuple):
 
 
 _ONLY_AUDITS = (
-    Untold("Whether another learning rate does better", _AUDIT),
-    Untold("Wiring: parameters that are frozen, or that nothing uses", _AUDIT),
-    Untold(
-        "Whether labels belong to their inputs",
-        "overfit one batch, and look at some samples with their labels",
-    ),
-    Untold("The inputs themselves, single units, the loss function, decay, clipping", _AUDIT),
-)
+    Untold("Whether another learning rate does better", "run `adiv-audit`"),
+    Untold("Wiring, inputs, labels, single units, the loss function, decay, clipping",
+           "run `adiv-audit`"),
+)  # fmt: skip
 
 
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
@@ -81,25 +76,18 @@ def untold(record: Record) -> tuple[Untold, ...]:
     """Return the questions that these reports can't answer, and how to answer them."""
     is_short = len(record.losses) < FEWEST and not record.first_non_finite
     not_from_the_start = maps(record) and not FAULTS["vanishing"].shown_by(record)
-    asked = {
-        Untold(
-            "Whether the loss falls",
-            "pass the loss of every step to the monitor (`Monitor(…, loss=…)` or "
-            f"`monitor.log_loss(…)`), for at least {FEWEST} steps",
-        ): is_short,
-        Untold(
-            "How far layers typically move, and how the optimizer changes the step",
-            f"measure at least {FEWEST_REPORTS} steps (a smaller `every_n_steps`)",
-        ): not several(record),
-        Untold(
-            "Whether gradients vanish or explode from the start",
-            "measure step 0 of a network with at least three layers",
-        ): not_from_the_start,
-        Untold("Direction lost to interference", "measure with `Monitor(…, attainable=True)`"): (
-            not FAULTS["interference"].shown_by(record)
-        ),
-    }
-    return (*(line for line, is_open in asked.items() if is_open), *_ONLY_AUDITS)
+    asked = (
+        (is_short, "Whether the loss falls", "pass the loss of every step to the monitor "
+         "(`Monitor(…, loss=…)` or `monitor.log_loss(…)`), for at least "
+         f"{FEWEST} steps"),
+        (not several(record), "How far layers typically move",
+         f"measure at least {FEWEST_REPORTS} steps (a smaller `every_n_steps`)"),
+        (not_from_the_start, "Whether gradients vanish or explode from the start",
+         "measure step 0 of a network with at least three layers"),
+        (not FAULTS["interference"].shown_by(record), "Direction lost to interference",
+         "measure with `Monitor(…, attainable=True)`"),
+    )  # fmt: skip
+    return (*(Untold(title, do) for is_open, title, do in asked if is_open), *_ONLY_AUDITS)
 
 
 def until(record: Record) -> str:
@@ -110,22 +98,14 @@ def until(record: Record) -> str:
     return f" up to step {steps[-1]:,}" if steps else " in the finite values"
 
 
-def loss_words(record: Record) -> str:
-    """Return words for the course of the loss, as far as it is known."""
-    if not record.losses:
-        return LOSS_UNKNOWN
-    if not math.isfinite(record.losses[-1]):
-        return "not finite"
-    if not is_long_enough(record):
-        return "too few steps to tell whether it falls"
-    if may_have_fallen(record):
-        return "not clear whether it falls"
-    return course(record)
-
-
 def what_happens(record: Record) -> str:
     """Return what the loss does, with its first value and the mean of its last quarter."""
     if not record.losses:
         return f"Loss: {LOSS_UNKNOWN}."
+    said: str = course(record)
+    if not math.isfinite(record.losses[-1]):
+        said = "not finite"
+    elif said == "unknown" or may_have_fallen(record):
+        said = "not clear whether it falls"
     ends = f"{record.losses[0]:.3g} at first, {end(record):.3g} over the last quarter"
-    return f"Loss: {loss_words(record)}, {ends}."
+    return f"Loss: {said}, {ends}."

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
 from adiv_monitor.audit import report as report_module
 from adiv_monitor.diagnosis.faults import FAULTS
-from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Evidence, Finding, Trial
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 from adiv_monitor.sinks import JsonlSink
 
 HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf, "scale_cv": None}
 
 
+@cache
 def step_reports() -> list[StepReport]:
     """Of a run with attention and what really happened, and one with all that is awkward."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -62,6 +64,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@cache
 def audited() -> AuditReport:
     """A real one, with whatever its classes can hold put in."""
     real = AuditReport((), seen(mlp(), steps=4, every_n_steps=1))
@@ -165,87 +168,6 @@ def test_what_was_written_as_schema_2_can_be_read() -> None:
     assert same(AuditReport.from_dict(new), report)
 
 
-def test_the_verdict() -> None:
-    report = audited()
-    act = report.findings[0]
-    assert report.verdict.startswith("It is so. None of its fixes helped in a trial.")
-    pays = replace(act.advice[0], trial=Trial("rate*0.1", 9, 0.1, math.inf, None, math.nan))
-    paid = replace(report, findings=(replace(act, advice=(pays,)),)).verdict
-    assert paid.startswith(
-        "It is so. To fix it: Fix it: loss after 9 steps 0.1 instead of diverging."
-    )
-    untried = replace(report, findings=(replace(act, advice=(Advice("Do"),)),)).verdict
-    assert untried.startswith(
-        "It is so. To try first: Do (not tried: the audit can't do this itself)."
-    )
-    assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
-    well = replace(report, findings=(replace(act, strength="watch"),))
-    assert well.verdict.startswith("The audit found nothing that hinders this training.")
-    assert "1 weaker finding" in well.verdict
-    assert (well.worst, replace(report, findings=()).worst) == ("watch", None)
-    stuck = replace(act, name="loss-stuck", strength="watch", summary="The loss does not fall.")
-    said = replace(report, findings=(stuck,)).verdict
-    assert said.startswith("The loss does not fall. The audit did not find the cause.")
-
-
-def test_the_verdict_never_advises_what_does_not_help() -> None:
-    report = audited()
-    act = report.findings[0]
-
-    def advice(text: str, loss: float) -> Advice:
-        return Advice(text, "fix", Trial("fix", 9, loss, 1.0, None, 0.01))
-
-    lost = replace(act, advice=(advice("Lose", 1.5), advice("Burst", math.inf)))
-    won = replace(act, advice=(advice("Win", 0.5), advice("Win more", 0.25)))
-    assert "To fix it: Win: loss after 9 steps 0.5 instead of 1 (± 0.01)." in (
-        replace(report, findings=(won, lost)).verdict
-    )
-    assert (
-        "None of its fixes helped in a trial; a fix of another finding did: Win more: loss after 9 "
-        "steps 0.25"
-    ) in replace(report, findings=(lost, won)).verdict
-    alone = replace(report, findings=(lost,)).verdict
-    assert "None of its fixes helped in a trial." in alone and "Lose" not in alone
-    wiring = replace(report, findings=(replace(lost, name="not-held"), won)).verdict
-    assert "What to do: Lose. And" in wiring
-
-
-def test_a_verdict_that_depends_on_the_clock_says_so() -> None:
-    report = audited()
-    act = report.findings[0]
-    slow = "this result depends on the clock"
-    assert not report.hurried and slow not in report.verdict
-    untried = replace(act, advice=(Advice("Do", "clip", untried=NO_TIME),))
-    hurried = replace(report.record, hurried=True)
-    nothing_tried = replace(report, findings=(untried,), record=hurried)
-    assert nothing_tried.hurried and slow in nothing_tried.verdict
-    assert "To fix it" not in nothing_tried.verdict
-    assert "To try first: Do (not tried: no time was left)." in nothing_tried.verdict
-    assert slow in replace(report, findings=(), record=hurried).verdict
-
-
-def test_a_verdict_says_that_nothing_was_tried() -> None:
-    report = replace(audited(), findings=())
-    untried = replace(report, record=replace(report.record, rates={}))
-    assert "Other learning rates were not tried." in untried.verdict
-    assert "not tried" not in report.verdict
-
-
-@pytest.mark.parametrize(
-    ("loss", "without", "said"),
-    [
-        (0.5, 1.0, "loss after 9 steps 0.5 instead of 1 (± 0.01)"),
-        (1.5, 1.0, "loss after 9 steps 1.5 instead of 1 (± 0.01), which does not help"),
-        (0.5, math.inf, "loss after 9 steps 0.5 instead of diverging"),
-        (math.inf, 1.0, "the loss diverges within 9 steps instead of 1"),
-        (math.inf, math.inf, "the loss diverges within 9 steps, as without the fix"),
-    ],
-)
-def test_a_trial_in_words(loss: float, without: float, said: str) -> None:
-    error = 0.01 if math.isfinite(loss + without) else math.nan
-    assert Advice("", trial=Trial("fix", 9, loss, without, None, error)).outcome.words == said
-
-
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_module, "page", lambda report: f"<p>{report.verdict}</p>")
     monkeypatch.setattr(report_module, "digest", lambda report: report.verdict)
@@ -298,23 +220,12 @@ def test_the_schema_is_documented() -> None:
     text = report_schema.PAGE.read_text(encoding="utf-8")
     assert text == report_schema.text()
     sections = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-
-    def check(kind: str, written: Any) -> None:
+    whole, step = audited().to_dict(), step_reports()[0].to_dict(quantiles=True)
+    for kind, written in (
+        ("AuditReport", whole),
+        ("Record", whole["record"]),
+        ("Finding", whole["findings"][0]),
+        ("StepReport", step),
+        ("LayerReading", next(iter(step["layers"].values()))),
+    ):
         assert set(written) <= set(re.findall(r"`(\w+)`", sections[kind])), kind
-
-    whole = audited().to_dict()
-    check("AuditReport", whole)
-    check("Record", whole["record"])
-    for name in ("Facts", "Wiring"):
-        check(name, whole["record"][name.lower()])
-    for name in ("Input", "Unit", "Weight"):
-        check(f"{name}Statistics", next(iter(whole["record"][f"{name.lower()}s"].values())))
-    (found, *_) = whole["findings"]
-    check("Finding", found)
-    check("Evidence", found["evidence"][0])
-    check("Advice", found["advice"][0])
-    check("Trial", found["advice"][0]["trial"])
-    step = step_reports()[0].to_dict(quantiles=True)
-    check("StepReport", step)
-    check("LayerReading", next(iter(step["layers"].values())))
-    check("AttentionReading", next(iter(step["attention"].values())))

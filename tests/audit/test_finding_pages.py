@@ -25,7 +25,7 @@ def printed() -> tuple[str, ...]:
         for path in (ROOT / "adiv_monitor" / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found |= {part.strip(" '") for part in re.split(r"\{\d?\}", node.value)}
+                    found |= {part.strip(" '") for part in re.split(r"\{[^{}]*\}", node.value)}
     return tuple(sorted(filter(None, found), key=len, reverse=True))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import adiv_monitor
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.diagnosis.finding import Evidence, Finding, Trial
+from adiv_monitor.diagnosis.finding import Evidence, Finding
 from adiv_monitor.diagnosis.health import GRADIENT
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
@@ -280,26 +280,6 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at() -> None:
     }
 
 
-def test_advice_has_the_result_of_its_trial() -> None:
-    (first, *_) = small().findings
-    better, worse = (
-        replace(first.advice[0], trial=Trial("rms-norm", 50, loss, 0.93, 0.88, 0.02))
-        for loss in (0.41, math.inf)
-    )
-    untried = replace(first.advice[0], trial=None, untried="no time was left")
-    alike = replace(better, trial=Trial("rms-norm", 50, 0.9, 0.95, 0.9, 0.001, rate=0.3))
-    helps, fails, open_ = (f'<span class="mark">{mark}</span> ' for mark in "✓✗→")
-    finding = replace(first, advice=(better, worse, untried))
-    text = page(AuditReport((finding,), small().record))
-    assert f"{helps}loss after 50 steps 0.41 instead of 0.93 (± 0.02); another learning" in text
-    assert "another learning rate alone gives 0.88" in text
-    assert f"{fails}the loss diverges within 50 steps instead of 0.93" in text
-    assert f"{open_}not tried: no time was left" in text
-    text = page(AuditReport((replace(first, advice=(alike,)),), small().record))
-    assert f"{fails}with learning rate × 0.3, loss after 50 steps 0.9 instead of 0.95" in text
-    assert "no better than another learning rate alone (0.9)" in text
-
-
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("losses", [(), (2.3,), (2.3, math.nan), (math.inf,), (0.0, 0.0)])
 def test_short_and_broken_runs_have_a_page(losses: tuple[float, ...]) -> None:
@@ -307,10 +287,6 @@ def test_short_and_broken_runs_have_a_page(losses: tuple[float, ...]) -> None:
     text = page(AuditReport((), record))
     assert Elements(text).wrong == []
     assert compare(AuditReport((), record), small(), ("a", "b"))
-
-
-def test_the_same_report_makes_the_same_page() -> None:
-    assert page(small()) == page(small())
 
 
 def test_a_comparison_marks_what_lies_beyond_the_errors() -> None:

@@ -66,33 +66,6 @@ class Cut(nn.Module):
         return self.back(self.front(x).detach())
 
 
-class OwnSoftplus(torch.autograd.Function):
-    """A softplus whose backward pass multiplies the gradient by a sign."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sign: float) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.sign = sign
-        return functional.softplus(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return ctx.sign * gradient * x.sigmoid(), None
-
-
-class Softplus(nn.Module):
-    """Applies `OwnSoftplus`."""
-
-    def __init__(self, sign: float) -> None:
-        super().__init__()
-        self.sign = sign
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = OwnSoftplus.apply(x, self.sign)  # type: ignore[no-untyped-call]
-        return made
-
-
 class Times(nn.Module):
     """Multiplies by a constant."""
 
@@ -1046,15 +1019,6 @@ PICTURES: dict[str, Picture] = {
         {"gradient's length after the hooks, over that before them":
             of_fact("gradient-hooks", "ratio")},
         (parameters, ("CHANGED_LENGTH", "TURNED")),
-    ),
-    "gradient-differs": Picture(
-        "an activation function of its own, softplus, whose backward returns the gradient with "
-        "the wrong sign",
-        with_model(lambda model: nn.Sequential(*model[:1], Softplus(-1.0), *model[2:])),
-        {"decrease of the loss along its gradient, over the predicted one":
-            of_fact("gradient-differs", "ratio")},
-        (parameters, ("LEAST_AS_PREDICTED", "MOST_AS_PREDICTED")),
-        with_model(lambda model: nn.Sequential(*model[:1], Softplus(1.0), *model[2:])),
     ),
     "left-in-eval": Picture(
         "a batch normalisation behind the first layer, in evaluation mode",

@@ -18,7 +18,7 @@ from adiv_monitor.sinks.borrowed import borrowed
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 from adiv_monitor.diagnosis.faults import FAULTS
-from adiv_monitor.diagnosis.verdict import looked_for, loss_words
+from adiv_monitor.diagnosis.verdict import looked_for, what_happens
 
 FILES = ["run.html", "run.json", "run.md"]
 
@@ -248,7 +248,7 @@ def test_the_last_loss_counts_however_long_the_training(last: float, words: str)
     running.add_losses({step: 2 - step / 5_000 for step in range(5_001)})
     running.add_losses({5_001: last})
     record = running.record()
-    assert loss_words(record) == words
+    assert what_happens(record).startswith(f"Loss: {words}, ")
     assert record.steps_of_losses[-1] == 5_001 and record.losses[-1] == pytest.approx(
         last, nan_ok=True
     )

@@ -33,7 +33,7 @@ from adiv_monitor.report import StepReport
 pytestmark = pytest.mark.slow(one_in=11)
 WITHOUT_LOSS = "plain, without the loss"
 FALLS = "Whether the loss falls"
-WIRING = "Wiring: parameters that are frozen, or that nothing uses"
+WIRING = "Wiring, inputs, labels"
 QUIET = {"nothing", "note"}  # neither to fix nor to watch
 # For every state: allowed strengths of its findings, with the loss and without.
 STRENGTHS = {

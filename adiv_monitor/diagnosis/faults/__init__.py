@@ -1,46 +1,22 @@
 """All faults, by family."""
 
+from dataclasses import replace
+from importlib import import_module
 from types import FunctionType
 
-from adiv_monitor.diagnosis.faults import (
-    could_train,
-    data,
-    initialisation,
-    inputs,
-    loss,
-    numbers,
-    optimizer,
-    parameters,
-    rates,
-    samples,
-    states,
-    targets,
-    units,
-)
-from adiv_monitor.diagnosis.faults.fault import FAULTS, RULES, Fault, fault, finds
-from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.faults.fault import FAULTS, LEARNING, RULES, Fault, fault, finds
+from adiv_monitor.diagnosis.finding import RATES, Finding
 from adiv_monitor.diagnosis.record import Record
 
 # Causes before their consequences: a fault that exists before training, or at its first step, is
 # not caused by the learning rate. `states` come last: whatever hinders training makes a higher
 # learning rate look better.
-FAMILIES = (
-    parameters,
-    could_train,
-    samples,
-    targets,
-    loss,
-    data,
-    numbers,
-    inputs,
-    initialisation,
-    optimizer,
-    rates,
-    units,
-    states,
+FAMILY_NAMES = (
+    *("parameters", "could_train", "samples", "targets", "loss", "data", "numbers", "inputs"),
+    *("initialisation", "optimizer", "rates", "units", "states"),
 )
-FAMILY_NAMES = [family.__name__.rpartition(".")[2] for family in FAMILIES]
-_PLACES = {family.__name__: place for place, family in enumerate(FAMILIES)}
+for _name in FAMILY_NAMES:
+    import_module(f"{__name__}.{_name}")
 
 
 def found(record: Record) -> list[Finding]:
@@ -48,10 +24,24 @@ def found(record: Record) -> list[Finding]:
 
     They are in the order of the families, and of the rules' places in these.
     """
+    findings: list[Finding] = []
     this = "audit" if record.is_audited else "monitor"
-    asked = [rule for rule, of in RULES.items() if of in ("", this)]
-    findings = [f for rule in sorted(asked, key=_place) for f in rule(record)]
-    return [*findings, *states.outside_healthy(record, findings)]
+    for rule in sorted((rule for rule, of in RULES.items() if of in ("", this)), key=_place):
+        findings += rule(record)
+    rest = [f for rule, of in RULES.items() if of == "rest" for f in rule(record, findings)]
+    return [_completed(finding, record) for finding in findings + rest]
+
+
+def _completed(finding: Finding, record: Record) -> Finding:
+    """Say of a fault that exists before the first step since when, and that no rate helps."""
+    if not {*LEARNING} <= {*FAULTS[finding.name].explains}:
+        return finding
+    if record.is_audited and finding.since is None:
+        finding = replace(finding, since=0)
+    if finding.not_advised:
+        return finding
+    said = "Another learning rate does not help."
+    return replace(finding, not_advised=said, against=RATES)
 
 
 def could_show(record: Record) -> list[str]:
@@ -61,7 +51,9 @@ def could_show(record: Record) -> list[str]:
 
 
 def _place(rule: FunctionType) -> tuple[int, int]:
-    return _PLACES.get(rule.__module__, len(_PLACES)), rule.__code__.co_firstlineno
+    family = rule.__module__.rpartition(".")[2]
+    place = FAMILY_NAMES.index(family) if family in FAMILY_NAMES else len(FAMILY_NAMES)
+    return place, rule.__code__.co_firstlineno
 
 
 __all__ = ["FAULTS", "RULES", "Fault", "could_show", "fault", "finds", "found"]

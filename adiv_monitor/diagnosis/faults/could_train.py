@@ -12,12 +12,25 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import course, end, is_known, is_measure, noise, smoothed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault, reported, several
+from adiv_monitor.diagnosis.faults.fault import (
+    LEARNING,
+    act_if,
+    loop_fault,
+    reported,
+    several,
+    stepped,
+)
 from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.diagnosis.phases import at_peak, learning_rate
-from adiv_monitor.diagnosis.readings import SCALE_FREE, by_layer, maps, these, worst_first
+from adiv_monitor.diagnosis.readings import (
+    SCALE_FREE,
+    at_peak,
+    by_layer,
+    learning_rate,
+    these,
+    worst_first,
+)
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import percent
@@ -39,7 +52,11 @@ SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; who
 
 def strength(record: Record) -> Strength:
     """Return "watch" while the loss falls, or is not known, else "act"."""
-    return "watch" if course(record) in ("falls", "unknown") else "act"
+    return act_if(_goes_badly(record))
+
+
+def _goes_badly(record: Record) -> bool:
+    return course(record) in ("rises", "does not fall")
 
 
 def share_of(
@@ -54,12 +71,10 @@ def share_of(
     return (paths, share) if share >= LEAST_SHARE else ((), 0.0)
 
 
-@fault(
+@loop_fault(
     "not-zeroed",
     "Gradients are not zeroed between steps",
-    shown_by=lambda record: several(record) and maps(record),
-    of="monitor",
-    about="loop",
+    shown_by=stepped,
     explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"),
 )
 def not_zeroed(record: Record) -> Iterator[Finding]:
@@ -68,50 +83,35 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
     The first measured step is left out: a run may begin with gradients of other code. Several
     backward passes of one step are no fault, because `.grad` is zero before the first of them.
     """
-    seen: dict[str, list[float]] = {}
-    for report in record.reports[1:]:
-        for path, reading in report.layers.items():
-            if not math.isnan(reading.gradient_factor):  # else the gradient's size is not known
-                seen.setdefault(path, []).append(reading.earlier_share)
-    kept = {
-        path: median(shares)
-        for path, shares in seen.items()
-        if len(shares) >= FEWEST_MEASURED - 1 and min(shares) > KEPT
-    }
-    if not (layers := tuple(kept)):
-        return
-    largest = worst_first(kept)[0]
-    yield Finding("not-zeroed", "act",
-        f"The gradients of {these(record, layers)} are not zeroed between optimizer steps: before "
-        "the first backward pass of a step through these layers, `.grad` holds a gradient, of "
-        f"earlier steps or of another loss. Its norm is {kept[largest]:.3g} times that of the "
-        "gradient that the optimizer used.",
-        (Evidence("norm of the gradient kept from earlier steps, over that of the gradient used",
-                  kept[largest], KEPT, largest),),
-        (Advice("call optimizer.zero_grad() once for every optimizer step, before the step's first "
-                "backward pass, even if several backward passes are added up for a step; if you "
-                "do, and another loss, such as a penalty, goes backward before the forward pass, "
-                "all is well"),),
-        "At a lower learning rate, the optimizer still follows the sum of all gradients so far.",
-        layers=layers, since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
+    kept, later = {}, record.reports[1:]
+    for path in dict.fromkeys(path for report in later for path in report.layers):
+        of_layer = [report.layers[path] for report in later if path in report.layers]
+        # Else the gradient's size is not known.
+        shares = [r.earlier_share for r in of_layer if not math.isnan(r.gradient_factor)]
+        if len(shares) >= FEWEST_MEASURED - 1 and min(shares) > KEPT:
+            kept[path] = median(shares)
+    if kept:
+        largest = worst_first(kept)[0]
+        yield Finding("not-zeroed", "act",
+            f"The gradients of {these(record, [*kept])} are not zeroed between optimizer steps: "
+            "before a step's first backward pass, `.grad` holds an earlier gradient, "
+            f"{kept[largest]:.3g} times as long as the one used.",
+            (Evidence("gradient kept, over the gradient used", kept[largest], KEPT, largest),),
+            (Advice("call optimizer.zero_grad() once for every step, unless another loss goes "
+                    "backward before the forward pass"),),
+            "A lower learning rate still follows the sum of all gradients so far.",
+            layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
 
-@fault(
-    "zeroed-early",
-    "Gradients are zeroed before the step uses them",
-    shown_by=several,
-    of="monitor",
-    about="loop",
-)
+@loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
 def zeroed_early(record: Record) -> Iterator[Finding]:
     """Find gradients that are removed between the backward pass and the step, or between passes."""
     passes = {report.zeroed_passes for report in record.reports}
     paths, share = share_of(record, "removed", record.reports)
     if share > 0.5:
         evidence = Evidence("share of the trainable parameters", share, 0.5)
-        said = ("`zero_grad()`, or other code, removes the gradients between the backward pass and "
-                "the optimizer's step: nothing of it is left for "
-                f"{these(record, paths)}.")  # fmt: skip
+        said = ("Something, such as `zero_grad()`, removes the gradients of "
+                f"{these(record, paths)} between the backward pass and the step.")  # fmt: skip
         advice = "call optimizer.zero_grad() before the backward pass, or after the step"
     elif len(record.reports) >= FEWEST_MEASURED and len(passes) == 1 and (count := min(passes)) > 0:
         paths, evidence = (), Evidence("backward passes of a step that were zeroed", count, 0)
@@ -121,69 +121,50 @@ def zeroed_early(record: Record) -> Iterator[Finding]:
     else:
         return
     yield Finding("zeroed-early", strength(record), said, (evidence,), (Advice(advice),),
-        "Another learning rate does not bring these gradients back.", layers=paths)  # fmt: skip
+        layers=paths)  # fmt: skip
 
 
-@fault(
+@loop_fault(
     "clipping-always",
     "Most gradients are clipped",
     shown_by=lambda r: reported("loss_gradients")(r) and optimizer_of(r) not in SCALE_FREE,
-    of="monitor",
-    about="loop",
 )
 def clipped(record: Record) -> Iterator[Finding]:
     """Find clipping that leaves so little of the gradient that the layers hardly move."""
-    if optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
+    if optimizer_of(record) in SCALE_FREE or not _goes_badly(record):
         return
     # Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step.
-    shares = [
-        max(1.0, fmean(report.loss_gradients)) * median(factors)
-        for report in record.reports
-        if report.loss_gradients
-        and (factors := [r.gradient_factor for r in report.layers.values()
-                         if r.gradient_factor > 0])
-    ]  # fmt: skip
+    scales, shares = [], []
+    for report in record.reports:
+        factors = [r.gradient_factor for r in report.layers.values() if r.gradient_factor > 0]
+        if report.loss_gradients and factors:
+            scales.append(fmean(report.loss_gradients))
+            shares.append(max(1.0, scales[-1]) * median(factors))
     moves = [move.value for move in by_layer(at_peak(record), "update_ratio").values()]
     if len(shares) < FEWEST_MEASURED or not median(shares) < CLIPPED:
         return
-    if not moves or not median(moves) < HEALTH["update_ratio"].healthy[0]:
-        return
-    scale = median(fmean(r.loss_gradients) for r in record.reports if r.loss_gradients)
-    yield Finding("clipping-always", "act",
-        f"Clipping takes the step: the optimizer gets {median(shares):.2g} times the gradient, and "
-        "its steps are as much shorter."
-        + (f" The gradients are clipped while they are still multiplied by the scale {scale:g} of "
-           "the mixed-precision scaler.") * (scale > 1),
-        (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
-        (*[Advice("call scaler.unscale_(optimizer) before the gradients are clipped")]
-         * (scale > 1),
-         Advice("clip at a higher norm, or not at all")),
-        "A higher learning rate makes up for it only while the gradients "
-        "keep their length.")  # fmt: skip
+    if moves and median(moves) < HEALTH["update_ratio"].healthy[0]:
+        scaled = median(scales) > 1
+        yield Finding("clipping-always", "act",
+            f"Clipping takes the step: the optimizer gets {median(shares):.2g} times the gradient."
+            + (" The gradients are clipped while they are still multiplied by the scale "
+               f"{median(scales):g} of the mixed-precision scaler.") * scaled,
+            (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
+            (Advice("call scaler.unscale_(optimizer) before the gradients are clipped" if scaled
+                    else "clip at a higher norm, or not at all"),),
+            "A higher learning rate makes up for it only while gradients keep their "
+            "length.")  # fmt: skip
 
 
-@fault(
-    "rate-gone",
-    "The learning rate is gone before the end",
-    shown_by=reported("learning_rates"),
-    of="monitor",
-    about="loop",
+@loop_fault(
+    "rate-gone", "The learning rate is gone before the end", shown_by=reported("learning_rates")
 )
-@fault(
-    "rate-rises",
-    "The learning rate rises until the loss does",
-    shown_by=lambda record: is_known(record) and reported("learning_rates")(record),
-    of="monitor",
-    about="loop",
-)
-def schedule(record: Record) -> Iterator[Finding]:
-    """Find a learning rate that is zero, is gone long before the end, or rises too far."""
-    rates = {r.step: rate for r in record.reports if (rate := learning_rate(r)) is not None}
-    if len(rates) < FEWEST_MEASURED:
-        return
+def rate_gone(record: Record) -> Iterator[Finding]:
+    """Find a learning rate that is gone long before the end."""
+    rates = _rates(record)
+    if len(rates) < FEWEST_MEASURED or not any(rates.values()):
+        return  # a rate of zero is another finding
     peak, (first, *_, last) = max(rates.values()), rates
-    if peak == 0:
-        return  # which is another finding
     low = [step for step, rate in rates.items() if rate < GONE * peak]
     since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
     if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
@@ -191,21 +172,29 @@ def schedule(record: Record) -> Iterator[Finding]:
             "The schedule brings the learning rate below a millionth of its peak by step "
             f"{since:,}: from then on nothing is learnt.",
             (Evidence("learning rate over its peak", rates[last] / peak, GONE, step=last),),
-            (Advice("make the schedule as long as the training: is it stepped once per batch, and "
-                    "counted in epochs?"),),
+            (Advice("make the schedule as long as the training, in batches or in epochs"),),
             "A higher base learning rate decays as soon.", since=since)  # fmt: skip
-    yield from _rising(record, rates)
 
 
-def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
-    smooth = smoothed(record)
-    if not smooth or not math.isfinite(record.losses[0]):
+def _rates(record: Record) -> dict[int, float]:
+    return {r.step: rate for r in record.reports if (rate := learning_rate(r)) is not None}
+
+
+@loop_fault(
+    "rate-rises",
+    "The learning rate rises until the loss does",
+    shown_by=lambda record: is_known(record) and reported("learning_rates")(record),
+)
+def rate_rises(record: Record) -> Iterator[Finding]:
+    """Find a learning rate that rises on, as the loss does, long after the lowest loss."""
+    rates, smooth = _rates(record), smoothed(record)
+    if len(rates) < FEWEST_MEASURED or not smooth or not math.isfinite(record.losses[0]):
         return
-    steps, lowest = record.steps_of_losses, min(range(len(smooth)), key=smooth.__getitem__)
-    there, last = steps[lowest], max(rates)
+    lowest, last = min(range(len(smooth)), key=smooth.__getitem__), max(rates)
+    there = record.steps_of_losses[lowest]
+    before = max((rate for step, rate in rates.items() if step <= there), default=0.0)
+    times = rates[last] / before if before > 0 else 0.0
     long = len(smooth) - lowest > RISEN_SHARE * len(smooth)
-    before = [rate for step, rate in rates.items() if step <= there]
-    times = rates[last] / max(before) if before and max(before) > 0 else 0.0
     risen = not end(record) <= smooth[lowest] + 2 * noise(record)
     before_it = replace(record, losses=record.losses[: lowest + 1])
     learnt = record.losses[0] - smooth[lowest] > 2 * noise(before_it)
@@ -214,46 +203,34 @@ def _rising(record: Record, rates: dict[int, float]) -> Iterator[Finding]:
             "The learning rate rises, and so does the loss: since the lowest loss, near step "
             f"{there:,}, it has grown {times:.3g} times.",
             (Evidence("learning rate over that at the lowest loss", times, RISEN, step=last),),
-            (Advice(f"end the schedule's rise before the loss rises, near step {there:,}, or lower "
-                    "its peak"),), since=there)  # fmt: skip
+            (Advice(f"end the schedule's rise near step {there:,}, or lower its peak"),),
+            since=there)  # fmt: skip
 
 
-@fault(
+@loop_fault(
     "weights-set-back",
     "Weights are set back between steps",
-    shown_by=lambda record: (
-        several(record) and any(r.weights_returned is not None for r in record.reports)
-    ),
-    of="monitor",
-    about="loop",
+    shown_by=lambda r: several(r) and any(x.weights_returned is not None for x in r.reports),
 )
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
-    wholly = sum(share >= RETURNED for share in back)
+    wholly = sum(share >= RETURNED for share in back) > len(back) / 2
     often = sum(share > SET_BACK for share in back) > len(back) / 2
-    if len(back) < FEWEST_MEASURED - 1 or not (
-        wholly > len(back) / 2 or (often and course(record) in ("rises", "does not fall"))
-    ):
-        return
-    share = median(back)
-    yield Finding("weights-set-back", strength(record),
-        "The weights are set back between the optimizer's steps: "
-        + ("measured steps begin with those of an earlier one." if wholly > len(back) / 2 else
-           f"measured steps begin after {percent(share)} of the way since an earlier one is "
-           "undone."),
-        (Evidence("share of the weights' way that is undone", share, SET_BACK),),
-        (Advice("look for load_state_dict, copy_ or a moving average that writes to the weights of "
-                "the model in training, and is not undone"),),
-        "No learning rate helps while other code undoes the steps.")  # fmt: skip
+    if len(back) >= FEWEST_MEASURED - 1 and (wholly or (often and _goes_badly(record))):
+        share = median(back)
+        yield Finding("weights-set-back", strength(record),
+            "The weights are set back between the optimizer's steps: measured steps begin after "
+            f"{percent(share)} of the way since an earlier one is undone.",
+            (Evidence("share of the weights' way that is undone", share, SET_BACK),),
+            (Advice("look for load_state_dict, copy_ or a moving average that writes to the "
+                    "weights of the model in training, and is not undone"),))  # fmt: skip
 
 
-@fault(
+@loop_fault(
     "gradients-summed",
     "Gradients of micro-batches are summed, not averaged",
     shown_by=reported("loss_gradients"),
-    of="monitor",
-    about="loop",
 )
 def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
@@ -261,15 +238,14 @@ def summed(record: Record) -> Iterator[Finding]:
     if len(record.reports) < FEWEST_MEASURED or len(counts) != 1 or (k := counts.pop()) < SUMMED:
         return
     whole = all(min(report.loss_gradients) >= 1 for report in record.reports)
-    if not whole or optimizer_of(record) in SCALE_FREE or course(record) in ("falls", "unknown"):
+    if not whole or optimizer_of(record) in SCALE_FREE or not _goes_badly(record):
         return
     high = HEALTH["update_ratio"].healthy[1]
     steps = (replace(record, reports=(report,)) for report in record.reports)
-    if not any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values()):
-        return
-    yield Finding("gradients-summed", "act",
-        f"The gradients of {k} micro-batches are summed, not averaged: the steps are {k} times as "
-        "long as those of their mean, and too long for this loss.",
-        (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
-        (Advice(f"divide the loss of each micro-batch by {k}"),
-         Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
+    if any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values()):
+        yield Finding("gradients-summed", "act",
+            f"The gradients of {k} micro-batches are summed, not averaged: the steps are {k} times "
+            "as long as those of their mean, and too long for this loss.",
+            (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
+            (Advice(f"divide the loss of each micro-batch by {k}"),
+             Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip

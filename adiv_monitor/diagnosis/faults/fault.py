@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal, TypeVar
 
-from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.finding import Finding, Strength
 from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record
 
@@ -13,6 +13,8 @@ _R = TypeVar("_R", bound=Callable[..., Iterable[Finding]])
 FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
 FEWEST_REPORTS = 3  # fewest reports that show typical values
 Condition = Callable[[Record], object]
+# The runs of which a rule is asked: all, audits, monitors' runs; or all, given all other findings.
+Of = Literal["", "audit", "monitor", "rest"]
 
 # What may follow from a fault in wiring or loss that exists before the first step.
 LEARNING = ("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit",
@@ -56,8 +58,7 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
-# Rules, and the runs of which they are asked; "": of all.
-RULES: dict[FunctionType, Literal["", "audit", "monitor"]] = {}
+RULES: dict[FunctionType, Of] = {}
 
 
 def several(record: Record) -> bool:
@@ -75,40 +76,40 @@ def reported(field: str) -> Condition:
     return lambda record: several(record) and any(getattr(r, field) for r in record.reports)
 
 
-def describe(name: str, title: str, family: str, **attributes: Any) -> None:
-    """Register a fault whose rule finds others, too.
+def act_if(harms: object) -> Strength:
+    """Return "act" if the condition holds, else "watch"."""
+    return "act" if harms else "watch"
+
+
+def fault(name: str, title: str, of: Of = "", **attributes: Any) -> Callable[[_R], _R]:
+    """Register a fault, and the rule that finds it. A rule may find several.
 
     Args:
         name: the stable name of its findings.
         title: the title of the `Fault`.
-        family: the name of its file.
+        of: the runs of which the rule is asked.
         attributes: others of the `Fault`.
 
     Raises:
         ValueError: the name is taken.
     """
-    if name in FAULTS:
-        raise ValueError(f"describe: got {name!r} twice, expected a name for each: use `finds`")
-    FAULTS[name] = Fault(title, family, **attributes)
-
-
-def fault(
-    name: str, title: str, of: Literal["", "audit", "monitor"] = "", **attributes: Any
-) -> Callable[[_R], _R]:
-    """Register a fault as `describe` does, and the rule that finds it as `finds` does."""
 
     def register(rule: _R) -> _R:
-        describe(name, title, rule.__module__.rpartition(".")[2], **attributes)
+        if name in FAULTS:
+            raise ValueError(f"fault: got {name!r} twice, expected a name for each: use `finds`")
+        FAULTS[name] = Fault(title, rule.__module__.rpartition(".")[2], **attributes)
         return finds(of)(rule)
 
     return register
 
 
-def finds(of: Literal["", "audit", "monitor"] = "") -> Callable[[_R], _R]:
-    """Register a rule, of audits, of monitors' runs, or of both.
+def loop_fault(name: str, title: str, **attributes: Any) -> Callable[[_R], _R]:
+    """Register a fault of the user's own loop, which only a monitor's run can show."""
+    return fault(name, title, "monitor", about="loop", **attributes)
 
-    Its faults are registered elsewhere, if not by `fault`.
-    """
+
+def finds(of: Of = "") -> Callable[[_R], _R]:
+    """Register one more rule; its faults are registered elsewhere."""
 
     def register(rule: _R) -> _R:
         assert isinstance(rule, FunctionType)

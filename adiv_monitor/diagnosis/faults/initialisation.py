@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from adiv_monitor.diagnosis.course import fell, is_long_enough
-from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LEARNING, fault, finds
-from adiv_monitor.diagnosis.faults.inputs import LARGE_STD, dead_share
+from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LEARNING, act_if, fault, finds
+from adiv_monitor.diagnosis.faults.inputs import LARGE_STD
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.samples import places
-from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT
+from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import heard, looked_up, maps, named, of_same_rows, typical
 from adiv_monitor.diagnosis.record import Record
@@ -29,12 +29,9 @@ COLLAPSED = 0.2
 # What to do about outputs that are the same for all samples, by what makes them so.
 FROM_CONSTANT = {
     "weight": "initialise its weight with other values than 0; that of a normalisation with 1",
-    "norm": "normalise over more than one number, or remove the normalisation: one number minus "
-            "its own mean is 0",
-    "zeros": "initialise the layer in front of it again, or make it wider: no input of any sample "
-             "passes",
-}  # fmt: skip
-ALL_EQUAL = 1 - 1e-9  # abs(mean) / rms from which on values differ by rounding at most
+    "norm": "normalise over more than one number, or remove the normalisation",
+    "zeros": "initialise the layer in front of it again, or make it wider",
+}
 # Standard deviation of a query's scores before training. Divided by √d, the products of independent
 # queries and keys of unit variance have 1 (Vaswani et al. 2017, section 3.2.1); at 2.5, a key at
 # two deviations gets e⁵ = 150 times the weight of the mean key.
@@ -74,10 +71,9 @@ def batch_norm_starved(record: Record) -> Iterator[Finding]:
     """Find batch normalisations whose statistics are computed from a handful of values."""
     if facts := record.found_by("batch-norm-starved"):
         values = min(fact.numbers["values"] for fact in facts)
-        yield Finding("batch-norm-starved", "act" if suffers(record) else "watch",
+        yield Finding("batch-norm-starved", act_if(suffers(record)),
             f"These batch normalisations compute mean and variance from {values:.0f} values in "
-            f"each channel: {places(facts)}. From so few values, both change strongly from batch "
-            "to batch.",
+            f"each channel: {places(facts)}.",
             (Evidence("values of a channel", values, 4, facts[0].place, 0),),
             (Advice("use LayerNorm or GroupNorm instead", "group-norm"),
              Advice("use larger batches")),
@@ -92,13 +88,13 @@ def dropout_too_high(record: Record) -> Iterator[Finding]:
         worst = max(facts, key=lambda fact: fact.numbers["rate"])
         rate, with_it, without = (worst.numbers[name] for name in ("rate", "with", "without"))
         costs = with_it > DROPOUT_COSTS * without > 0
-        yield Finding("dropout-too-high", "act" if suffers(record) or costs else "watch",
+        yield Finding("dropout-too-high", act_if(suffers(record) or costs),
             f"{worst.place} drops {rate:.0%} of its input."
             + (f" The loss of the trained model is {with_it:.3g} with dropout and {without:.3g} "
                "without.") * (math.isfinite(with_it) and math.isfinite(without)),
             (Evidence("dropout rate", rate, 0.7, worst.place, 0),),
-            (Advice("use a dropout rate of 0.1: the argument is the share to drop, not to keep",
-                    "dropout-0.1"),), since=0)  # fmt: skip
+            (Advice("use a dropout rate of 0.1, the share to drop", "dropout-0.1"),),
+            since=0)  # fmt: skip
 
 
 @fault("one-sided-weights", "Initial weights of one sign", acts_below=1.0)
@@ -107,16 +103,11 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
     facts = record.found_by("one-sided-weights")
     if facts and not record.trained:
         worst = max(facts, key=lambda fact: fact.numbers["share"])
-        equal = all(fact.numbers["share"] > ALL_EQUAL for fact in facts)
-        yield Finding("one-sided-weights", "act" if suffers(record) else "watch",
-            f"The initial values of {places(facts)} are all equal: all units of such a layer "
-            "return the same value, and learn the same." if equal else
-            f"Nearly all initial values of {places(facts)} have the same sign (abs(mean) / rms is "
-            f"{worst.numbers['share']:.3g}): all units of such a layer return nearly the same "
-            "value.",
+        yield Finding("one-sided-weights", act_if(suffers(record)),
+            f"Nearly all initial values of {places(facts)} have the same sign: all units of such a "
+            "layer return nearly the same value.",
             (Evidence("abs(mean) / rms", worst.numbers["share"], 0.3, worst.place, 0),),
-            (Advice("draw the weights around zero: torch.randn times 1/√(fan-in), or nn.init, "
-                    "instead of torch.rand", "centred-weights"),),
+            (Advice("draw the weights around zero, as torch.randn does", "centred-weights"),),
             layers=tuple(fact.place for fact in facts), since=0)  # fmt: skip
 
 
@@ -129,12 +120,18 @@ def attention_saturated(record: Record) -> Iterator[Finding]:
         size, largest = worst.numbers["spread"], worst.numbers["largest"]
         yield Finding("attention-saturated", "watch",
             f"Before training, the scores of a query at {worst.place} have a standard deviation of "
-            f"{size:.3g}, and the softmax gives {largest:.0%} of the weight to one key: so hard a "
-            "choice passes little gradient to queries and keys.",
-            (Evidence("standard deviation of a query's scores", size, SPREAD, worst.place, 0),
-             Evidence("largest weight of a query, mean", largest, None, worst.place, 0)),
-            (Advice("divide the scores by the square root of the width of the queries, and "
-                    "normalise the inputs of the attention"),), since=0)  # fmt: skip
+            f"{size:.3g}, and the softmax gives {largest:.0%} of the weight to one key.",
+            (Evidence("standard deviation of a query's scores", size, SPREAD, worst.place, 0),),
+            (Advice("divide the scores by the root of the queries' width"),),
+            since=0)  # fmt: skip
+
+
+_SAID = {
+    "loss": "the first loss is {value:.3g}, but a constant prediction has a loss of {chance:.3g}",
+    "gain": "{layer} multiplies the length of signals by {value:.3g}",
+    "bias": "the biases of {layer} have an rms of {value:.3g}",
+    "alike": "{value:.0%} of the units of {layer} equal another unit",
+}
 
 
 @fault("bad-initialisation", "Unsuitable initialisation")
@@ -151,22 +148,22 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     # Healthy architectures begin with some losses of a few times the limit (MNASNet), and choose
     # large biases in front of a softplus (Mamba).
     unusual = any(e.measure in ("gain", "alike") for e in evidence)
-    dies = dead_share(record) > DEAD_ACT and any(e.layer is not None for e in evidence)
-    harmful = far or (unusual and suffers(record)) or dies
+    harmful = far or (unusual and suffers(record)) or (layers and dead_share(record) > DEAD_ACT)
+    first = {e.measure: e for e in reversed(evidence)}
+    said = [words.format(layer=named(record, first[measure].layer or ""),
+                         value=first[measure].value, chance=record.chance or 0.0)
+            for measure, words in _SAID.items() if measure in first]  # fmt: skip
+    gains = [weight.gain for weight in record.weights.values() if not weight.bare]
+    # All layers have the gain that they would have if they were drawn again.
+    drawn = bool(gains) and all(LEAST_DRAWN < gain < MOST_DRAWN for gain in gains) and not layers
     again = Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
                    "tanh)", "reinitialise")  # fmt: skip
-    yield Finding("bad-initialisation", "act" if harmful else "watch",
-        "The initial weights are unsuitable: " + "; ".join(_said(record, evidence)) + ".", evidence,
-        (*(() if _is_drawn(record) and not layers else (again,)),
+    yield Finding("bad-initialisation", act_if(harmful),
+        f"The initial weights are unsuitable: {'; '.join(said)}.", evidence,
+        (*[again] * (not drawn),
          Advice("add layer normalisation in front of the layers", "layer-norm")),
         "With a lower learning rate, training needs longer to undo a bad start.", layers=layers,
         since=0, against=LOWER_RATES)  # fmt: skip
-
-
-def _is_drawn(record: Record) -> bool:
-    """Return whether all layers have the gain that they would have if they were drawn again."""
-    gains = [weight.gain for weight in record.weights.values() if not weight.bare]
-    return bool(gains) and all(LEAST_DRAWN < gain < MOST_DRAWN for gain in gains)
 
 
 def _first_loss(record: Record) -> Iterator[Evidence]:
@@ -174,14 +171,11 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
 
     Multiples of a loss mean nothing if it may be below zero.
     """
-    if any(seen.std > LARGE_STD for seen in record.inputs.values()):
+    least = min((*record.losses, *(t.loss for t in record.rates.values())), default=0.0)
+    if least < 0 or any(seen.std > LARGE_STD for seen in record.inputs.values()):
         return
-    if min((*record.losses, *(t.loss for t in record.rates.values())), default=0.0) < 0:
-        return
-    if record.chance is not None and record.chance > 0 and record.losses:
-        limit = FIRST_LOSS * record.chance
-        if record.losses[0] > limit:
-            yield Evidence("loss", record.losses[0], limit, step=0)
+    if record.losses and record.losses[0] > FIRST_LOSS * (record.chance or math.inf) > 0:
+        yield Evidence("loss", record.losses[0], FIRST_LOSS * (record.chance or math.inf), step=0)
 
 
 def _gains(record: Record) -> Iterator[Evidence]:
@@ -218,21 +212,6 @@ def _alike(record: Record) -> Iterator[Evidence]:
         yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
 
 
-def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
-    first = {e.measure: e for e in reversed(evidence)}
-    for measure in filter(first.get, ("loss", "gain", "bias", "alike")):
-        layer, value = named(record, first[measure].layer or ""), first[measure].value
-        if measure == "loss":
-            yield (f"the first loss is {value:.3g}, but a constant prediction has a loss of "
-                   f"{record.chance:.3g}")  # fmt: skip
-        elif measure == "gain":
-            yield f"{layer} multiplies the length of signals by {value:.3g}"
-        elif measure == "bias":
-            yield f"the biases of {layer} have an rms of {value:.3g}"
-        else:
-            yield f"{value:.0%} of the units of {layer} equal another unit"
-
-
 @fault("outputs-constant", "The same outputs for all samples",
        explains=(*LEARNING, "input-ignored"))  # fmt: skip
 def outputs_constant(record: Record) -> Iterator[Finding]:
@@ -241,17 +220,15 @@ def outputs_constant(record: Record) -> Iterator[Finding]:
     if not facts or record.found_by("softmax-of-one"):
         return
     fact, by = facts[0], facts[0].words["by"]
-    if by == "zeros" and dead_share(record) > ALL_DEAD:
-        return
-    stands = is_long_enough(record) and bool(record.losses) and not fell(record)
-    yield Finding("outputs-constant", "act" if stands or suffers(record) else "watch",
-        f"At the start, the outputs of {fact.words['class']} '{fact.place}' are the same for all "
-        "samples, although its inputs are not. The model's outputs are the same, too: what follows "
-        "this module can only learn a constant.",
-        (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6, fact.place, 0),),
-        (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it is "
-                                      "too small to make a difference")),),
-        layers=(fact.place,), since=0)  # fmt: skip
+    if by != "zeros" or dead_share(record) <= ALL_DEAD:
+        stands = is_long_enough(record) and bool(record.losses) and not fell(record)
+        yield Finding("outputs-constant", act_if(stands or suffers(record)),
+            f"At the start, the outputs of {fact.words['class']} '{fact.place}' are the same for "
+            "all samples, although its inputs are not. So are the model's outputs.",
+            (Evidence("share of the outputs that varies", fact.numbers["share"], 1e-6),),
+            (Advice(FROM_CONSTANT.get(by, "look at what reaches this layer: next to its bias, it "
+                                          "is too small to make a difference")),),
+            layers=(fact.place,))  # fmt: skip
 
 
 @fault("collapsed", "All samples get the same outputs", explains=LEARNING)
@@ -262,16 +239,12 @@ def collapsed(record: Record) -> Iterator[Finding]:
     """
     for fact in record.found_by("collapsed"):
         before, after = fact.numbers["before"], fact.numbers["after"]
-        yield Finding("collapsed", "act" if after < COLLAPSED * before else "watch",
+        yield Finding("collapsed", act_if(after < COLLAPSED * before),
             f"The outputs of different samples become alike: {before:.2g} of their mean square "
-            f"varies between samples at the start, {after:.2g} after training. If all samples had "
-            f"the same outputs, whichever these are, the loss would be {fact.numbers['loss']:.3g}, "
-            "as low as after training: it does not keep samples apart.",
+            f"varies between samples at the start, {after:.2g} after training. With the same "
+            f"outputs for all, the loss would be {fact.numbers['loss']:.3g}, as low.",
             (Evidence("share of the outputs that varies", after, COLLAPSED * before),),
-            (Advice("add what keeps the outputs of different samples apart: negative pairs, a term "
-                    "for their variance, or a stop-gradient on one of two views behind a "
-                    "predictor"),),
-            "Another learning rate leads to the same outputs, sooner or later.")  # fmt: skip
+            (Advice("add negative pairs, a variance term, or a stop-gradient"),))  # fmt: skip
 
 
 @fault("input-ignored", "The inputs make no difference", certain=True)
@@ -289,13 +262,9 @@ def _ignored(record: Record) -> Iterator[Finding]:
     matters = record.wiring.input_matters
     if matters < INPUT_MATTERS:
         yield Finding("input-ignored", "act",
-            "The outputs hardly change when inputs are exchanged between samples: the model does "
-            "not use its inputs.",
+            "The outputs hardly change when inputs are exchanged between samples.",
             (Evidence("input_matters", matters, INPUT_MATTERS),),
-            (Advice("follow one batch through forward(): look for inputs that are multiplied by "
-                    "zero, overwritten or not used"),),
-            "With more steps or another learning rate, the model can only learn how frequent each "
-            "answer is.")  # fmt: skip
+            (Advice("look in forward() for inputs that are zeroed, or not used"),))  # fmt: skip
 
 
 def _from_the_start(record: Record) -> bool:
@@ -313,58 +282,43 @@ def vanishing(record: Record) -> Iterator[Finding]:
     """
     ratios = gradient_ratios(record)
     largest = max(ratios.values(), default=math.inf)
-    if largest < VANISHED and (record.is_audited or largest > 0):
-        report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
-        norms = heard(record, report)
-        first, last = _first(report, norms), list(norms)[-1]
-        if largest == 0 and _is_cut_off(record, first, norms):
-            yield _zero_gradient(record, report, first, norms)
-            return
-        yield Finding("vanishing", "act" if suffers(record) else "watch",
-            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
-            f"{named(record, last)}: the first layers receive almost no gradient.",
-            _evidence(norms, first, ratio, VANISHED),
-            (_LAYER_NORM, _BATCH_NORM, _AGAIN,
-             Advice("use ReLU-like activation functions instead of sigmoids, or add residual "
-                    "connections")),
-            "With a higher learning rate for all layers, the last layers move too far before the "
-            "first ones move at all.",
-            layers=tuple(p for p in norms if norms[p] < VANISHED * norms[last]), since=report.step,
-            against=HIGHER_RATES)  # fmt: skip
-
-
-def _is_cut_off(record: Record, first: str, norms: dict[str, float]) -> bool:
-    """Return whether a layer's gradient is zero in all steps, and none that is not is small."""
+    if largest >= VANISHED or not (record.is_audited or largest > 0):
+        return
+    report, norms, said, evidence = _on_the_way(record, ratios, VANISHED)
+    first, (*_, last) = _first(report, norms), norms.values()
     is_zero = any(name.startswith(f"{first}.") for name in record.wiring.zero_gradient)
-    *_, last = norms.values()
-    return is_zero and all(n == 0 or n > VANISHED * last for n in norms.values())
+    if largest == 0 and is_zero and all(n == 0 or n > VANISHED * last for n in norms.values()):
+        is_dead = dead_share(record) > DEAD_ACT  # which may be why
+        yield Finding("zero-gradient", act_if(suffers(record) and not is_dead), said, evidence,
+            (Advice("look between these layers for rounding, sign, argmax, comparisons and clamps, "
+                    "whose derivative is 0, and for units that are flat for all rows"),),
+            layers=tuple(p for p in norms if norms[p] == 0),
+            since=report.step)  # fmt: skip
+        return
+    yield Finding("vanishing", act_if(suffers(record)), said, evidence,
+        (_LAYER_NORM, _BATCH_NORM, _AGAIN,
+         Advice("use ReLU-like activation functions, or add residual connections")),
+        "With a higher learning rate, the last layers move too far before the first ones move.",
+        layers=tuple(p for p in norms if norms[p] < VANISHED * last), since=report.step,
+        against=HIGHER_RATES)  # fmt: skip
 
 
-def _zero_gradient(
-    record: Record, report: StepReport, first: str, norms: dict[str, float]
-) -> Finding:
-    """Return the finding of a gradient that is zero before one place; dead units may be why."""
-    after = next(path for path in norms if norms[path] > 0)
-    is_dead = dead_share(record) > DEAD_ACT
-    return Finding("zero-gradient", "act" if suffers(record) and not is_dead else "watch",
-        f"The gradient at {named(record, first)} is exactly 0 in all steps, and that at "
-        f"{named(record, after)} is not: a function between them has a derivative of 0, so what "
-        "comes before it learns nothing.",
-        _evidence(norms, first, 0.0, VANISHED),
-        (Advice("look between these layers for rounding, sign, argmax, comparisons and clamps, "
-                "whose derivative is 0, and for units that are flat for all rows"),),
-        "No learning rate moves weights without a gradient.",
-        layers=tuple(path for path in norms if norms[path] == 0), since=report.step)  # fmt: skip
-
-
-def _evidence(
-    norms: dict[str, float], first: str, ratio: float, limit: float
-) -> tuple[Evidence, ...]:
-    last = list(norms)[-1]
+def _on_the_way(
+    record: Record, ratios: dict[int, float], limit: float
+) -> tuple[StepReport, dict[str, float], str, tuple[Evidence, ...]]:
+    """Return the first of these reports, its norms of gradients, and what they say."""
+    report = next(r for r in record.reports if r.step in ratios)
+    norms, ratio = heard(record, report), ratios[report.step]
+    ends = (first, last) = _first(report, norms), list(norms)[-1]
     return (
-        Evidence("gradient of the first over the last layer", ratio, limit),
-        Evidence("gradient of the activations", norms[first], layer=first),
-        Evidence("gradient of the activations", norms[last], layer=last),
+        report,
+        norms,
+        f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
+        f"{named(record, last)}.",
+        (
+            Evidence("gradient of the first over the last layer", ratio, limit),
+            *(Evidence("gradient of the activations", norms[path], layer=path) for path in ends),
+        ),
     )
 
 
@@ -406,18 +360,13 @@ def exploding(record: Record) -> Iterator[Finding]:
     """Find gradients that grow on their way to the first layers from the start."""
     ratios = gradient_ratios(record)
     if min(ratios.values(), default=0.0) > EXPLODED:
-        report, ratio = next((r, ratios[r.step]) for r in record.reports if r.step in ratios)
-        norms = heard(record, report)
-        first, last = _first(report, norms), list(norms)[-1]
-        yield Finding("exploding", "act" if ratio > FAR * EXPLODED and suffers(record) else "watch",
-            f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
-            f"{named(record, last)}.",
-            _evidence(norms, first, ratio, EXPLODED),
-            (_AGAIN,
-             _LAYER_NORM,
+        report, norms, said, evidence = _on_the_way(record, ratios, EXPLODED)
+        far, (*_, last) = evidence[0].value > FAR * EXPLODED, norms.values()
+        yield Finding("exploding", act_if(far and suffers(record)), said, evidence,
+            (_AGAIN, _LAYER_NORM,
              Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip")),
             "Clipping alone does not change the ratio of the layers' gradients.",
-            layers=tuple(p for p in norms if norms[p] > EXPLODED * norms[last]), since=report.step,
+            layers=tuple(p for p in norms if norms[p] > EXPLODED * last), since=report.step,
             against=("clip",))  # fmt: skip
 
 
@@ -431,35 +380,24 @@ def input_ignored(record: Record) -> Iterator[Finding]:
 
 @fault("dropout-in-eval", "Dropout in evaluation mode")
 def dropout_in_eval(record: Record) -> Iterator[Finding]:
-    """Find dropout that drops in evaluation mode, too."""
-    facts = record.found_by("dropout-in-eval")
-    if facts:
+    """Find dropout that drops in evaluation mode, too; Monte-Carlo dropout is meant to."""
+    if facts := record.found_by("dropout-in-eval"):
         worst = max(facts, key=lambda fact: fact.numbers["rate"])
-        rate, more = worst.numbers["rate"], len(facts) - 1
         yield Finding("dropout-in-eval", "watch",
-            f"{worst.place} drops {rate:.0%} in evaluation mode, too: two evaluations of the same "
-            "batch differ, and each is worse than the model without dropout."
-            + f" Number of further such places: {more}." * (more > 0),
-            (Evidence("dropout rate", rate, 0, worst.place),),
-            (Advice("pass training=self.training to the dropout function, or use nn.Dropout; "
-                    "for scaled_dot_product_attention, dropout_p=0.0 unless self.training"),),
-            "If outputs are to be sampled (Monte-Carlo dropout), this is no fault.",
-            against=())  # fmt: skip
+            f"{worst.place} drops {worst.numbers['rate']:.0%} in evaluation mode, too: two "
+            "evaluations of the same batch differ.",
+            (Evidence("dropout rate", worst.numbers["rate"], 0, worst.place),),
+            (Advice("use nn.Dropout, or pass training=self.training"),))  # fmt: skip
 
 
 @fault("running-statistics", "Running statistics that are no average")
 def running_statistics(record: Record) -> Iterator[Finding]:
     """Find running statistics that stay as they began, or that are those of the last batch."""
-    facts = record.found_by("running-statistics")
-    if facts:
+    if facts := record.found_by("running-statistics"):
         momentum = facts[0].numbers["momentum"]
-        they = f"consist to {momentum:.0%} of the last batch's"
         yield Finding("running-statistics", "watch",
-            f"These batch normalisations have a momentum of {momentum:g}: {places(facts)}. The "
-            "mean and variance that they use in evaluation mode "
-            f"{they if momentum else 'stay 0 and 1, whatever the data are'}.",
+            f"These batch normalisations have a momentum of {momentum:g}: {places(facts)}. It is "
+            "the share of the last batch in the statistics of evaluation mode.",
             (Evidence("momentum", momentum, 0.9, facts[0].place),),
-            (Advice("use a momentum of 0.1, or less: torch's is the share of the new batch, "
-                    "Keras's and TensorFlow's that of the old average"),),
-            "Training does not show it, because it uses each batch's own statistics.",
-            tuple(fact.place for fact in facts), against=())  # fmt: skip
+            (Advice("use a momentum of 0.1 or less: it is the share of the new batch"),),
+            layers=tuple(fact.place for fact in facts))  # fmt: skip

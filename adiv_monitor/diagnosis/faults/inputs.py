@@ -5,13 +5,13 @@ observed of the inputs, the first layer's readings tell.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from adiv_monitor.diagnosis.course import is_unbounded, start
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.units import DEAD_ACT, _dead_shares
+from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.readings import (
     Typical,
@@ -47,7 +47,9 @@ LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # An audited run whose first loss is this many times that of a constant prediction begins worse than
 # a model with the same answer to all inputs.
 FAR_ABOVE_CHANCE = 2.0
-_MADE_FOR = "initialisations and learning rates expect about 1"
+_AFFINE_LIKE = Advice(
+    "use an affine-like layer as the first layer: it divides each row by its length", "affine-like"
+)
 
 
 @fault(
@@ -59,12 +61,24 @@ _MADE_FOR = "initialisations and learning rates expect about 1"
 )
 def input_scale(record: Record) -> Iterator[Finding]:
     """Find inputs, or features of them, far larger or smaller than initialisations assume."""
+    first = maps(record)[:1]
     for name, seen in record.inputs.items():
         evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
         if evidence and _is_read(record, seen):
-            yield _input_scale(record, name, seen, evidence)
-    if not record.inputs:
-        yield from _scale_by_measures(record)
+            large = seen.std / _long_rows(record) > LARGE_STD
+            yield _scale_finding(first, act_if(_costs(record)), f"input {name!r}", evidence, large)
+    if record.inputs or (found := entering(record)) is None:
+        return
+    path, rms = found
+    length, common = typical(record, path, "scale_mean"), _mostly_mean(record, path)
+    std = rms.value * (1 if common is None else math.sqrt(max(0.0, 1 - common.value)))
+    large = std / _long_rows(record) > LARGE_STD
+    short = length is not None and length.value < 1 + SHORT_ROW
+    if large or (short and 0 < rms.value < SMALL_STD):
+        far = large and rms.value > FAR_TOO_LARGE and not _is_normalised(record, path)
+        limit = LARGE_STD if large else SMALL_STD
+        yield _scale_finding((path,), act_if(far or suffers(record)), "the first layer",
+            (Evidence("rms of the inputs", rms.value, limit, path),), large)  # fmt: skip
 
 
 def _is_read(record: Record, seen: InputStatistics) -> bool:
@@ -83,56 +97,23 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
     )
 
 
-def _scale_by_measures(record: Record) -> Iterator[Finding]:
-    """Find badly scaled inputs from the first layer's rows if the inputs were not observed."""
-    if (found := entering(record)) is None:
-        return
-    first, rms = found
-    length = typical(record, first, "scale_mean")
-    common = _mostly_mean(record, first)
-    small = rms.value < SMALL_STD and length is not None and length.value < 1 + SHORT_ROW
-    std = rms.value * (1 if common is None else math.sqrt(max(0.0, 1 - common.value)))
-    large = std / _long_rows(record) > LARGE_STD
-    if not large and not (small and rms.value > 0):
-        return
-    far = large and rms.value > FAR_TOO_LARGE and not _is_normalised(record, first)
-    evidence = (Evidence("rms of the inputs", rms.value, LARGE_STD if large else SMALL_STD, first),)
-    yield _scale_finding(record, found[:1], "act" if far or suffers(record) else "watch",
-        f"The inputs of the first layer have an rms of {rms.value:.3g}; {_MADE_FOR}.",
-        evidence, large=large)  # fmt: skip
-
-
 def _long_rows(record: Record) -> float:
     """Return √(mean / median) of the rows' scale: how far a few long rows raise the rms."""
-    of_first = _of(_first_maps(record), record, "scale_mean", "scale_p50")
-    seen = {e.measure: e.value for e in of_first}
-    if len(seen) < 2 or not seen["scale_p50"] > 0:
-        return 1.0
-    return max(1.0, math.sqrt(seen["scale_mean"] / seen["scale_p50"]))
+    seen = [typical(record, p, m) for p in maps(record)[:1] for m in ("scale_mean", "scale_p50")]
+    mean, middle = (t.value if t is not None else math.nan for t in seen or (None, None))
+    return max(1.0, math.sqrt(mean / middle)) if mean >= 0 and middle > 0 else 1.0
 
 
-def _first_maps(record: Record) -> tuple[str, ...]:
-    """Return the path of the model's first map, which reads the inputs; empty: there is none."""
-    return maps(record)[:1]
-
-
-def _of(layers: Sequence[str], record: Record, *measures: str) -> Iterator[Evidence]:
-    """Yield the typical values of measures of layers, as far as they are known."""
-    for path in layers:
-        for measure in measures:
-            if (found := typical(record, path, measure)) is not None:
-                yield Evidence(measure, found.value, layer=path)
-
-
-def _scale_finding(record: Record, first: tuple[str, ...], strength: Strength, said: str,
-                   evidence: tuple[Evidence, ...], *, large: bool) -> Finding:  # fmt: skip
-    return Finding("input-scale", strength, said,
-        (*evidence, *_of(first, record, "scale_mean")),
+def _scale_finding(
+    first: tuple[str, ...], strength: Strength, of: str, seen: tuple[Evidence, ...], large: bool
+) -> Finding:
+    said = " and ".join(f"{evidence.measure} {evidence.value:.3g}" for evidence in seen)
+    return Finding("input-scale", strength,
+        f"The entries of {of} have an unsuitable scale ({said}): initialisations and learning "
+        "rates expect a standard deviation of about 1 in each feature.", seen,
         (Advice("standardise the inputs: subtract the mean of each feature (channel), and divide "
                 "by its standard deviation", "standardise-inputs"),
-         Advice("divide the inputs by one constant", "scale-inputs"),
-         Advice("use an affine-like layer as the first layer: it divides each row by its length",
-                "affine-like")),
+         Advice("divide the inputs by one constant", "scale-inputs"), _AFFINE_LIKE),
         "A lower learning rate suits the first layer, and slows down all others." * large,
         layers=first, against=LOWER_RATES)  # fmt: skip
 
@@ -164,29 +145,13 @@ def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Itera
         yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
 
 
-def _input_scale(
-    record: Record, name: str, seen: InputStatistics, evidence: tuple[Evidence, ...]
-) -> Finding:
-    measures = {e.measure: e.value for e in evidence}
-    said = []
-    if "input std" in measures:
-        said.append(f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}; "
-                    f"{_MADE_FOR}.")  # fmt: skip
-    if "feature std ratio" in measures:
-        said.append(f"One feature of input {name!r} has a standard deviation "
-                    f"{seen.feature_std_ratio:.3g} times as large as that of "
-                    "the median feature.")  # fmt: skip
-    return _scale_finding(record, _first_maps(record), "act" if _costs(record) else "watch",
-        " ".join(said), evidence, large=measures.get("input std", 0.0) > LARGE_STD)  # fmt: skip
-
-
 def _costs(record: Record) -> bool:
     """Return whether the first layer trains badly, which makes an unusual input a fault.
 
     It does not if a normalisation right behind it removes the scale, or if the optimizer's step
     does not depend on the scale while the loss begins where it should and falls.
     """
-    if any(_is_normalised(record, first) for first in _first_maps(record)):
+    if any(_is_normalised(record, first) for first in maps(record)[:1]):
         return False
     known = record.chance is not None and bool(record.losses)
     bad_start = known and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
@@ -194,51 +159,35 @@ def _costs(record: Record) -> bool:
     return harmed or not scale_free(record.facts)
 
 
-def dead_share(record: Record) -> float:
-    """Return the largest share of dead units of a layer; 0 if too few batches were observed."""
-    return max(_dead_shares(record).values(), default=0.0)
-
-
 @fault("input-mean", "Inputs that are not centred", about="inputs", shown_by=entering)
 def input_mean(record: Record) -> Iterator[Finding]:
     """Find inputs that are far from centred, so that all rows share one long common vector."""
-    if not record.inputs:
-        yield from _mean_by_measures(record)
+    shares = by_layer(record, "common_share").values()
+    # A model may centre inputs: then the rows of no layer share much of their length.
+    centred = bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
     for name, seen in record.inputs.items():
         share = common_share(seen)
-        if not share > COMMON_SHARE_WATCH or not _is_read(record, seen) or _is_centred(record):
-            continue
-        # Which layer reads which of several inputs is not known.
-        first = _first_maps(record) if len(record.inputs) == 1 else ()
-        yield _mean_finding(record, first,
-            "act" if share > COMMON_SHARE_ACT and _costs(record) else "watch",
-            f"{share:.0%} of the mean square of input {name!r}",
-            Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name))  # fmt: skip
-
-
-def _is_centred(record: Record) -> bool:
-    """Return whether the rows of no layer share much of their length: a model may centre inputs."""
-    shares = by_layer(record, "common_share").values()
-    return bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
-
-
-def _mean_by_measures(record: Record) -> Iterator[Finding]:
-    if (found := entering(record)) is None:
-        return
-    if (common := _mostly_mean(record, found[0])) is not None:
-        yield _mean_finding(record, found[:1], "act" if suffers(record) else "watch",
-            f"{common.value:.0%} of the mean square of the first layer's inputs")  # fmt: skip
+        if share > COMMON_SHARE_WATCH and _is_read(record, seen) and not centred:
+            # Which layer reads which of several inputs is not known.
+            first = maps(record)[:1] if len(record.inputs) == 1 else ()
+            harms = share > COMMON_SHARE_ACT and _costs(record)
+            yield _mean_finding(first, act_if(harms), share, f"input {name!r}",
+                Evidence("common share", share, COMMON_SHARE_WATCH, name))  # fmt: skip
+    if not record.inputs and (found := entering(record)) is not None:
+        path, _ = found
+        if (common := _mostly_mean(record, path)) is not None:
+            yield _mean_finding((path,), act_if(suffers(record)), common.value,
+                "the first layer's inputs",
+                Evidence("common_share", common.value, MOSTLY_MEAN, path))  # fmt: skip
 
 
 def _mean_finding(
-    record: Record, first: tuple[str, ...], strength: Strength, said: str, *evidence: Evidence
+    first: tuple[str, ...], strength: Strength, share: float, of: str, evidence: Evidence
 ) -> Finding:
-    measures = ("common_share", "gradient_cosine", "attainable_cosine")
     return Finding("input-mean", strength,
-        f"{said} is due to the mean, which all samples share: each step moves all samples in the "
-        "same direction.", (*evidence, *_of(first, record, *measures)),
-        (Advice("subtract the mean of each feature (channel) over the training data",
-                "centre-inputs"),
+        f"{share:.0%} of the mean square of {of} is due to the mean, which all samples share: each "
+        "step moves all samples in the same direction.", (evidence,),
+        (Advice("subtract the mean of each feature (channel)", "centre-inputs"),
          Advice("standardise the inputs", "standardise-inputs")),
         "Dividing by a constant or by each row's length does not remove the mean.",
         layers=first, against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
@@ -257,23 +206,24 @@ def target_scale(record: Record) -> Iterator[Finding]:
     """Find a loss that is large by its unit, from large targets or a sum over the batch."""
     if record.chance is not None and record.chance > LARGE_TARGETS and not is_unbounded(record):
         faulty = suffers(record) or not all(map(math.isfinite, record.losses))
+        smaller_steps = (
+            Advice("learning rate × 0.1", "rate*0.1"),
+            Advice("use AdamW with learning rate 0.001", "adamw"),
+        )
         yield Finding("target-scale", "act" if faulty else "note",
             f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
             "are in large units, or the loss is a sum.",
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (Advice("standardise the targets, or use the mean of the loss instead of its sum"),
-             *(() if scale_free(record.facts) else
-               (Advice("learning rate × 0.1", "rate*0.1"),
-                Advice("use AdamW with learning rate 0.001: its steps do not depend on the "
-                       "gradient's length", "adamw")))),
-            "Clipping the gradient's norm makes all steps equally long.", since=0,
+             *(() if scale_free(record.facts) else smaller_steps)),
+            "Clipping the gradient's norm makes all steps equally long.",
             against=("clip",))  # fmt: skip
 
 
 @fault("row-spread", "Rows of very different length", about="inputs", shown_by=maps)
 def row_spread(record: Record) -> Iterator[Finding]:
     """Find rows of very different length, of which the long ones determine the step."""
-    first = _first_maps(record)
+    first = maps(record)[:1]
     spread = typical(record, first[0], "scale_cv") if first else None
     lengths = [seen.length_cv for seen in record.inputs.values()]
     if spread is None and lengths:
@@ -281,17 +231,13 @@ def row_spread(record: Record) -> Iterator[Finding]:
     if spread is None or not spread.above(LENGTH_CV_WATCH):
         return
     far = spread.above(LENGTH_CV_ACT)
-    otherwise: Strength = "watch" if suffers(record) else "note"
-    count = ": a few long rows determine each step, and the others hardly count" * far
-    yield Finding("row-spread", "act" if far else otherwise,
-        f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its "
-        f"mean{count}.",
+    yield Finding("row-spread", "act" if far else "watch" if suffers(record) else "note",
+        f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its mean"
+        + ": a few long rows determine each step, and the others hardly count" * far + ".",
         (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, next(iter(first), None), spread.since),
          *(Evidence("length_cv of inputs", cv) for cv in lengths)),
-        (Advice("use an affine-like layer as the first layer: it divides each row by its length",
-                "affine-like"),
-         Advice("look at the longest samples: they may be outliers, or a heavy-tailed feature may "
-                "need a logarithm or clipping"),
+        (_AFFINE_LIKE,
+         Advice("look at the longest samples: they may be outliers"),
          Advice("use a norm-like layer as the first layer", "norm-like")),
         "Neither one constant scale nor another learning rate makes the rows more alike.",
         layers=first, since=spread.since,

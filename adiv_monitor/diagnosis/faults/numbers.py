@@ -6,7 +6,7 @@ What became not finite in training is asked about in `states`.
 import math
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
 from adiv_monitor.diagnosis.faults.inputs import row_spread
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
@@ -24,64 +24,47 @@ DATA = "data"  # value of `Record.first_non_finite` if the value came with a bat
 @fault("non-finite", "Values that are not finite", certain=True, shown_by=lambda record: True)
 def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
     """Find values that are not finite in the data, the initial weights or the first loss."""
-    if _seen(record) and _not_by_training(record):
-        yield _finding(record)
+    if is_broken(record) and not by_training(record):
+        yield non_finite(record)
 
 
-def _seen(record: Record) -> bool:
+def is_broken(record: Record) -> bool:
+    """Return whether some value is not finite."""
     return record.first_non_finite is not None or not all(map(math.isfinite, record.losses))
 
 
-def _not_by_training(record: Record) -> bool:
+def by_training(record: Record) -> bool:
+    """Return whether values became not finite in training; other findings are likely the cause."""
     if record.first_non_finite == DATA:
-        return True
+        return False
     if record.is_audited:
-        return len(record.losses) <= 1
-    return record.non_finite_since == 0 and not (record.first_non_finite or "").startswith(STEP)
+        return len(record.losses) > 1
+    return record.non_finite_since != 0 or (record.first_non_finite or "").startswith(STEP)
 
 
-def _finding(record: Record) -> Finding:
+def non_finite(record: Record) -> Finding:
+    """Return the finding of the first value that is not finite."""
     where = record.first_non_finite or "loss"
-    bad = next((loss for loss in record.losses if not math.isfinite(loss)), math.nan)
-    step = _since(record)
-    if _not_by_training(record):
-        advice = [Advice("look for NaN and infinite entries in the data, and for log(0), x/0 and "
-                         "sqrt(0) in the code of the place named here")]  # fmt: skip
-    else:
-        at = f" at {clip_norm(record):.2g}" * bool(record.gradient_norms)
-        # Batches between measured steps were not observed.
-        batches = f"look for NaN and infinite entries in the batches up to step {step or 0:,}"
-        advice = [Advice("lower the learning rate", "rate*0.1"),
-                  Advice(f"clip the gradient's norm{at}", "clip"),
-                  *[Advice(batches)] * (not record.is_audited),
-                  Advice("look for log(0), x/0, sqrt(0) and half precision in the code of the "
-                         "place named here")]  # fmt: skip
+    losses = dict(zip(record.steps_of_losses, record.losses, strict=False))
+    bad = next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
+    step = bad if record.non_finite_since is None else record.non_finite_since
+    before = [r.step for r in record.reports if r.step < (step or 0)]
+    at = f" at {clip_norm(record):.2g}" * bool(record.gradient_norms)
+    by_steps = (
+        Advice("lower the learning rate", "rate*0.1"),
+        Advice(f"clip the gradient's norm{at}", "clip"),
+    )
     return Finding("non-finite", "act",
-        f"{_seen_when(record, step)}. The first one is in: {where}.",
-        (Evidence(where, bad, step=step),), tuple(advice),
+        f"Step {step or 0:,} is the first with values that are not finite. The first one is in: "
+        f"{where}."
+        # Values between measured steps are unknown.
+        + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else ""),
+        (Evidence(where, math.nan if bad is None else losses[bad], step=step),),
+        (*by_steps * by_training(record),
+         Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}, and "
+                "for log(0), x/0, sqrt(0) and half precision in the place named here")),
         "Replacing NaN by 0 (nan_to_num) hides where they come from.", since=step,
         against=())  # fmt: skip
-
-
-def _since(record: Record) -> int | None:
-    """Return the step at which a value was first observed not to be finite; None if unknown."""
-    if record.non_finite_since is not None:
-        return record.non_finite_since
-    losses = zip(record.steps_of_losses, record.losses, strict=True)
-    return next((step for step, loss in losses if not math.isfinite(loss)), None)
-
-
-def _seen_when(record: Record, step: int | None) -> str:
-    if not record.is_audited:  # values between measured steps, and after them, are unknown
-        is_loss = record.first_non_finite == "the loss"
-        # Norms are roots of sums of squares, which overflow earlier than the values.
-        kind = "" if is_loss else " (NaN, infinite or too large to square)"
-        before = [r.step for r in record.reports if r.step < (step or 0)]
-        after = "" if is_loss or not before else f"; at step {before[-1]:,} all were finite"
-        return f"Step {step or 0:,} is the first with values that are not finite{kind}{after}"
-    if len(record.losses) <= 1:
-        return "Some values are not finite before the first step"
-    return f"Some values are not finite after {step or len(record.losses)} steps"
 
 
 @fault("unsafe-division", "Division by numbers close to zero",
@@ -92,14 +75,11 @@ def unsafe_division(record: Record) -> Iterator[Finding]:
         close, times = fact.numbers["close"], fact.numbers["times"]
         uneven = any(finding.strength == "act" for finding in row_spread(record))
         if close < CLOSE and times > HUGE:
-            yield Finding("unsafe-division", "act" if suffers(record) or uneven else "watch",
+            yield Finding("unsafe-division", act_if(suffers(record) or uneven),
                 f"{fact.place} divides by numbers of both signs, some of them close to zero: the "
-                f"largest result is {times:.3g} times the median one, and changes its sign with "
-                "the least change of the divisor.",
-                (Evidence("smallest size of the divisors over the median one", close, CLOSE,
-                          step=0),
+                f"largest result is {times:.3g} times the median one.",
+                (Evidence("smallest divisor over the median one", close, CLOSE),
                  Evidence("largest result over the median one", times, HUGE, step=0)),
-                (Advice("divide by something positive: a norm, a standard deviation, or "
-                        "softplus(x) + 0.1"),),
-                "A small constant added to the divisors only moves the zero.", since=0,
+                (Advice("divide by something positive, such as a norm"),),
+                "A small constant added to the divisors only moves the zero.",
                 against=())  # fmt: skip

@@ -13,7 +13,6 @@ from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import at_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
-from adiv_monitor.report.wording import listed
 
 USUAL = 0.9  # momentum, and Adam's β₁
 SAID = 6  # most layers whose learning rates an advice lists
@@ -104,16 +103,6 @@ class GroupRates(NamedTuple):
     own: Mapping[int, float]
     usual: float
     like: int
-
-    @property
-    def names(self) -> str:
-        """The groups, as the optimizer's attribute has them."""
-        return listed([f"param_groups[{group}]" for group in self.own])
-
-    @property
-    def rates(self) -> str:
-        """The groups' learning rates."""
-        return listed([f"{rate:g}" for rate in self.own.values()])
 
 
 def group_rates(record: Record, layers: Collection[str]) -> GroupRates | None:

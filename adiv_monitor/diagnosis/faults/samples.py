@@ -7,7 +7,7 @@ or attention without effect, and are parts of the inputs, or their order, ignore
 from collections.abc import Iterator, Sequence
 
 from adiv_monitor.diagnosis.course import is_opposed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
@@ -22,36 +22,19 @@ TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 @fault("samples-mixed", "Predictions depend on other samples",
        explains=(*LEARNING, "input-partly-ignored"), acts_below=1.0)  # fmt: skip
 def samples_mixed(record: Record) -> Iterator[Finding]:
-    """Find predictions for one sample that change with another sample's input."""
+    """Find predictions for one sample that change with another sample's input, or its place."""
     for fact in record.found_by("samples-mixed"):
-        if fact.words.get("by") == "place":
-            yield _placed(record, fact)
-            continue
-        share, independent = fact.numbers["share"], fact.numbers["independent"]
-        ordered = "batch_first" in fact.words
-        begins = f" The first function that mixes samples is {fact.place}." * bool(fact.place)
-        yield Finding("samples-mixed", "act" if suffers(record) else "watch",
-            "The predictions for one sample change if the input of another sample changes "
-            f"({share:.0%} of the outputs do).{begins}",
-            (Evidence("share of outputs that change with one sample", share, 1.2 * independent,
-                      step=0),),
-            (*[Advice("set batch_first=True, or put the samples along the second axis",
-                      "batch-first")] * ordered,
-             Advice(f"look in {'this function' if fact.place else 'forward()'} for a mean, a "
-                    "softmax, attention or a reshape over axis 0")),
-            "Another learning rate does not separate the samples.", since=0)  # fmt: skip
-
-
-def _placed(record: Record, fact: Fact) -> Finding:
-    share = fact.numbers["share"]
-    return Finding("samples-mixed", "act" if suffers(record) else "watch",
-        f"The predictions for a sample change if the batch is put in another order ({share:.0%} of "
-        "the outputs do): they depend on the sample's place in the batch.",
-        (Evidence("share of outputs that change with the place in the batch", share, PLACED,
-                  step=0),),
-        (Advice("look in forward() for positions, an arange or a table that is indexed along axis "
-                "0, the axis of the samples"),),
-        "Another learning rate does not make the samples' order irrelevant.", since=0)  # fmt: skip
+        placed, share = fact.words.get("by") == "place", fact.numbers["share"]
+        limit = PLACED if placed else 1.2 * fact.numbers["independent"]
+        by = "its place in the batch" if placed else "another sample's input"
+        batch_first = Advice("set batch_first=True", "batch-first")  # fmt: skip
+        yield Finding("samples-mixed", act_if(suffers(record)),
+            f"The predictions for a sample change with {by} ({share:.0%} of the outputs do)."
+            + f" The first function that mixes samples is {fact.place}." * bool(fact.place),
+            (Evidence("share of outputs that change", share, limit),),
+            (*[batch_first] * ("batch_first" in fact.words),
+             Advice("look in forward() for a table along axis 0, the axis of the samples, and for "
+                    "a mean, a softmax, attention or a reshape over it")))  # fmt: skip
 
 
 @fault("reshape-scrambles", "A reshape that scrambles axes", explains=LEARNING, acts_below=1.0)
@@ -59,19 +42,14 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
     """Find reshapes that were meant to exchange axes."""
     if facts := record.found_by("reshape-scrambles"):
         of, to = facts[0].words["of"], facts[0].words["to"]
-        sure = facts[0].numbers["permutes"] > 0
-        others = f" Number of further such reshapes: {len(facts) - 1}." * (len(facts) > 1)
         # Positions that get to see later ones lower the loss, so that the run does not suffer.
         leaks = bool(record.found_by("future-leak"))
-        yield Finding("reshape-scrambles", "act" if suffers(record) or leaks else "watch",
-            f"{facts[0].place} reshapes {of} to {to} across the axes: one position of the result "
-            + ("holds entries of several positions and channels." if sure else
-               "holds entries of several positions.")
-            + " If a shift is intended, this is no fault." * (not sure and not leaks) + others
+        yield Finding("reshape-scrambles", act_if(suffers(record) or leaks),
+            f"{facts[0].place} reshapes {of} to {to} across the axes, and mixes positions."
+            + " If a shift is intended, this is no fault." * (not facts[0].numbers["permutes"])
             + " Later positions may reach earlier ones this way (future-leak)." * leaks,
             (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
-            (Advice("exchange axes with permute or transpose: view and reshape can only split axes "
-                    "and join neighbouring ones"),), since=0)  # fmt: skip
+            (Advice("exchange axes with permute, not with view"),))  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
@@ -81,16 +59,13 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
 
     If no path is left, `unreached` names the cut instead.
     """
-    if not (facts := cuts(record)) or set(record.wiring.unreached) - set(record.wiring.unused):
-        return
-    where = ", ".join(fact.place for fact in facts[:3])
-    yield Finding("gradient-cut", "watch",
-        f"The gradient is cut at {where}, in front of parameters that the loss depends on. The "
-        "layers before the cut receive no gradient on this path.",
-        (Evidence("cosine with the gradient without the cut", facts[0].numbers["cosine"], TURNED,
-                  step=0),),
-        (Advice("remove the detach(), .data or torch.no_grad() there, unless it is intended",
-                "uncut"),), since=0)  # fmt: skip
+    facts = cuts(record)
+    if facts and not set(record.wiring.unreached) - set(record.wiring.unused):
+        yield Finding("gradient-cut", "watch",
+            f"The gradient is cut at {', '.join(fact.place for fact in facts[:3])}, in front of "
+            "parameters that the loss depends on.",
+            (Evidence("cosine with the gradient without it", facts[0].numbers["cosine"], TURNED),),
+            (Advice("remove the detach() there, unless it is intended", "uncut"),))  # fmt: skip
 
 
 def places(facts: Sequence[Fact]) -> str:
@@ -112,26 +87,17 @@ def cuts(record: Record) -> list[Fact]:
 def no_activation(record: Record) -> Iterator[Finding]:
     """Find activation functions whose results are lost, and models that are affine functions."""
     facts = record.found_by("no-activation")
-    lost = [fact for fact in facts if fact.words["by"] == "lost"]
-    affine = [fact for fact in facts if fact.words["by"] == "affine"]
-    if not facts:
-        return
-    said, evidence, advice = [], [], []
-    if lost:
-        said.append(f"Nothing uses the result of {lost[0].place}.")
-        evidence.append(Evidence("results that nothing uses", len(lost), 0.0, step=0))
-        advice.append(Advice("assign the result: x = relu(x), not relu(x)"))
-    if affine:
-        layers = affine[0].numbers["layers"]
-        said.append(f"The outputs are an affine function of the inputs, though {layers:.0f} layers "
-                    "compute them: one linear layer can do the same.")  # fmt: skip
-        evidence.append(Evidence("layers of an affine model", layers, 1.0, step=0))
-        advice.append(Advice("put an activation function between the layers, unless the model "
-                             "should be linear", "relu-between"))  # fmt: skip
-    yield Finding("no-activation", "act" if suffers(record) else "watch", " ".join(said),
-        tuple(evidence), tuple(advice),
-        "More linear layers do not help: together they stay one." * bool(affine), since=0,
-        against=())  # fmt: skip
+    lost = [fact.place for fact in facts if fact.words["by"] == "lost"]
+    affine = [fact.numbers["layers"] for fact in facts if fact.words["by"] == "affine"]
+    if facts:
+        yield Finding("no-activation", act_if(suffers(record)),
+            f"Nothing uses the result of {lost[0]}." if lost else
+            f"The outputs of {affine[0]:.0f} layers are an affine function of the inputs.",
+            (Evidence("results that nothing uses", len(lost), 0.0, step=0),
+             *(Evidence("layers of an affine model", layers, 1.0, step=0) for layers in affine)),
+            (*[Advice("assign the result: x = relu(x), not relu(x)")] * bool(lost),
+             *[Advice("put an activation function between the layers", "relu-between")]
+             * bool(affine)))  # fmt: skip
 
 
 @fault("attention-axis", "Attention weights summed over another axis", explains=LEARNING,
@@ -139,37 +105,28 @@ def no_activation(record: Record) -> Iterator[Finding]:
 def attention_axis(record: Record) -> Iterator[Finding]:
     """Find attention weights that sum to 1 along another axis than the one that is summed over."""
     if facts := record.found_by("attention-axis"):
-        fact = facts[0]
-        axis, over = fact.words["axis"], fact.words["over"]
-        others = f" Number of further such softmaxes: {len(facts) - 1}." * (len(facts) > 1)
+        place, words = facts[0].place, facts[0].words
         yield Finding("attention-axis", "watch",
-            f"{fact.place} makes weights of shape {fact.words['shape']} that sum to 1 along axis "
-            f"{axis}, but {fact.words['product']} sums over axis {over}: the weights of a query do "
-            f"not sum to 1, so its result is no mean of the values.{others}",
+            f"{place} makes weights of shape {words['shape']} that sum to 1 along axis "
+            f"{words['axis']}, but {words['product']} sums over axis {words['over']}.",
             (Evidence("softmaxes over another axis than their product", len(facts), 0.0, step=0),),
-            (Advice("take the softmax over the keys, the axis that the product with the values "
-                    "sums over, usually dim=-1", "summed-axis"),),
-            "Another learning rate does not change the axis.", since=0)  # fmt: skip
+            (Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),))  # fmt: skip
 
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", acts_below=1.0)
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training."""
     if facts := record.found_by("input-partly-ignored"):
-        masked = any("masked" in fact.words for fact in facts)
         # Where units are flat, no input gets through: that is another finding. An argument of the
         # model that is not used may be meant for others.
         flat = any(dead_units(record)) or any(saturated_units(record))
         unused = all("whole" in fact.words for fact in facts)
-        yield Finding("input-partly-ignored",
-            "act" if suffers(record) and not flat and not unused else "watch",
+        mask = Advice("check the mask: does True keep or ignore?", "inverted-masks")  # fmt: skip
+        yield Finding("input-partly-ignored", act_if(suffers(record) and not flat and not unused),
             f"No output depends on {listed([fact.place for fact in facts])} (shape "
-            f"{facts[0].words['shape']}), neither before nor after training: exchanging these "
-            "parts between samples changes no output.",
-            (Evidence("share of the parts that no output depends on", facts[0].numbers["share"],
-                      0.0, step=0),),
-            (*((Advice("check the mask: does True mark the positions to keep, or those to ignore?",
-                       "inverted-masks"),) if masked else ()),
+            f"{facts[0].words['shape']}), neither before nor after training.",
+            (Evidence("share of the parts", facts[0].numbers["share"], 0.0),),
+            (*[mask] * any("masked" in fact.words for fact in facts),
              Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 
@@ -185,5 +142,5 @@ def order_ignored(record: Record) -> Iterator[Finding]:
         yield Finding("order-ignored", "watch",
             f"The outputs do not depend on the order of the {count:.0f} positions of an input.",
             (Evidence("positions whose order does not matter", count, step=0),),
-            (Advice("add position embeddings (sinusoids, or a learnt table) to the outputs of the "
-                    "first layer, unless the inputs are sets", "positions"),), since=0)  # fmt: skip
+            (Advice("add position embeddings, unless the inputs are sets", "positions"),),
+            since=0)  # fmt: skip

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.faults.fault import fault, finds
+from adiv_monitor.diagnosis.faults.fault import act_if, fault, finds
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, Strength
-from adiv_monitor.diagnosis.readings import maps, named, scale_free, worst_first
+from adiv_monitor.diagnosis.readings import maps, scale_free, these, worst_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import layer_words
-from adiv_monitor.report.wording import listed
 
 # Share of a layer's units that no row of any batch activates; SageMaker Debugger's rule, too, fires
 # at half the layer. A smaller share is a note: ReLU networks that train well have it, too.
@@ -27,11 +26,6 @@ LEAST_LATE = 3  # measured steps in the second half of a run, if units themselve
 # Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy
 # tanh nets have up to 0.35.
 SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
-# Findings use the modules' names for functions, since readers know them.
-_MODULES = (
-    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "CELU", "SELU", "GELU", "SiLU", "Mish", "Softplus"),
-    *("Tanh", "Sigmoid", "Hardtanh", "Softsign", "Hardsigmoid", "Hardswish"),
-)
 # Functions with two flat ends; zeros of a ReLU are no saturation.
 FLAT_AT_BOTH_ENDS = frozenset(
     ("tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf")
@@ -49,12 +43,11 @@ def bounded_logits(record: Record) -> Iterator[Finding]:
         return
     for fact in record.found_by("bounded-logits"):
         floor, classes = fact.numbers["floor"], fact.numbers["classes"]
-        yield Finding("bounded-logits", "act" if suffers(record) else "watch",
+        yield Finding("bounded-logits", act_if(suffers(record)),
             f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
             f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
             (Evidence("share of the logits within ±1", fact.numbers["share"], 0.9),),
-            (Advice("multiply the logits by a factor of 10 to 30, or by a learnt one",
-                    "logits-times-10"),),
+            (Advice("multiply the logits by 10 to 30, or a learnt factor", "logits-times-10"),),
             "A higher learning rate does not widen the range of the logits.",
             against=HIGHER_RATES)  # fmt: skip
 
@@ -73,6 +66,11 @@ def dead_units(record: Record) -> Iterator[Finding]:
             "lie where the function is flat, for every row of "
             f"{record.units[layers[0]].batches} batches.",
             [Evidence("dead share of units", dead[p], DEAD_NOTE, p) for p in layers])  # fmt: skip
+
+
+def dead_share(record: Record) -> float:
+    """Return the largest share of dead units of a layer; 0 if too few batches were observed."""
+    return max(_dead_shares(record).values(), default=0.0)
 
 
 def _dead_shares(record: Record) -> dict[str, float]:
@@ -96,21 +94,18 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
     alive = [path for path in paths if path not in idle]
     layers = tuple(path for path in idle if alive and paths.index(path) < paths.index(alive[-1]))
     if layers:
-        behind = alive[sum(paths.index(p) < paths.index(layers[-1]) for p in alive)]
         first = next(r for r in record.reports if layers[-1] in r.layers
                      and r.layers[layers[-1]].idle_share == 1)  # fmt: skip
         yield _dead(layers, "act",
-            f"No row sends a gradient to {listed([named(record, p) for p in layers])}, but "
-            f"{named(record, behind)} receives one: all units between them are dead, or the "
-            "gradient is cut there.",
+            f"No row sends a gradient to {these(record, layers)}, but layers behind receive one: "
+            "all units between them are dead, or the gradient is cut there.",
             [Evidence("idle_share", 1.0, ALL_DEAD, p) for p in layers], first.step)  # fmt: skip
 
 
 def _dead(layers: tuple[str, ...], strength: Strength, said: str, seen: list[Evidence],
           since: int | None = None) -> Finding:  # fmt: skip
     return Finding("dead-units", strength, said, tuple(seen[:5]),
-        (Advice("initialise the weights before these units again, with biases of zero",
-                "reinitialise"),
+        (Advice("initialise the weights before these units again", "reinitialise"),
          Advice("use leaky ReLU instead", "leaky-relu"),
          Advice("add batch normalisation in front of these units", "batch-norm")),
         "With a higher learning rate, still no gradient passes a dead unit.", layers=layers,
@@ -119,23 +114,22 @@ def _dead(layers: tuple[str, ...], strength: Strength, said: str, seen: list[Evi
 
 def _function(record: Record, path: str) -> str:
     """Return the name and path of an activation function as words for a sentence."""
-    name = record.units[path].function
-    as_module = {module.lower(): module for module in _MODULES}
-    return layer_words(path, as_module.get(name.replace("_", ""), name))
+    return layer_words(path, record.units[path].function)
 
 
 @fault("saturated-units", "Saturated units")
 def saturated_units(record: Record) -> Iterator[Finding]:
     """Find activation functions with many entries where they are flat and pass no gradient."""
-    seen = {
+    saturated = {
         path: u.saturated
         for path, u in record.units.items()
-        if u.function in FLAT_AT_BOTH_ENDS and u.batches >= LEAST_BATCHES
+        if u.function in FLAT_AT_BOTH_ENDS
+        and u.batches >= LEAST_BATCHES
+        and u.saturated > SATURATED_WATCH
     }
-    saturated = {path: share for path, share in seen.items() if share > SATURATED_WATCH}
     if layers := worst_first(saturated):
         yield Finding("saturated-units",
-            "act" if saturated[layers[0]] > SATURATED_ACT and suffers(record) else "watch",
+            act_if(saturated[layers[0]] > SATURATED_ACT and suffers(record)),
             f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} are "
             "saturated: they lie where the function is flat.",
             tuple(Evidence("saturated share", saturated[p], SATURATED_WATCH, p)
@@ -153,19 +147,16 @@ def clipping_always(record: Record) -> Iterator[Finding]:
     norms = [norm for norm in record.gradient_norms if not math.isnan(norm)]
     if limit is None or not norms:
         return
-    share = fmean(norm > limit for norm in norms)
-    far = median(norms) / limit
-    if not share > CLIPPED_SHARE:
-        return
-    costs = far > CLIPPED_FAR and not scale_free(record.facts)
-    yield Finding("clipping-always", "act" if costs and suffers(record) else "watch",
-        f"{share:.0%} of the gradients are clipped. Their typical norm is {far:.3g} times the "
-        "limit.",
-        (Evidence("share of steps clipped", share, CLIPPED_SHARE),
-         Evidence("gradient norm over the clipping limit", far, CLIPPED_FAR)),
-        (Advice("use no clipping", "no-clip"),
-         Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the gradient's norms"),
-         Advice("learning rate × 0.3", "rate*0.3")),
-        ("Another limit changes little: the steps of this optimizer do not depend on a constant "
-         "factor of the gradient.") * scale_free(record.facts),
-        against=("no-clip", "clip"))  # fmt: skip
+    share, far = fmean(norm > limit for norm in norms), median(norms) / limit
+    if share > CLIPPED_SHARE:
+        costs = far > CLIPPED_FAR and not scale_free(record.facts)
+        yield Finding("clipping-always", act_if(costs and suffers(record)),
+            f"{share:.0%} of the gradients are clipped. Their typical norm is {far:.3g} times the "
+            "limit.",
+            (Evidence("share of steps clipped", share, CLIPPED_SHARE),
+             Evidence("gradient norm over the clipping limit", far, CLIPPED_FAR)),
+            (Advice("use no clipping", "no-clip"),
+             Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the norms"),
+             Advice("learning rate × 0.3", "rate*0.3")),
+            "Another limit changes little: the optimizer's steps do not depend on a constant "
+            "factor." * scale_free(record.facts), against=("no-clip", "clip"))  # fmt: skip
