@@ -49,7 +49,7 @@ TOLD = {*QUESTIONS, "labels-unrelated"}
 # Planted in test_wiring_probes.py, with healthy relatives of each.
 IN_OTHER_TESTS = {
     *("epsilon-dominates", "attention-axis", "attention-saturated", "dropout-on-outputs"),
-    *("outputs-normalised", "zero-gradient", "gradient-differs", "outputs-constant", "zero-slope"),
+    *("outputs-normalised", "zero-gradient", "outputs-constant", "zero-slope"),
     *("collapsed", "state-carried", "batch-part-unread", "term-without-graph", "terms-opposed"),
     *("dropout-in-eval", "running-statistics", "logits-as-probabilities", "loss-reversed"),
     *("targets-misplaced", "pairs-reversed"),

@@ -11,12 +11,12 @@ from torch.nn import functional
 from torch.optim import Adam, Optimizer
 from trial_setups import answer, batches, loss, mlp, setup
 
-from adiv_monitor.audit.experiments.backward import padding
 from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import given_inputs
 from adiv_monitor.audit.experiments.data import explained
 from adiv_monitor.audit.experiments.loss_inputs import smoothing_of
 from adiv_monitor.audit.experiments.operands import closeness
+from adiv_monitor.audit.experiments.taught import padding
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
