@@ -1,8 +1,8 @@
 """Questions about the backward pass: where it stops, what changes it, and what loss it lowers."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,45 +57,35 @@ def compared(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, f
 # Cuts and hooks
 
 
-class Cuts:
-    """Follows what has lost its gradient through a pass, as its calls are reported.
+def cuts(fork: Fork) -> list[Call]:
+    """Return the first function of each cut of the gradient whose result meets parameters.
 
     A cut is a `detach()`, a `.data`, or a call under `torch.no_grad()` that depends on parameters.
     Values that are added to another path with a gradient, as in a straight-through estimator, or
     compared with outputs, as the target of a siamese network, meet no parameters.
-
-    Attributes:
-        found: The first function of each cut whose result meets parameters, maybe indirectly.
     """
+    without: dict[int, tuple[Call, Tensor]] = {}  # tensors are held: ids stay unique
+    found: dict[int, Call] = {}
 
-    def __init__(self) -> None:
-        self._without: dict[int, tuple[Call, Tensor]] = {}  # tensors are held: ids stay unique
-        self.found: dict[int, Call] = {}
-
-    def see(self, call: Call) -> None:
-        """Look at a call after it has returned."""
-        made = [x for x in flat(call.result) if x.is_floating_point()]
+    def see(call: Call) -> None:
+        taken = given(call)
         # What a custom function computes without a graph has a gradient once it has returned.
-        cut = [self._without[id(x)][0] for x in given(call)
-               if id(x) in self._without and not x.requires_grad]  # fmt: skip
-        if any(x.requires_grad for x in given(call)):
+        cut = [without[id(x)][0] for x in taken if id(x) in without and not x.requires_grad]
+        if any(x.requires_grad for x in taken):
             if _detaches(call) or not torch.is_grad_enabled():
                 cut = cut or [call]
-            elif any(x.requires_grad and x.is_leaf for x in given(call)):
-                self.found.update((origin.number, origin) for origin in cut)
-        for origin in cut[:1]:
-            self._without.update((id(x), (origin, x)) for x in made if not x.requires_grad)
+            elif any(x.requires_grad and x.is_leaf for x in taken):
+                found.update((origin.number, origin) for origin in cut)
+        for x in flat(call.result) if cut else ():
+            if x.is_floating_point() and not x.requires_grad:
+                without[id(x)] = cut[0], x
+
+    see_calls(fork, see)
+    return [*found.values()]
 
 
 def _detaches(call: Call) -> bool:
     return call.name == "detach" or call.function == Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-def cuts(fork: Fork) -> list[Call]:
-    """Return the cuts in front of parameters."""
-    seen = Cuts()
-    see_calls(fork, seen.see)
-    return [*seen.found.values()]
 
 
 def undo(fork: Fork, found: list[Call]) -> None:
@@ -154,7 +144,7 @@ def gradient_hooks(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 LARGEST = 100_000_000  # most parameters of a model that is copied in float64
 MOST_PARTS = 4  # of a model that are taken for players
-SHORT = 1e-6  # length of a step, relative to the weights' length, and to the loss
+SHORT = 1e-6  # length of a step, relative to the weights' length
 
 
 def descent_share(setup: Setup) -> float | None:
@@ -170,16 +160,24 @@ def descent_share(setup: Setup) -> float | None:
         The share; None if it is unknown: the model has one part, or too many for players; it is
         large, or does not run in float64; there is no gradient.
     """
-    count = len(_parts(setup.model))
     size = sum(p.numel() for p in setup.model.parameters())
-    if not 1 < count <= MOST_PARTS or size > LARGEST:
+    if not 1 < len(_parts(setup.model)) <= MOST_PARTS or size > LARGEST:
         return None
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # for the random numbers that the loss draws
     try:
-        with _in_float64(setup, first(setup.batches[0], 2)) as fork:
-            again, loss = RepeatedLoss(fork), fork.loss(fork.model, copied(fork.batches[0]))
-            shares = [_share(fork, again, loss, part) for part in _parts(fork.model)]
+        with seeded(setup.seed), torch.enable_grad():
+            fork = setup.fork()
+            fork.model.double()
+            batch = mapped(
+                first(setup.batches[0], 2), lambda x: x.double() if x.is_floating_point() else x
+            )
+            again, loss = RepeatedLoss(fork), fork.loss(fork.model, copied(batch))
+            shares = [_share(loss, partial(again.of, batch), p) for p in _parts(fork.model)]
     except Exception:  # the training run reports errors of the loss
         return None
+    finally:
+        torch.set_default_dtype(before)
     return min((share for share in shares if share is not None), default=None)
 
 
@@ -189,42 +187,25 @@ def _parts(model: nn.Module) -> list[nn.Module]:
     return _parts(parts[0]) if len(parts) == 1 else parts
 
 
-@contextmanager
-def _in_float64(setup: Setup, batch: Any) -> Iterator[Fork]:
-    """Yield a fork in float64, whose loss draws noise in float64, too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with seeded(setup.seed), torch.enable_grad():
-            fork = setup.fork()
-            fork.model.double()
-            fork.batches = [mapped(batch, lambda x: x.double() if x.is_floating_point() else x)]
-            yield fork
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _share(fork: Fork, again: RepeatedLoss, loss: Tensor, part: nn.Module) -> float | None:
+def _share(loss: Tensor, again: Callable[[], float], part: nn.Module) -> float | None:
     """Return the share for a short step of a model's part; None: it has no gradient."""
     parameters = [p for p in part.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
     moved = [(p, p.data, g.to_dense())
              for p, g in zip(parameters, found, strict=True) if g is not None]  # fmt: skip
     square = sum(float(g.square().sum()) for *_, g in moved)
-    weights = sum(float(here.square().sum()) for _, here, _ in moved) or 1.0
+    weights = sum(float(here.square().sum()) for _, here, _ in moved)
     if not 0 < square < math.inf:
         return None
-    h = SHORT * min((abs(float(loss.detach())) or 1.0) / square, math.sqrt(weights / square))
-
-    def loss_at(step: float) -> float:
+    h = SHORT * math.sqrt((weights or 1.0) / square)
+    losses = []
+    for step in (h, -h):
         for p, here, g in moved:
             p.data = here + step * g
-        return again.of(fork.batches[0])
-
-    slope = (loss_at(h) - loss_at(-h)) / (2 * h)
+        losses.append(again())
     for p, here, _ in moved:
         p.data = here
-    return slope / square
+    return (losses[0] - losses[1]) / (2 * h * square)
 
 
 # Functions of zero slope

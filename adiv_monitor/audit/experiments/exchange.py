@@ -76,10 +76,8 @@ def is_other(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(
-        x.shape == y.shape and not bool(is_other(x, y).any())
-        for x, y in zip(some, others, strict=True)
-    )
+    pairs = [*zip(some, others, strict=True)]
+    return all(x.shape == y.shape and not is_other(x, y).any() for x, y in pairs)
 
 
 # Samples
@@ -90,7 +88,7 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the share of the other samples' outputs that change with the first sample's input.
 
     Batch normalisations and dropout are in evaluation mode. The evidence is the first function
-    whose result changes beyond that sample. Samples of a graph are meant to mix.
+    whose result changes beyond that sample. Nodes of a graph are meant to mix, and graphs are not.
     """
     if setup.differentiates:
         raise Untold("the loss computes inputs from gradients, which an exchange changes")
@@ -100,8 +98,7 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if size < 3:
         raise Untold("the batch has fewer than three samples")
     if graphs is None and any(len(x) != size for x in tensors(batch) if x.ndim):
-        raise Untold("the tensors of a batch are of unlike length: which axis holds the "
-                     "samples is not known")  # fmt: skip
+        raise Untold("the tensors of a batch are of unlike length")
     results: list[tuple[Call, Tensor]] = []
     fork = still(setup.fork())
 
@@ -122,31 +119,29 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if all(torch.equal(x, first_other(x)) for x in run.inputs):
         raise Untold("the samples are alike, or come in a list")
     results.clear()
-    pairs = _of_samples(run.own, run.outputs(first_other), size)
-    share = _share_of_others(pairs)
-    if share <= _BEYOND / size:
-        return _by_place(setup, batch) if graphs is None else ()
+    share = _share(run.own, run.outputs(first_other), size)
+    if graphs is None and share <= _BEYOND / size:
+        return _by_place(setup, batch)
     if graphs is None and _may_lie_along_1(setup.fork(), batch):
         raise Untold("samples may lie along the second axis")
-    mixing = (call for (call, x), (_, y) in zip(before, results, strict=False)
-              if x.shape == y.shape and _share_of_others([(x, y)]) > _BEYOND / size)  # fmt: skip
-    first_one = next(mixing, None)
-    if graphs is None and first_one is not None and _is_of_graph(first_one, size):
-        raise Untold(f"the model adds up rows as graph networks do: {first_one.place}")
+    mixing = [call for (call, x), (_, y) in zip(before, results, strict=False)
+              if x.shape == y.shape and bool(is_other(x, y)[1:].any())]  # fmt: skip
+    if graphs is None and mixing and _is_of_graph(mixing[0], size):
+        raise Untold(f"the model adds up rows as graph networks do: {mixing[0].place}")
     is_ordered = any(isinstance(m, ORDERED) and not m.batch_first for m in setup.model.modules())
     words = {"batch_first": "False"} if is_ordered else {}
-    place = "" if first_one is None else first_one.place
-    return (Fact(place, {"share": share, "independent": 1 / size}, words),)
+    fact = Fact(mixing[0].place if mixing else "", {"share": share, "independent": 1 / size}, words)
+    return (fact,) if share > _BEYOND / size else ()
 
 
 def _graphs(batch: Any) -> Tensor | None:
     """Return the number of each node's graph, of a batch of three packed graphs or more."""
     for x in tensors(batch):
-        if x.ndim == 1 and len(x) > 1 and not x.is_floating_point() and x.dtype != torch.bool:
-            steps = x.diff()
-            is_packed = x[0] == 0 and steps.min() >= 0 and steps.max() == 1 and x[-1] > 1
+        if x.ndim == 1 and not x.is_floating_point() and x.dtype != torch.bool:
+            count = len(x.unique())
             of_nodes = any(y.is_floating_point() and y.shape[:1] == x.shape for y in tensors(batch))
-            if of_nodes and is_packed and int(x[-1]) + 1 < len(x):
+            is_packed = torch.equal(x, x.sort().values) and int(x[0]) == 0 and x[-1] == count - 1
+            if of_nodes and is_packed and 2 < count < len(x):
                 return x
     return None
 
@@ -158,30 +153,24 @@ def _is_of_graph(call: Call, size: int) -> bool:
     return call.name in BY_INDEX or by_matrix
 
 
-def _of_samples(own: list[Tensor], others: list[Tensor], size: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs that have a part for each sample, with those for changed inputs."""
+def _share(own: list[Tensor], others: list[Tensor], size: int) -> float:
+    """Return the share of the outputs with a part for each sample that change."""
     pairs = [(x, y) for x, y in zip(own, others, strict=True)
              if x.shape == y.shape and x.shape[:1] == (size,)]  # fmt: skip
-    if not pairs:
-        raise Untold("no output has a part for each sample")
-    if any(x.shape[1:2] == (size,) for x, _ in pairs):
-        raise Untold("an output has as many columns as samples: it may be of pairs")
-    return pairs
-
-
-def _share_of_others(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    if not pairs or any(x.shape[1:2] == (size,) for x, _ in pairs):
+        raise Untold("no output has a part for each sample, or one may be of pairs")
     return sum(int(is_other(x, y).sum()) for x, y in pairs) / sum(x.numel() for x, _ in pairs)
 
 
 def _by_place(setup: Setup, batch: Any) -> Iterable[Fact]:
     """Return the share of the outputs that change if the batch is turned round, if any does."""
     run = ChangedInputs(still(setup.fork()), batch)
-    turned = [x.flip(0) for x in run.outputs(lambda x: x.flip(0), everything=True) if x.ndim]
-    drawn = ChangedInputs(replace(still(setup.fork()), seed=setup.seed + 1), batch).own
-    if not _are_alike(run.own, drawn):
+    if not _are_alike(
+        run.own, ChangedInputs(replace(still(setup.fork()), seed=setup.seed + 1), batch).own
+    ):
         raise Untold("the model draws random numbers")
-    own = [x for x in run.own if x.ndim]
-    share = _share_of_others(_of_samples(own, turned, size_of(batch)))
+    turned = run.outputs(lambda x: x.flip(0), everything=True)
+    share = _share(run.own, [x.flip(0) if x.ndim else x for x in turned], size_of(batch))
     return (Fact("", {"share": share}, {"by": "place"}),) if share > MOVED else ()
 
 
@@ -190,8 +179,8 @@ def _may_lie_along_1(fork: Fork, batch: Any) -> bool:
 
     Where places differ, as with learnt positions, they are no samples.
     """
-    shapes = {x.shape[1:2] for x in tensors(batch) if x.ndim}
-    if len(shapes) > 1 or not all(shapes):
+    lengths = {x.shape[1:2] for x in tensors(batch) if x.ndim}
+    if len(lengths) > 1 or () in lengths:
         return False
     run = ChangedInputs(still(fork), batch)
     turned = run.outputs(lambda x: x.flip(1), everything=True)
@@ -408,16 +397,16 @@ def state_carried(setup: Setup, trained: Fork) -> Iterable[Fact]:
         fork = still(setup.fork())
         with seeded(setup.seed), torch.no_grad():
             fork.loss(fork.model, copied(before))
-        return [x for x in ChangedInputs(fork, batch).own if x.ndim and len(x) == size]
+        return [x for x in ChangedInputs(fork, batch).own if x.shape[:1] == (size,)]
 
-    other = mapped(before, lambda x: _first_other(x) if x.ndim and len(x) == size else x)
+    other = mapped(before, lambda x: _first_other(x) if x.shape[:1] == (size,) else x)
     pairs = zip(outputs_after(before), outputs_after(other), strict=True)
-    moved = [is_other(x, y).reshape(size, -1).any(1) for x, y in pairs]
-    if not any(bool(rows.any()) for rows in moved):
+    moved = torch.stack([is_other(x, y).reshape(size, -1).any(1) for x, y in pairs]).any(0)
+    if not moved.any():
         return ()
-    by_sample = not any(bool(rows[1:].any()) for rows in moved)
+    by_sample = not moved[1:].any()
     words = {"of": "sample", "goes on": _goes_on(before, batch)} if by_sample else {"of": "batch"}
-    return (Fact("", {"outputs": max(float(rows.float().mean()) for rows in moved)}, words),)
+    return (Fact("", {"outputs": float(moved.float().mean())}, words),)
 
 
 def _goes_on(before: Any, batch: Any) -> str:

@@ -99,15 +99,14 @@ def _is_affine(fork: Fork) -> bool:
     def mixed(x: Tensor) -> Tensor:
         return x + x.roll(1, 0) - x.roll(2, 0)
 
-    size, is_affine = len(run.inputs[0]), False
-    for x, y in zip(run.own, run.outputs(mixed), strict=True):
-        if x.shape[:1] == (size,):
-            spread = float((x - x.mean(0)).norm())
-            error = float((mixed(x) - y).norm())
-            is_affine = spread > _SAME * float(x.norm()) and error <= _SAME * spread
-            if not is_affine:
-                break
-    return is_affine and size >= LEAST
+    def fits(x: Tensor, y: Tensor) -> bool:
+        spread = float((x - x.mean(0)).norm())
+        return spread > _SAME * float(x.norm()) and float((mixed(x) - y).norm()) <= _SAME * spread
+
+    size = len(run.inputs[0])
+    pairs = [(x, y) for x, y in zip(run.own, run.outputs(mixed), strict=True)
+             if x.shape[:1] == (size,)]  # fmt: skip
+    return size >= LEAST and bool(pairs) and all(fits(x, y) for x, y in pairs)
 
 
 @looks("one-sided-weights")
@@ -184,22 +183,14 @@ class Hidden:
                         for name, x in _attributes(module) if id(x) not in known}  # fmt: skip
         self._known = known | self._inside.keys()
         self._anew: list[Fact] = []
-        self._made: list[Tensor] = []  # they are held so that their memory is not reused
 
     def see(self, call: Call) -> None:
-        """Look for parameters in memory that the pass has made."""
-        result = next(flat(call.result), None)
-        if call.path is None or result is None:
-            return
-        if not result.requires_grad:
-            self._made.append(result)
-        for x in given(call) if result.grad_fn is not None else ():
-            if isinstance(x, nn.Parameter) and id(x) not in self._known and self._is_new(x):
+        """Look for parameters that the model did not have before the pass."""
+        is_used = call.path is not None and any(x.grad_fn for x in flat(call.result))
+        for x in given(call) if is_used else ():
+            if isinstance(x, nn.Parameter) and id(x) not in self._known:
                 share = x.numel() / (self._count + x.numel())
                 self._anew.append(Fact(call.place, {"share": share}, {"made": "anew"}))
-
-    def _is_new(self, x: Tensor) -> bool:
-        return any(y.shape == x.shape and y.data_ptr() == x.data_ptr() for y in self._made)
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return leaves that get a gradient, and the places where a new parameter is used."""

@@ -1,7 +1,7 @@
 """Questions about the places of the outputs that have a gradient: of padding, and of classes."""
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -145,71 +145,44 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     count = min(CLASS_BATCHES, len(setup.batches))
     batches = [setup.batches[i * len(setup.batches) // count] for i in range(count)]
-    if not len(_labelled(setup.fork(), batches[:1]).without_gradient()):
-        return ()
-    before = _labelled(setup.fork(), batches)
-    labels, taught, counts = before
-    after = _labelled(setup.fork_like(trained), batches)
-    still = before.without_gradient()
-    still = still[torch.isin(still, after.without_gradient())]
+    seen: list[list[Tensor]] = []
+    for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
+        seen.append(_labelled(fork, batch))
+        labels, taught, is_real = map(torch.cat, zip(*seen, strict=True))
+        classes = labels[labels >= 0].unique()
+        still = classes[~torch.isin(classes, labels[taught])]
+        if not len(still):
+            return
+    of = len(labels) // 2
     others = (labels >= 0) & ~torch.isin(labels, still)
-    if not float(taught[others].float().mean()) > TAUGHT:
-        return ()
-    several = len(labels) > sum(map(size_of, batches)) and len(labels[others].unique()) > 1
-    facts = []
-    for c in still[torch.isin(still, labels[counts])].tolist():
-        samples = int((labels == c).sum())
-        if samples >= SAMPLES and not (several and samples > len(labels) / 2):
-            numbers = {"class": c, "samples": float(samples), "of": float(len(labels))}
-            facts.append(Fact("", numbers))
-    return facts
+    if not float(taught[:of][others[:of]].float().mean()) > TAUGHT:
+        return
+    several = of > sum(map(size_of, batches)) and len(labels[others].unique()) > 1
+    for c in still[torch.isin(still, labels[is_real])].tolist():
+        samples = int((labels == c).sum()) / 2
+        if samples >= SAMPLES and not (several and samples > of / 2):
+            yield Fact("", {"class": c, "samples": samples, "of": float(of)})
 
 
-class _Labelled(NamedTuple):
-    """Labels, whether the place of each has a gradient, and whether it is no padding."""
-
-    labels: Tensor
-    taught: Tensor
-    counts: Tensor
-
-    def without_gradient(self) -> Tensor:
-        """Return the classes of which no label has a gradient; negative labels are of no class."""
-        classes: Tensor = torch.unique(self.labels[self.labels >= 0])
-        return classes[~torch.isin(classes, self.labels[self.taught])]
-
-
-def _labelled(fork: Fork, batches: list[Any]) -> _Labelled:
-    """Return the labels of the batches."""
-    found = []
-    for batch in batches:
-        seen = _Outputs(fork)
-        with torch.enable_grad():
-            see_calls(fork, seen.see, batch).backward()  # type: ignore[no-untyped-call]
-        seen.hook.remove()
-        fork.optimizer.zero_grad()
-        labels = _labels(batch, seen)
-        taught = None if labels is None else seen.at(labels)
-        if labels is None or taught is None:
-            raise Untold("no output and no class for each sample")
-        counts, size = torch.ones_like(taught), size_of(batch)
-        if labels.numel() % size == 0:
-            rows = labels.reshape(size, -1)
-            if filled := padding(rows):
-                counts = ~filled.places
-            elif filled := padding(rows.T):
-                counts = ~filled.places.T
-        found.append([x.flatten().cpu() for x in (labels.double(), taught, counts)])
-    return _Labelled(*map(torch.cat, zip(*found, strict=True)))
+def _labelled(fork: Fork, batch: Any) -> list[Tensor]:
+    """Return labels, whether the place of each has a gradient, and whether it is no padding."""
+    seen, size = _Outputs(fork), size_of(batch)
+    with torch.enable_grad():
+        see_calls(fork, seen.see, batch).backward()  # type: ignore[no-untyped-call]
+    seen.hook.remove()
+    fork.optimizer.zero_grad()
+    of_places = [x for x in (*seen.targets, *tensors(batch)) if x.numel() > size
+                 and not x.is_floating_point() and not _is_among(x, seen.given)]  # fmt: skip
+    one_each = [x for x in tensors(batch) if x.shape[:1] == (size,) and x.numel() == size > 1]
+    for x in (*of_places, *one_each):
+        labels, taught = x.double(), seen.at(x)
+        if taught is not None and torch.equal(labels, labels.round()):
+            rows = x.reshape(size, -1) if x.numel() % size == 0 else x[None]
+            along, across = padding(rows), padding(rows.T)
+            places = along.places if along else across.places.T if across else rows != rows
+            return [y.flatten().cpu() for y in (labels, taught, ~places)]
+    raise Untold("no output and no class for each sample")
 
 
-def _labels(batch: Any, seen: _Outputs) -> Tensor | None:
-    """Return the first whole numbers of samples or places: given to a loss, or not to the model."""
-    size = size_of(batch)
-    of_places = [y for y in seen.targets if y.numel() > size and not y.is_floating_point()]
-    for x in (*of_places, *tensors(batch)):
-        is_given = any(x.shape == y.shape and torch.equal(x, y) for y in seen.given)
-        is_one_each = x.ndim > 0 and len(x) == x.numel() == size > 1
-        may_be = is_one_each or (x.numel() > size and not x.is_floating_point() and not is_given)
-        if may_be and bool((x == x.round()).all()) and seen.at(x) is not None:
-            return x
-    return None
+def _is_among(x: Tensor, others: list[Tensor]) -> bool:
+    return any(torch.equal(x, y) for y in others)
