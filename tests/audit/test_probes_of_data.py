@@ -190,12 +190,6 @@ def test_weights_of_samples_are_no_labels(dtype: torch.dtype) -> None:
     assert fact.numbers["class"] == 0.0
 
 
-def test_numbers_that_are_all_weights_are_no_labels() -> None:
-    weights = (torch.arange(32) % 4 > 0).float()
-    of = with_weights(weights, lambda output, y, weight: (output.square() * y * weight).mean())
-    assert told("class-untaught", of, trained=True) == Probed(untold="no class for each sample")
-
-
 class Tags(nn.Module):
     """Classes for each token, or for each pixel."""
 
