@@ -92,13 +92,12 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     if setup.differentiates:
         raise Untold("the loss computes inputs from gradients, which an exchange changes")
-    graphs = _graphs(setup.batches[0])
-    batch = few(setup, setup.batches[0]) if graphs is None else setup.batches[0]
-    size = size_of(batch) if graphs is None else int(graphs[-1]) + 1
-    if size < 3:
-        raise Untold("the batch has fewer than three samples")
-    if graphs is None and any(len(x) != size for x in tensors(batch) if x.ndim):
-        raise Untold("the tensors of a batch are of unlike length")
+    if (graphs := _graphs(setup.batches[0])) is not None:
+        return _graphs_mixed(setup, graphs)
+    batch = few(setup, setup.batches[0])
+    size = size_of(batch)
+    if size < 3 or any(len(x) != size for x in tensors(batch) if x.ndim):
+        raise Untold("the batch has fewer than three samples, or tensors of unlike length")
     results: list[tuple[Call, Tensor]] = []
     fork = still(setup.fork())
 
@@ -107,31 +106,24 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if call.path is not None and x is not None and x.shape[:1] == (size,) and x.numel():
             results.append((call, x.detach().clone()))
 
-    def first_other(x: Tensor) -> Tensor:
-        if graphs is None:
-            return _first_other(x)
-        # Edges stay: a square matrix holds them.
-        is_fixed = x.shape[1:] == x.shape[:1] or torch.equal(x, graphs)
-        return x if is_fixed else torch.cat([x.flip(0)[graphs == 0], x[graphs > 0]])
-
     run = ChangedInputs(replace(fork, loss=watched(fork.loss, see)), batch)
     before = results.copy()
-    if all(torch.equal(x, first_other(x)) for x in run.inputs):
-        raise Untold("the samples are alike, or come in a list")
     results.clear()
-    share = _share(run.own, run.outputs(first_other), size)
-    if graphs is None and share <= _BEYOND / size:
+    if all(torch.equal(x, _first_other(x)) for x in run.inputs):
+        raise Untold("the samples are alike, or come in a list")
+    share = _share(run.own, run.outputs(_first_other), size)
+    if share <= _BEYOND / size:
         return _by_place(setup, batch)
-    if graphs is None and _may_lie_along_1(setup.fork(), batch):
-        raise Untold("samples may lie along the second axis")
     mixing = [call for (call, x), (_, y) in zip(before, results, strict=False)
               if x.shape == y.shape and bool(is_other(x, y)[1:].any())]  # fmt: skip
-    if graphs is None and mixing and _is_of_graph(mixing[0], size):
+    if mixing and _is_of_graph(mixing[0], size):
         raise Untold(f"the model adds up rows as graph networks do: {mixing[0].place}")
+    if _may_lie_along_1(setup.fork(), batch):
+        raise Untold("samples may lie along the second axis")
     is_ordered = any(isinstance(m, ORDERED) and not m.batch_first for m in setup.model.modules())
     words = {"batch_first": "False"} if is_ordered else {}
-    fact = Fact(mixing[0].place if mixing else "", {"share": share, "independent": 1 / size}, words)
-    return (fact,) if share > _BEYOND / size else ()
+    place = mixing[0].place if mixing else ""
+    return (Fact(place, {"share": share, "independent": 1 / size}, words),)
 
 
 def _graphs(batch: Any) -> Tensor | None:
@@ -144,6 +136,19 @@ def _graphs(batch: Any) -> Tensor | None:
             if of_nodes and is_packed and 2 < count < len(x):
                 return x
     return None
+
+
+def _graphs_mixed(setup: Setup, graphs: Tensor) -> Iterable[Fact]:
+    def first_other(x: Tensor) -> Tensor:
+        # Edges stay: a square matrix holds them.
+        is_fixed = x.shape[1:] == x.shape[:1] or torch.equal(x, graphs)
+        return x if is_fixed else torch.cat([x.flip(0)[graphs == 0], x[graphs > 0]])
+
+    size = int(graphs[-1]) + 1
+    run = ChangedInputs(still(setup.fork()), setup.batches[0])
+    share = _share(run.own, run.outputs(first_other), size)
+    fact = Fact("", {"share": share, "independent": 1 / size})
+    return (fact,) if share > _BEYOND / size else ()
 
 
 def _is_of_graph(call: Call, size: int) -> bool:
@@ -165,9 +170,8 @@ def _share(own: list[Tensor], others: list[Tensor], size: int) -> float:
 def _by_place(setup: Setup, batch: Any) -> Iterable[Fact]:
     """Return the share of the outputs that change if the batch is turned round, if any does."""
     run = ChangedInputs(still(setup.fork()), batch)
-    if not _are_alike(
-        run.own, ChangedInputs(replace(still(setup.fork()), seed=setup.seed + 1), batch).own
-    ):
+    drawn = ChangedInputs(replace(still(setup.fork()), seed=setup.seed + 1), batch)
+    if not _are_alike(run.own, drawn.own):
         raise Untold("the model draws random numbers")
     turned = run.outputs(lambda x: x.flip(0), everything=True)
     share = _share(run.own, [x.flip(0) if x.ndim else x for x in turned], size_of(batch))

@@ -91,7 +91,7 @@ def first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
 
 def asked(setup: Setup, trained: Fork, names: Collection[str] = ()) -> dict[str, Probed]:
     """Return the answers by name, of all questions or of some; a failed one has a reason."""
-    found = _looked(setup, {name for name in LOOKS if not names or name in names})
+    found = _looked(setup, [name for name in LOOKS if not names or name in names])
     for name, ask in ASKS.items():
         if not names or name in names:
             found[name] = _answer(ask, setup, trained)
@@ -105,9 +105,10 @@ def _looked(setup: Setup, names: Collection[str]) -> dict[str, Probed]:
     made = {name: LOOKS[name](fork) for name in names}
 
     def see(call: Call) -> None:
-        for name in made.keys() - found.keys():
+        for name, look in made.items():
             try:
-                made[name].see(call)
+                if name not in found:
+                    look.see(call)
             except Exception as error:  # a call of an unusual kind
                 found[name] = _failed(error)
 

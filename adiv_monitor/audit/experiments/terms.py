@@ -161,7 +161,7 @@ class WithoutGraph(Terms):
     def __init__(self, fork: Fork) -> None:
         super().__init__()
         self._fork = fork
-        self._added: dict[int, tuple[Call, float]] = {}
+        self.added: dict[int, tuple[Call, float]] = {}
 
     def see(self, call: Call) -> None:
         """Note numbers without a gradient that are added to one with a gradient."""
@@ -169,33 +169,32 @@ class WithoutGraph(Terms):
         if call.name in _ADDS and call.result.requires_grad and not call.result.ndim:
             plain = [float(x) for x in call.args[:2] if not getattr(x, "requires_grad", False)]
             if len(plain) == 1:
-                self._added[call.number] = call, plain[0]
+                self.added[call.number] = call, plain[0]
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return one fact for each such term."""
         known = self.of(loss).values()
-        found = {number: x for number, (call, x) in self._added.items()
+        found = {number: (call.place, x) for number, (call, x) in self.added.items()
                  if call.result.grad_fn in self.sums}  # fmt: skip
-        if not found or any(_alike(abs(x), abs(y)) for x in found.values() for y in known):
+        if not found or any(_alike(abs(x), abs(y)) for _, x in found.values() for y in known):
             return
-        same, own = self._again(), {p: p.data for p in self._fork.model.parameters()}
-        with seeded(self._fork.seed):
+        same, moved = self._again(0.0), self._again(NOISE)
+        for number, (place, x) in found.items():
+            if _alike(same[number], x) and not _alike(moved[number], x):
+                numbers = {"value": x, "moved": moved[number], "loss": float(loss.detach())}
+                yield Fact(place, numbers)
+
+    def _again(self, noise: float) -> dict[int, float]:
+        """Return what is added with noise in the parameters."""
+        again, own = WithoutGraph(self._fork), {p: p.data for p in self._fork.model.parameters()}
+        with seeded(self._fork.seed), torch.enable_grad():
             for p, here in own.items():
-                spread = max(float(here.std(correction=0)), NOISE)
-                p.data = here + NOISE * spread * torch.randn_like(here) * p.requires_grad
-        moved = self._again()
+                spread = max(float(here.std(correction=0)), NOISE) * p.requires_grad
+                p.data = here + noise * spread * torch.randn_like(here)
+            see_calls(self._fork, again.see, change=undropped)
         for p, here in own.items():
             p.data = here
-        for number, x in found.items():
-            if _alike(same.get(number, math.nan), x) and not _alike(moved.get(number, x), x):
-                numbers = {"value": x, "moved": moved[number], "loss": float(loss.detach())}
-                yield Fact(self._added[number][0].place, numbers)
-
-    def _again(self) -> dict[int, float]:
-        again = WithoutGraph(self._fork)
-        with torch.enable_grad():
-            see_calls(self._fork, again.see, change=undropped)
-        return {number: x for number, (_, x) in again._added.items()}
+        return {number: x for number, (_, x) in again.added.items()}
 
 
 # Terms against each other
