@@ -9,7 +9,7 @@ import pytest
 import torch
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
 from audit.fault_benchmark.run import Case, Healthy
-from made_records import record
+from made_records import record as made_record
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
@@ -225,7 +225,7 @@ def test_a_cut_in_front_of_parameters_is_told_from_those_on_purpose(
 def test_a_cut_between_two_players_is_left_alone_and_others_are_not() -> None:
     for removed, names in ((-1.0, []), (-0.1, ["gradient-cut"])):
         fact = Fact("detach", {"cosine": 0.0, "removed": removed})
-        of = record(probed={"gradient-cut": Probed((fact,))}, descent_share=-1.0)
+        of = made_record(probed={"gradient-cut": Probed((fact,))}, descent_share=-1.0)
         assert [f.name for f in diagnose(of)] == names
 
 
@@ -320,31 +320,13 @@ def unassigned(net: Any, x: Tensor) -> Tensor:
     return net.head(z)
 
 
-def gained(gain: float) -> Any:
-    """A residual branch behind a gain that begins at nothing or next to it."""
-
-    class Gained(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 3)
-            self.branch = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-            self.gain = nn.Parameter(torch.full((16,), gain))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            return self.last(h + self.gain * self.branch(h))
-
-    return Gained()
-
-
 def test_a_lost_activation_is_told_from_one_that_is_used() -> None:
     lost, affine = facts_of("no-activation", unassigned)
     assert lost.words == {"by": "lost"} and lost.place.startswith("relu (test_probes.py")
     assert affine.words == {"by": "affine"} and affine.numbers == {"layers": 2.0}
     in_place = Net(lambda net, x: net.head(net.first(x).relu_()))
     custom = Net(lambda net, x: net.head(Passed.apply(net.first(x).relu())))
-    for healthy in (in_place, custom, gained(0.0), gained(1e-6), nn.Linear(12, 3)):
+    for healthy in (in_place, custom, nn.Linear(12, 3)):
         assert asked_one("no-activation", setup(model=healthy)) == Probed()
 
 
@@ -489,7 +471,7 @@ def test_a_reshape_that_lets_places_see_the_next_stands_before_the_leak() -> Non
     """The leak lowers the loss, so that no run suffers and no trial of the fix pays."""
     moved = Fact("view", {"permutes": 1.0}, {"of": "(8, 6, 16)", "to": "(8, 4, 6, 4)"})
     probed = {"reshape-scrambles": moved, "future-leak": Fact("", {"change": 0.3})}
-    found = diagnose(record(probed={name: Probed((fact,)) for name, fact in probed.items()}))
+    found = diagnose(made_record(probed={name: Probed((fact,)) for name, fact in probed.items()}))
     assert [(f.name, f.strength) for f in found] == [
         ("reshape-scrambles", "act"),
         ("future-leak", "act"),
@@ -648,6 +630,32 @@ def test_a_factory_whose_warm_up_begins_at_zero_trains_at_its_peak(dropped: bool
     of = setup(optimizer=made)
     assert of.fork().optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     assert not asked_one("rate-zero", of).facts
+
+
+class Gained(nn.Module):
+    """Residual branches behind a gain, and a last layer, that begin at nothing or next to it."""
+
+    def __init__(self, gain: float, *, zeros: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 3)
+        self.branch = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.gain = nn.Parameter(torch.full((16,), gain))
+        if zeros:
+            nn.init.zeros_(self.branch[2].weight)
+            nn.init.zeros_(self.branch[2].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        found: Tensor = self.last(h + self.gain * self.branch(h))
+        return found
+
+
+@pytest.mark.parametrize(
+    "model", [Gained(0.0), Gained(1e-6), Gained(1.0, zeros=True)], ids=["zero", "small", "weight"]
+)
+def test_a_branch_whose_gain_begins_at_zero_lacks_no_activation(model: nn.Module) -> None:
+    assert asked_one("no-activation", setup(model=model)) == Probed()
 
 
 def test_a_warm_up_is_told_of_with_the_rate_of_the_copy() -> None:
