@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim import Adam, AdamW, Optimizer, RMSprop
 from trial_setups import answer, batches, loss, mlp, setup
 
-from adiv_monitor.audit.experiments.attention import spread, sums_to_1, uses
+from adiv_monitor.audit.experiments.attention import spread, sums_to_1
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
@@ -166,19 +166,13 @@ def test_masked_scores_do_not_count_in_the_spread() -> None:
     assert spread(x, -1) == pytest.approx(1.0)
 
 
-def test_saturated_attention_is_seen_and_its_scores_are_divided() -> None:
+def test_saturated_attention_is_seen() -> None:
     sharp, well = (with_model(Attending(along(-1), gain)) for gain in (40.0, 1.0))
     (fact,) = asked("attention-saturated", sharp).facts
     assert fact.numbers["spread"] > 3 and fact.numbers["largest"] > 0.6
     assert strengths("attention-saturated", fact) == ["watch"]
     (fact,) = asked("attention-saturated", well).facts
     assert fact.numbers["spread"] < 1 and not strengths("attention-saturated", fact)
-    fork = sharp.fork()
-    FIXES["unit-scores"].apply(fork)
-    (use,) = uses(fork)
-    assert spread(use.softmax.argument(0, "input").detach().double(), -1) == pytest.approx(1.0)
-    with pytest.raises(DoesNotApply):
-        FIXES["unit-scores"].apply(well.fork())
 
 
 # Constant outputs
