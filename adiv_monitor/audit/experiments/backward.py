@@ -247,7 +247,7 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if ends or call.name in STEPS:
             seen = _Seen(call.place, x, ends, [], [])
             made.register_hook(seen.after.append)
-            x.register_hook(seen.before.append)  # type: ignore[no-untyped-call]
+            x.register_hook(seen.before.append)
             (clips if ends else steps).append(seen)
 
     with torch.enable_grad():

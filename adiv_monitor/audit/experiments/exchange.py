@@ -130,7 +130,7 @@ def _graphs(batch: Any) -> Tensor | None:
     """Return the number of each node's graph, of a batch of three packed graphs or more."""
     for x in tensors(batch):
         if x.ndim == 1 and not x.is_floating_point() and x.dtype != torch.bool:
-            count = len(x.unique())
+            count = len(torch.unique(x))
             of_nodes = any(y.is_floating_point() and y.shape[:1] == x.shape for y in tensors(batch))
             is_packed = torch.equal(x, x.sort().values) and int(x[0]) == 0 and x[-1] == count - 1
             if of_nodes and is_packed and 2 < count < len(x):

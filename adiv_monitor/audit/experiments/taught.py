@@ -149,7 +149,7 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         seen.append(_labelled(fork, batch))
         labels, taught, is_real = map(torch.cat, zip(*seen, strict=True))
-        classes = labels[labels >= 0].unique()
+        classes: Tensor = torch.unique(labels[labels >= 0])
         still = classes[~torch.isin(classes, labels[taught])]
         if not len(still):
             return
@@ -157,7 +157,7 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
     others = (labels >= 0) & ~torch.isin(labels, still)
     if not float(taught[:of][others[:of]].float().mean()) > TAUGHT:
         return
-    several = of > sum(map(size_of, batches)) and len(labels[others].unique()) > 1
+    several = of > sum(map(size_of, batches)) and len(torch.unique(labels[others])) > 1
     for c in still[torch.isin(still, labels[is_real])].tolist():
         samples = int((labels == c).sum()) / 2
         if samples >= SAMPLES and not (several and samples > of / 2):
