@@ -128,16 +128,6 @@ def uses(fork: Fork) -> list[Use]:
     return found.uses
 
 
-def spreads(uses: Iterable[Use]) -> list[tuple[Call, float]]:
-    """Return the softmaxes of attentions, each with the standard deviation of a query's scores."""
-    found: dict[int, tuple[Call, float]] = {}
-    for softmax in (use.softmax for use in uses if use.fits):
-        x, axis = softmax.argument(0, "input"), softmax.argument(1, "dim")
-        if x.shape[axis] >= FEWEST:
-            found[softmax.number] = softmax, spread(x.detach().double(), axis)
-    return [*found.values()]
-
-
 def spread(scores: Tensor, axis: int) -> float:
     """Return the rms, over queries, of the standard deviation of a query's scores.
 
@@ -171,9 +161,10 @@ class Saturated(Attentions):
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the spread of the scores of each attention, and the largest weight of a query."""
         found = []
-        for softmax, size in spreads(self.uses):
-            axis = softmax.argument(1, "dim")
-            largest = softmax.argument(0, "input").detach().double().softmax(axis).amax(axis)
-            numbers = {"spread": size, "largest": float(largest.nanmean())}
-            found.append(Fact(softmax.place, numbers))
+        for softmax in (use.softmax for use in self.uses if use.fits):
+            x, axis = softmax.argument(0, "input").detach().double(), softmax.argument(1, "dim")
+            if x.shape[axis] >= FEWEST:
+                largest = float(x.softmax(axis).amax(axis).nanmean())
+                numbers = {"spread": spread(x, axis), "largest": largest}
+                found.append(Fact(softmax.place, numbers))
         return first_at_each_place(found)

@@ -194,16 +194,12 @@ class Hidden:
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return leaves that get a gradient, and the places where a new parameter is used."""
-        found = self.hidden(loss)
-        every = self._count + sum(p.numel() for p in found.values())
-        facts = [Fact(name, {"share": p.numel() / every}, {"shape": str(tuple(p.shape))})
-                 for name, p in found.items()]  # fmt: skip
-        return (*facts, *first_at_each_place(self._anew))
-
-    def hidden(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return attribute name → tensor for those that get a gradient from a loss."""
         reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
-        return {name: x for key, (name, x) in self._inside.items() if key in reached}
+        found = [known for key, known in self._inside.items() if key in reached]
+        every = self._count + sum(x.numel() for _, x in found)
+        facts = [Fact(name, {"share": x.numel() / every}, {"shape": str(tuple(x.shape))})
+                 for name, x in found]  # fmt: skip
+        return (*facts, *first_at_each_place(self._anew))
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

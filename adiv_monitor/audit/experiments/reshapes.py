@@ -1,7 +1,7 @@
 """Reshapes that cut across the axes of their input, where a permutation is meant."""
 
 from collections.abc import Iterable
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -36,17 +36,21 @@ class Scrambling:
         elif call.name == "__getitem__" and id(x) in self._crossing and _loses_one(x, made):
             del self._crossing[id(x)]
             self._shifted[id(made)] = made
-        elif scrambles(call) and id(x) not in self._shifted:
+        elif (
+            call.name in FUNCTIONS
+            and id(x) not in self._shifted
+            and is_cut_across(x.shape, made.shape)
+        ):
             self._crossing[id(made)] = call, made
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the reshapes, and whether each has the axes of its input in another order."""
         facts = []
         for call, made in self._crossing.values():
-            x, shape = call.args[0], tuple(made.shape)
-            if takes_parts(x.shape, shape) or permuted(x, shape) is not None:
-                sure = sorted(x.shape) == sorted(shape)
-                words = {"of": str(tuple(x.shape)), "to": str(shape)}
+            before, after = tuple(call.args[0].shape), tuple(made.shape)
+            if takes_parts(before, after) or permutes(before, after):
+                sure = sorted(before) == sorted(after)
+                words = {"of": str(before), "to": str(after)}
                 facts.append(Fact(call.place, {"permutes": float(sure)}, words))
         return first_at_each_place(facts)
 
@@ -55,14 +59,6 @@ def _loses_one(x: Tensor, part: Tensor) -> bool:
     """Return whether a call returns all of a tensor except one entry of one axis."""
     less = [a - b for a, b in zip(x.shape, part.shape, strict=False)]
     return x.ndim == part.ndim and sum(less) == 1 and min(less) == 0
-
-
-def scrambles(call: Call) -> bool:
-    """Return whether a reshape does more than split axes or join neighbouring ones."""
-    x, made = call.args[0] if call.args else None, call.result
-    if call.name not in FUNCTIONS or not isinstance(x, Tensor) or not isinstance(made, Tensor):
-        return False
-    return is_cut_across(x.shape, made.shape)
 
 
 def is_cut_across(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
@@ -97,19 +93,10 @@ def _cuts(shape: tuple[int, ...]) -> list[int]:
     return found
 
 
-def permuted(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the same shape by a permutation of axes, or of the parts that one axis is split into.
-
-    It is None if there is no such permutation.
-    """
-    fitting = [p for p in permutations(range(x.ndim)) if tuple(x.shape[i] for i in p) == shape]
-    moved = [p for p in fitting if p != tuple(range(x.ndim))]
-    if moved:  # the first keeps the order of axes of equal size
-        return x.permute(moved[0])
-    if x.ndim == 3 and len(shape) == 4 and shape[1] * shape[3] == x.shape[2]:
-        heads = x.unflatten(2, (shape[1], shape[3])).transpose(1, 2)  # (B, T, H·D) → (B, H, T, D)
-        return heads if heads.shape == shape else None
-    if x.ndim == 4 and len(shape) == 3:
-        joined = x.transpose(1, 2).flatten(2)  # (B, H, T, D) → (B, T, H·D)
-        return joined if joined.shape == shape else None
-    return None
+def permutes(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Return whether a permutation of axes, or of the heads that an axis holds, has that shape."""
+    if len(before) > len(after):
+        before, after = after, before
+    if len(before) == 3 and len(after) == 4:  # (B, T, H·D) and (B, H, T, D)
+        return before == (after[0], after[2], after[1] * after[3])
+    return sorted(before) == sorted(after) and before != after
