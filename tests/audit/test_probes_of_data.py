@@ -11,12 +11,12 @@ from torch.nn import functional
 from torch.optim import Adam, Optimizer
 from trial_setups import answer, batches, setup
 
-from adiv_monitor.audit.experiments.backward import padding
 from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import given_inputs
 from adiv_monitor.audit.experiments.data import explained
 from adiv_monitor.audit.experiments.loss_inputs import smoothing_of
 from adiv_monitor.audit.experiments.operands import closeness
+from adiv_monitor.audit.experiments.taught import padding
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
@@ -166,12 +166,6 @@ def test_weights_of_samples_are_no_labels(dtype: torch.dtype) -> None:
         trained=True,
     ).facts
     assert fact.numbers["class"] == 0.0
-
-
-def test_numbers_that_are_all_weights_are_no_labels() -> None:
-    weights = (torch.arange(32) % 4 > 0).float()
-    of = with_weights(weights, lambda output, y, weight: (output.square() * y * weight).mean())
-    assert told("class-untaught", of, trained=True) == Probed(untold="no class for each sample")
 
 
 class Tags(nn.Module):

@@ -41,7 +41,6 @@ def accumulated(model: nn.Module, batch: Any) -> Tensor:
     [
         lambda m, b: loss(m, b) + 10 * slope(m, b, graph=False),
         lambda m, b: loss(m, b) - size(m).item(),
-        lambda m, b: size(m).detach() + (loss(m, b) + m(b[0]).square().mean()),
         accumulated,
     ],
 )
@@ -57,11 +56,9 @@ def test_a_term_that_lost_its_graph_is_told(of: Callable[..., Tensor]) -> None:
         loss,
         lambda m, b: loss(m, b) + 10 * slope(m, b, graph=True),
         lambda m, b: loss(m, b) + 3.0 + b[0].square().mean(),
-        lambda m, b: loss(m, b) + torch.rand(()),
-        lambda m, b: functional.mse_loss(m(b[0]), m(b[0].flip(1)).detach()),
         lambda m, b: loss(m, b).detach() + size(m) - size(m).detach(),
     ],
-    ids=["one term", "graph", "constants", "noise", "target", "straight-through"],
+    ids=["one term", "graph", "constants", "straight-through"],
 )
 def test_constants_and_targets_are_no_terms_without_a_graph(of: Callable[..., Tensor]) -> None:
     assert not asked("term-without-graph", of)
@@ -95,30 +92,6 @@ def players(joint: bool) -> Callable[..., Tensor]:
     return of
 
 
-class Turned(torch.autograd.Function):
-    """Reverses the gradient, as in domain adaptation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return -gradients[0]
-
-
-def adversarial(model: nn.Module, batch: Any) -> Tensor:
-    domain = torch.arange(len(batch[0])) % 3
-    turned: Tensor = Turned.apply(model(batch[0]))  # type: ignore[no-untyped-call]
-    return loss(model, batch) + functional.cross_entropy(turned, domain)
-
-
-def contrasted(model: nn.Module, batch: Any) -> Tensor:
-    a, b = (functional.normalize(model(x), dim=1) for x in (batch[0], batch[0].roll(1, 1)))
-    similar = 2 * a @ b.T
-    return similar.logsumexp(1).mean() - similar.diagonal().mean()
-
-
 def critic(model: nn.Module, batch: Any) -> Tensor:
     x = batch[0]
     return model(torch.randn_like(x)).mean() - model(x).mean()
@@ -137,12 +110,10 @@ def test_terms_that_cancel_are_told() -> None:
     ("of", "changes"),
     [
         (players(joint=False), {"model": Players()}),
-        (adversarial, {}),
-        (contrasted, {}),
         (critic, {}),
         (lambda m, b: loss(m, b) + 0.1 * size(m), {}),
     ],
-    ids=["players", "reversed", "contrast", "critic", "penalty"],
+    ids=["players", "critic", "penalty"],
 )
 def test_terms_that_only_pull_apart_are_not_opposed(of: Any, changes: dict[str, Any]) -> None:
     facts = asked("terms-opposed", of, **changes)

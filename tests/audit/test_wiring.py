@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import Batch, batches, cross_entropy, dying, mlp, seen, sgd
+from audited import Batch, batches, cross_entropy, mlp, seen, sgd
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.wiring import LOOKED, unused
@@ -60,13 +60,6 @@ def test_what_is_reached_once_is_reached() -> None:
     assert seen(Sometimes()).wiring.unreached == ()
 
 
-def test_sparse_gradients() -> None:
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3))
-    data = [(torch.randint(0, 9, (10, 3)), y) for _, y in batches()]
-    wiring = seen(model, data, optimizer=sgd()).wiring
-    assert (wiring.zero_gradient, wiring.unreached) == ((), ())
-
-
 class Ignores(nn.Module):
     """A model that ignores its input."""
 
@@ -103,45 +96,10 @@ def test_how_much_they_matter_is_the_relative_change_of_the_outputs() -> None:
     assert found == pytest.approx(((own - others).norm() / own.norm()).item(), rel=1e-5)
 
 
-def test_labels_stay() -> None:
-    class OnlyLabels(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return self.scale * nn.functional.one_hot(labels, 3)
-
-    assert seen(OnlyLabels(), loss=by_place).wiring.input_matters == 0
-
-
-def test_dictionaries_and_lists_are_exchanged_too() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.map = nn.Linear(6, 3)
-
-        def forward(self, given: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-            return {"logits": self.map(given["parts"][0])}
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        logits = model({"parts": [batch[0]]})["logits"]
-        return nn.functional.cross_entropy(logits, batch[1])
-
-    assert seen(Nested(), loss=loss).wiring.input_matters > 0.1
-
-
 @pytest.mark.parametrize("size", [1, 10])
 def test_equal_samples_do_not_show_whether_inputs_matter(size: int) -> None:
     data = [(torch.ones(size, 6), y[:size]) for _, y in batches()]
     assert math.isnan(seen(nn.Linear(6, 3), data).wiring.input_matters)
-
-
-def test_a_model_that_died_while_it_was_trained_does_not_ignore_its_inputs() -> None:
-    model, loss = dying()
-    record = seen(model, batches(6, 64), loss=loss, optimizer=sgd(1e3))
-    assert record.units["1"].dead == 9
-    assert record.wiring.input_matters > 0.1
 
 
 def test_what_the_loss_does_not_depend_on_is_not_cut_off() -> None:

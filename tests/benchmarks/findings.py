@@ -25,11 +25,11 @@ from write_up import parser, table
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.experiments import (
     answers,
-    backward,
     exchange,
     loss_inputs,
     modules,
     operands,
+    taught,
 )
 from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.report import AuditReport
@@ -867,7 +867,7 @@ PICTURES: dict[str, Picture] = {
         "a GRU reads images row by row, and its first output is taken for its last",
         lambda: by_rows(place=0),
         {"share of the parts that no output depends on": of_fact("input-partly-ignored", "share")},
-        (exchange, ("PARTS", "GRID", "VARIES")),
+        (exchange, ("PARTS", "VARIES")),
         by_rows,
     ),
     "order-ignored": Picture(
@@ -917,7 +917,7 @@ PICTURES: dict[str, Picture] = {
         "a hinge loss of labels of 0 and 1; the healthy one's are −1 and 1",
         lambda: by_margin(of_signs=False),
         {"samples of the class": of_fact("class-untaught", "samples")},
-        (backward, ("CLASS_BATCHES", "SAMPLES", "TAUGHT")),
+        (taught, ("CLASS_BATCHES", "SAMPLES", "TAUGHT")),
         lambda: by_margin(of_signs=True),
     ),
     "padding-counts": Picture(

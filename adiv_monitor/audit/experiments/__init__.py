@@ -14,5 +14,6 @@ from adiv_monitor.audit.experiments import (
     reshapes,
     sequences,
     state,
+    taught,
     terms,
 )

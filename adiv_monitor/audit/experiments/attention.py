@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import Call, see_calls
-from adiv_monitor.audit.experiments.derived import PRODUCTS, Derived, flat
+from adiv_monitor.audit.experiments.derived import MULTIPLIES, PRODUCTS, Derived, flat, given
 from adiv_monitor.audit.experiments.dropout import undropped
 from adiv_monitor.audit.experiments.questions import first_at_each_place, looks
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.diagnosis.record import Fact
 
-ENTRYWISE = ("mul", "multiply", "__mul__", "__rmul__")
 FEWEST = 4  # keys: of fewer, one may well get most of the weight
 _EXACT = 1e-4  # deviation from 1 of sums of float32 numbers
 _FAR = 50.0  # below a query's largest score; masks add −100 (Swin) to −∞
@@ -65,25 +64,25 @@ class Attentions:
         self._weights.follow(call)
         if call.name in PRODUCTS and call.name != "linear":
             self._scores.begin(call)
-        if call.name in ENTRYWISE:
-            self._weighted.update({id(call.result): (call, x) for x in call.args
-                                   if self._weights.source(x) is not None})  # fmt: skip
+        if call.name in MULTIPLIES:
+            for x in given(call):
+                if self._weights.source(x) is not None:
+                    self._weighted[id(call.result)] = call, x
         if call.name == "softmax" and call.path is not None:
             x, axis = call.argument(0, "input"), call.argument(1, "dim")
-            is_of_scores = self._scores.source(x) is not None
-            if isinstance(axis, int) and (is_of_scores or x.shape[axis] == 1):
+            if isinstance(axis, int) and (self._scores.source(x) or x.shape[axis] == 1):
                 self._weights.begin(call)
 
     def _used(self, call: Call) -> Iterator[Use]:
         operands = self._summed(call)
         if all(self._weights.source(x) is None for x, _ in operands):
             return
-        sums = [sums_to_1(x) for x, _ in operands]
-        mixes = [bool({*ones} & {*over}) for ones, (_, over) in zip(sums, operands, strict=True)]
-        for i, (x, over) in enumerate(operands):
-            softmax = self._weights.source(x)
-            if softmax is not None and over and sums[i] and not any(mixes[:i] + mixes[i + 1 :]):
-                yield Use(softmax, call, tuple(x.shape), sums[i], over)
+        uses = [Use(self._weights.source(x) or call, call, tuple(x.shape), sums_to_1(x), over)
+                for x, over in operands]  # fmt: skip
+        for use in uses:
+            others = any(other.fits for other in uses if other is not use)
+            if use.softmax is not call and use.over and use.sums_to_1 and not others:
+                yield use
 
     def _summed(self, call: Call) -> list[Summed]:
         """Return the operands of a product, or of a sum of products entry by entry."""
@@ -95,10 +94,10 @@ class Attentions:
             axes = (axes,) if isinstance(axes, int) else axes or range(ndim)
             over = (axis % ndim - ndim + x.ndim for axis in axes)
             return [(x, tuple(axis for axis in over if axis >= 0 and x.shape[axis] > 1))]
-        given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)][:2]
-        if len(given) < 2 or call.name not in PRODUCTS or call.name in ("linear", "baddbmm"):
+        operands = given(call)[:2] if call.name in PRODUCTS else []
+        if len(operands) < 2 or call.name in ("linear", "baddbmm"):
             return []
-        left, right = reversed(given) if call.name == "__rmatmul__" else given
+        left, right = reversed(operands) if call.name == "__rmatmul__" else operands
         return [(left, (left.ndim - 1,)), (right, (max(right.ndim - 2, 0),))]
 
 
@@ -127,16 +126,6 @@ def uses(fork: Fork) -> list[Use]:
     with torch.no_grad():
         see_calls(fork, found.see, change=undropped)
     return found.uses
-
-
-def spreads(uses: Iterable[Use]) -> list[tuple[Call, float]]:
-    """Return the softmaxes of attentions, each with the standard deviation of a query's scores."""
-    found: dict[int, tuple[Call, float]] = {}
-    for softmax in (use.softmax for use in uses if use.fits):
-        x, axis = softmax.argument(0, "input"), softmax.argument(1, "dim")
-        if x.shape[axis] >= FEWEST:
-            found[softmax.number] = softmax, spread(x.detach().double(), axis)
-    return [*found.values()]
 
 
 def spread(scores: Tensor, axis: int) -> float:
@@ -172,9 +161,10 @@ class Saturated(Attentions):
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the spread of the scores of each attention, and the largest weight of a query."""
         found = []
-        for softmax, size in spreads(self.uses):
-            axis = softmax.argument(1, "dim")
-            largest = softmax.argument(0, "input").detach().double().softmax(axis).amax(axis)
-            numbers = {"spread": size, "largest": float(largest.nanmean())}
-            found.append(Fact(softmax.place, numbers))
+        for softmax in (use.softmax for use in self.uses if use.fits):
+            x, axis = softmax.argument(0, "input").detach().double(), softmax.argument(1, "dim")
+            if x.shape[axis] >= FEWEST:
+                largest = float(x.softmax(axis).amax(axis).nanmean())
+                numbers = {"spread": spread(x, axis), "largest": largest}
+                found.append(Fact(softmax.place, numbers))
         return first_at_each_place(found)

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -72,8 +72,8 @@ def see_calls(
         The loss.
     """
     batch = copied(fork.batches[0] if batch is None else batch)
-    with seeded(fork.seed), Watched(fork.model, see, change):
-        return fork.loss(fork.model, batch)
+    with seeded(fork.seed):
+        return watched(fork.loss, see, change)(fork.model, batch)
 
 
 def change_calls(fork: Fork, change: Callable[[Call], Any]) -> None:
@@ -84,15 +84,29 @@ def change_calls(fork: Fork, change: Callable[[Call], Any]) -> None:
         change: Function from a call, whose `result` is `NotImplemented`, to the new result; if it
             returns `NotImplemented`, the function runs as usual.
     """
-    fork.loss = _changed(fork.loss, change)
+    fork.loss = watched(fork.loss, change=change)
 
 
-def _changed(loss: Loss, change: Callable[[Call], Any]) -> Loss:
-    def changed(model: nn.Module, batch: Any) -> Tensor:
-        with Watched(model, change=change):
+def watched(
+    loss: Loss,
+    see: Callable[[Call], None] | None = None,
+    change: Callable[[Call], Any] | None = None,
+) -> Loss:
+    """Return the loss with its calls reported, as by `see_calls`, or changed."""
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        with Watched(model, see, change):
             return loss(model, batch)
 
-    return changed
+    return run
+
+
+@torch.no_grad()
+def calls_of(fork: Fork, is_met: Callable[[Call], object], batch: Any = None) -> list[Call]:
+    """Return the calls of a fork's loss that meet a condition; no graph is kept."""
+    found: list[Call] = []
+    see_calls(fork, lambda call: found.append(call) if is_met(call) else None, batch)
+    return found
 
 
 class Watched(TorchFunctionMode):
@@ -118,7 +132,7 @@ class Watched(TorchFunctionMode):
     def __enter__(self) -> "Watched":
         for path, module in self._model.named_modules():
             for handle in (
-                module.register_forward_pre_hook(partial(self._enter, path)),
+                module.register_forward_pre_hook(lambda *_, path=path: self._within.append(path)),
                 module.register_forward_hook(self._leave, always_call=True),
             ):
                 self._hooks.callback(handle.remove)
@@ -128,9 +142,6 @@ class Watched(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._hooks.close()
-
-    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
-        self._within.append(path)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._within.pop()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import Call
 
+MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
 # Functions that do more than move, mask or map entries one by one.
 PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "mm", "linear")
 LAYERS = ("bilinear", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
@@ -33,18 +34,23 @@ class Derived:
         """Note the results of a call that derive from what its arguments derive from."""
         if call.name in (*PRODUCTS, *LAYERS) or call.name.startswith("conv"):
             return
-        for given in flat([*call.args, *call.kwargs.values()]):
-            if (source := self.source(given)) is None:
+        for before in given(call):
+            if (source := self.source(before)) is None:
                 continue
             for x in flat(call.result):
-                is_part = call.name == "__getitem__" or x.numel() == given.numel()
-                if is_part and x is not given:
+                is_part = call.name == "__getitem__" or x.numel() == before.numel()
+                if is_part and x is not before:
                     self._of.setdefault(id(x), (x, source))
 
     def source(self, x: object) -> Call | None:
         """Return the call that a tensor derives from; None: none."""
         found = self._of.get(id(x))
         return None if found is None else found[1]
+
+
+def given(call: Call) -> list[Tensor]:
+    """Return the tensors in a call's arguments."""
+    return [*flat([*call.args, *call.kwargs.values()])]
 
 
 def flat(values: Any) -> Iterator[Tensor]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.calls import Call, calls_of, watched
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, still
-from adiv_monitor.audit.experiments.concerned import few, with_tensor
-from adiv_monitor.audit.experiments.derived import PRODUCTS
+from adiv_monitor.audit.experiments.concerned import SAMPLES, few, with_tensor
+from adiv_monitor.audit.experiments.derived import PRODUCTS, flat, given
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
@@ -22,15 +21,13 @@ from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 from adiv_monitor.features.rows import to_compute_dtype
 
-SAMPLES = 12  # most samples of a batch
 _SAME = 1e-5  # share of an output's rms: rounding
 _BEYOND = 1.2  # factor on the share of one sample's entries
 MOVED = 0.5  # of the outputs depend on the place in the batch
 # Modules with an argument for the axis of the samples.
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)
-# Functions that add up rows at given indices, as graph networks do with the nodes of edges.
+# Functions that add up rows at given indices, or with a matrix, as graph networks do.
 BY_INDEX = ("index_add", "index_reduce", "scatter_add", "scatter_reduce")
-# Functions that add up rows with the weights of a matrix, which graph networks hold too.
 BY_MATRIX = (*PRODUCTS, "addmm", "_sparse_mm", "_sparse_addmm")
 
 
@@ -48,8 +45,8 @@ def input_matters(fork: Fork, batches: Sequence[Any]) -> float:
     difference = length = 0.0
     try:
         for batch in batches:
-            run = ChangedInputs(fork, batch, fewest=1)
-            others = run.outputs(None, _next_sample)
+            run = ChangedInputs(fork, batch)
+            others = run.outputs(_next_sample)
             if all(torch.equal(x, _next_sample(x)) for x in run.inputs):
                 continue
             for x, y in zip(run.own, others, strict=True):
@@ -67,14 +64,20 @@ def _next_sample(x: Tensor) -> Tensor:
     return x.roll(1, 0)
 
 
+def _first_other(x: Tensor) -> Tensor:
+    """Give the first sample the values of the second."""
+    return torch.cat([x[1:2], x[1:]])
+
+
 def is_other(x: Tensor, y: Tensor) -> Tensor:
     """Return which entries differ by more than rounding."""
     rms = float(x.float().square().mean().sqrt())
     return (x - y).abs() > _SAME * max(rms, 1e-12)
 
 
-def _are_alike(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and not bool(is_other(x, y).any())
+def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    pairs = [*zip(some, others, strict=True)]
+    return all(x.shape == y.shape and not is_other(x, y).any() for x, y in pairs)
 
 
 # Samples
@@ -85,164 +88,111 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the share of the other samples' outputs that change with the first sample's input.
 
     Batch normalisations and dropout are in evaluation mode. The evidence is the first function
-    whose result changes beyond that sample.
+    whose result changes beyond that sample. Nodes of a graph are meant to mix, and graphs are not.
     """
     if setup.differentiates:
         raise Untold("the loss computes inputs from gradients, which an exchange changes")
-    graphs = _graphs(setup.batches[0])
-    if graphs is not None:
-        packed = _mixed(setup.fork(), setup.batches[0], int(graphs[-1]) + 1, graphs)
-        return () if packed is None else (packed,)
+    if (graphs := _graphs(setup.batches[0])) is not None:
+        return _graphs_mixed(setup, graphs)
     batch = few(setup, setup.batches[0])
     size = size_of(batch)
-    if size < 3:
-        raise Untold("the batch has fewer than three samples")
-    shapes = [x.shape for x in tensors(batch) if x.ndim]
-    if any(shape[0] != size for shape in shapes):
-        raise Untold("the tensors of a batch are of unlike length: which axis holds the "
-                     "samples is not known")  # fmt: skip
-    fact = _mixed(setup.fork(), batch, size)
-    if fact is None:
+    if size < 3 or any(len(x) != size for x in tensors(batch) if x.ndim):
+        raise Untold("the batch has fewer than three samples, or tensors of unlike length")
+    results: list[tuple[Call, Tensor]] = []
+    fork = still(setup.fork())
+
+    def see(call: Call) -> None:
+        x = next(flat(call.result), None)
+        if call.path is not None and x is not None and x.shape[:1] == (size,) and x.numel():
+            results.append((call, x.detach().clone()))
+
+    run = ChangedInputs(replace(fork, loss=watched(fork.loss, see)), batch)
+    before = results.copy()
+    results.clear()
+    if all(torch.equal(x, _first_other(x)) for x in run.inputs):
+        raise Untold("the samples are alike, or come in a list")
+    share = _share(run.own, run.outputs(_first_other), size)
+    if share <= _BEYOND / size:
         return _by_place(setup, batch)
-    if _is_independent_along_1(setup.fork(), batch):
-        raise Untold("samples may lie along the second axis: along it they do not mix")
+    mixing = [call for (call, x), (_, y) in zip(before, results, strict=False)
+              if x.shape == y.shape and bool(is_other(x, y)[1:].any())]  # fmt: skip
+    if mixing and _is_of_graph(mixing[0], size):
+        raise Untold(f"the model adds up rows as graph networks do: {mixing[0].place}")
+    if _may_lie_along_1(setup.fork(), batch):
+        raise Untold("samples may lie along the second axis")
     is_ordered = any(isinstance(m, ORDERED) and not m.batch_first for m in setup.model.modules())
-    return (replace(fact, words={"batch_first": "False"} if is_ordered else {}),)
+    words = {"batch_first": "False"} if is_ordered else {}
+    place = mixing[0].place if mixing else ""
+    return (Fact(place, {"share": share, "independent": 1 / size}, words),)
 
 
 def _graphs(batch: Any) -> Tensor | None:
     """Return the number of each node's graph, of a batch of three packed graphs or more."""
     for x in tensors(batch):
-        if x.ndim == 1 and len(x) > 1 and not x.is_floating_point() and x.dtype != torch.bool:
-            steps = x.diff()
+        if x.ndim == 1 and not x.is_floating_point() and x.dtype != torch.bool:
+            count = len(torch.unique(x))
             of_nodes = any(y.is_floating_point() and y.shape[:1] == x.shape for y in tensors(batch))
-            is_packed = x[0] == 0 and steps.min() >= 0 and steps.max() == 1 and x[-1] > 1
-            if of_nodes and is_packed and int(x[-1]) + 1 < len(x):
+            is_packed = torch.equal(x, x.sort().values) and int(x[0]) == 0 and x[-1] == count - 1
+            if of_nodes and is_packed and 2 < count < len(x):
                 return x
     return None
 
 
-def _mixed(fork: Fork, batch: Any, size: int, graphs: Tensor | None = None) -> Fact | None:
-    """Return a fact if outputs of other samples change with the input of the first.
-
-    Args:
-        fork: A copy.
-        batch: The batch.
-        size: The number of samples.
-        graphs: The number of each node's graph, if samples are graphs; None: they are rows.
-    """
-    calls: list[_Result] = []
-    length = size if graphs is None else len(graphs)
-    run = ChangedInputs(still(fork), batch, 1, length, partial(_note, calls, size))
-
+def _graphs_mixed(setup: Setup, graphs: Tensor) -> Iterable[Fact]:
     def first_other(x: Tensor) -> Tensor:
-        if graphs is None:
-            return torch.cat([x[1:2], x[1:]])
         # Edges stay: a square matrix holds them.
         is_fixed = x.shape[1:] == x.shape[:1] or torch.equal(x, graphs)
         return x if is_fixed else torch.cat([x.flip(0)[graphs == 0], x[graphs > 0]])
 
-    own, before = run.own, calls.copy()
-    if not run.inputs:
-        raise Untold("no input has a part for each sample; of a list of tensors it is not known")
-    if all(torch.equal(x, first_other(x)) for x in run.inputs):
-        raise Untold("the samples are alike")
-    calls.clear()
-    others = run.outputs(None, first_other)
-    fitting = [(x, y) for x, y in zip(own, others, strict=False)
-               if x.ndim and x.shape == y.shape and len(x) == size]  # fmt: skip
-    if not fitting or len(own) != len(others):
-        raise Untold("no output has a part for each sample")
-    if any(x.ndim > 1 and x.shape[1] == size for x, _ in fitting):
-        raise Untold("an output has as many columns as samples: it may be of pairs")
-    changed = sum(int(is_other(x, y).sum()) for x, y in fitting)
-    share = changed / sum(x.numel() for x, _ in fitting)
-    place = _first_mixing(before, calls, size)
-    is_mixed = share > _BEYOND / size
-    return Fact(place, {"share": share, "independent": 1 / size}) if is_mixed else None
+    size = int(graphs[-1]) + 1
+    run = ChangedInputs(still(setup.fork()), setup.batches[0])
+    share = _share(run.own, run.outputs(first_other), size)
+    fact = Fact("", {"share": share, "independent": 1 / size})
+    return (fact,) if share > _BEYOND / size else ()
 
 
-class _Result(NamedTuple):
-    """The result of a call, and the weights by which it adds up samples, unless it learns them."""
-
-    name: str
-    place: str
-    result: Tensor
-    graph: Tensor | None
+def _is_of_graph(call: Call, size: int) -> bool:
+    """Return whether a call adds up rows at indices, or by a given matrix of all pairs of rows."""
+    factors = given(call)[:-1] if call.name in BY_MATRIX else []
+    by_matrix = any(x.shape == (size, size) and not x.requires_grad for x in factors)
+    return call.name in BY_INDEX or by_matrix
 
 
-def _note(calls: list[_Result], size: int, call: Call) -> None:
-    x = call.result[0] if isinstance(call.result, tuple) else call.result
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
-        return
-    if x.ndim and len(x) == size and x.numel() and call.path is not None:
-        factors = list(tensors(call.args))[:-1] if call.name in BY_MATRIX else []
-        graph = next((g for g in factors if g.shape == (size, size)), None)
-        is_given = graph is not None and not graph.requires_grad
-        calls.append(
-            _Result(call.name, call.place, x.detach().clone(), graph if is_given else None)
-        )
-
-
-def _first_mixing(own: list[_Result], others: list[_Result], size: int) -> str:
-    """Return the place of the first call whose result changes beyond the first sample."""
-    for one, other in zip(own, others, strict=False):
-        if one.name != other.name or one.result.shape != other.result.shape:
-            break
-        changes = is_other(one.result, other.result)
-        if one.name in BY_INDEX and bool(changes[1:].any()):
-            raise Untold("the model adds up rows at given indices, as graph networks do")
-        if one.graph is not None and other.graph is not None and bool(changes[1:].any()):
-            mine, its = one.graph.to_dense(), other.graph.to_dense()
-            if torch.equal(mine[1:], its[1:]):  # the row of the sample itself may change
-                raise Untold("the model mixes samples by a matrix that does not depend on them, "
-                             "as of a graph")  # fmt: skip
-        if changes.float().mean() > _BEYOND / size:
-            return one.place
-    return ""
+def _share(own: list[Tensor], others: list[Tensor], size: int) -> float:
+    """Return the share of the outputs with a part for each sample that change."""
+    pairs = [(x, y) for x, y in zip(own, others, strict=True)
+             if x.shape == y.shape and x.shape[:1] == (size,)]  # fmt: skip
+    if not pairs or any(x.shape[1:2] == (size,) for x, _ in pairs):
+        raise Untold("no output has a part for each sample, or one may be of pairs")
+    return sum(int(is_other(x, y).sum()) for x, y in pairs) / sum(x.numel() for x, _ in pairs)
 
 
 def _by_place(setup: Setup, batch: Any) -> Iterable[Fact]:
-    """Return the share of the outputs that change if the batch is turned round, if any does.
-
-    Where the model draws random numbers, one for each place, this can't be told.
-    """
-    run = ChangedInputs(still(setup.fork()), batch, fewest=1)
-    turned = run.outputs(None, lambda x: x.flip(0), everything=True)
-    drawn = ChangedInputs(replace(still(setup.fork()), seed=setup.seed + 1), batch).own
-    size = size_of(batch)
-    outputs = [(x, y.flip(0), z) for x, y, z in zip(run.own, turned, drawn, strict=True)
-               if x.ndim and len(x) == size]  # fmt: skip
-    if any(bool(is_other(x, z).any()) for x, _, z in outputs):
+    """Return the share of the outputs that change if the batch is turned round, if any does."""
+    run = ChangedInputs(still(setup.fork()), batch)
+    drawn = ChangedInputs(replace(still(setup.fork()), seed=setup.seed + 1), batch)
+    if not _are_alike(run.own, drawn.own):
         raise Untold("the model draws random numbers")
-    changed = sum(int(is_other(x, y).sum()) for x, y, _ in outputs)
-    share = changed / max(1, sum(x.numel() for x, *_ in outputs))
+    turned = run.outputs(lambda x: x.flip(0), everything=True)
+    share = _share(run.own, [x.flip(0) if x.ndim else x for x in turned], size_of(batch))
     return (Fact("", {"share": share}, {"by": "place"}),) if share > MOVED else ()
 
 
-def _is_independent_along_1(fork: Fork, batch: Any) -> bool:
-    """Return whether samples may lie along axis 1 of all tensors without mixing there.
+def _may_lie_along_1(fork: Fork, batch: Any) -> bool:
+    """Return whether outputs follow inputs that trade places along axis 1 of all tensors.
 
-    Then outputs follow inputs that trade places along it. Where places differ, as with learnt
-    positions, they are no samples.
+    Where places differ, as with learnt positions, they are no samples.
     """
-    shapes = [x.shape for x in tensors(batch) if x.ndim]
-    if any(len(shape) < 2 or shape[1] != shapes[0][1] for shape in shapes):
+    lengths = {x.shape[1:2] for x in tensors(batch) if x.ndim}
+    if len(lengths) > 1 or () in lengths:
         return False
     run = ChangedInputs(still(fork), batch)
-    others = run.outputs(None, lambda x: torch.cat([x[:, 1:2], x[:, 1:]], 1))
-    turned = run.outputs(None, lambda x: x.flip(1), everything=True)
-    found = [(x, y, z) for x, y, z in zip(run.own, others, turned, strict=False)
-             if x.shape == y.shape == z.shape and x.shape[1:2] == shapes[0][1:2]]  # fmt: skip
-    return bool(found) and all(
-        float(is_other(x, y).float().mean()) <= _BEYOND / x.shape[1] and _are_alike(x, z.flip(1))
-        for x, y, z in found
-    )
+    turned = run.outputs(lambda x: x.flip(1), everything=True)
+    return _are_alike(run.own, [x.flip(1) if x.ndim > 1 else x for x in turned])
 
 
 # Order
 
-BAGS = -1  # instead of a patch size: inputs are summed on purpose
 PATCHES = ("conv2d", "unfold")  # functions whose stride may equal their kernel size
 
 
@@ -260,12 +210,9 @@ def order_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
     batch, fork = first(setup.batches[0], SAMPLES), still(fork)
-    patch = patch_size(fork, batch)
-    run = ChangedInputs(fork, batch)
-    if not run.inputs:
-        raise Untold("no input tensor has a part for each sample")
-    count = places(run.inputs[0], patch)
-    if count < 3 or patch == BAGS:
+    patch, run = patch_size(fork, batch), ChangedInputs(fork, batch)
+    count = places(run.inputs[0], patch) if run.inputs else 0
+    if count < 3 or calls_of(fork, lambda call: call.name == "embedding_bag", batch):
         return ()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     order = order.to(run.inputs[0].device)
@@ -273,35 +220,27 @@ def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
     def permuted(x: Tensor) -> Tensor:
         return _at_places(x, patch, lambda x: x[:, order])
 
+    def first_place(x: Tensor) -> Tensor:
+        return torch.cat([_next_sample(x[:, :1]), x[:, 1:]], 1)
+
     if torch.equal(run.inputs[0], permuted(run.inputs[0])):
         raise Untold("all positions are equal")
-    own, other = run.own, run.outputs(0, permuted)
-    if not own or len(own) != len(other):
-        raise Untold("the model returns no tensor")
-    if not all(map(_are_alike, own, other)):
-        if any(a.shape[1:2] != (count,) or not _are_alike(a[:, order], b)
-               for a, b in zip(own, other, strict=True)):  # fmt: skip
+    own, others = run.own, run.outputs(permuted, 0)
+    if not _are_alike(own, others):
+        if any(x.shape[1:2] != (count,) for x in own):
             return ()
-        one = run.outputs(0, lambda x: _at_places(
-            x, patch, lambda x: torch.cat([_next_sample(x[:, :1]), x[:, 1:]], 1)))  # fmt: skip
-        if all(_are_alike(a[:, 1:], b[:, 1:]) for a, b in zip(own, one, strict=True)):
-            return ()  # each position is computed independently
-    return (Fact("", {"places": float(count)}),)
+        one = run.outputs(lambda x: _at_places(x, patch, first_place), 0)
+        # Of one place, they change no other if each place is computed by itself.
+        by_itself = _are_alike([x[:, 1:] for x in own], [x[:, 1:] for x in one])
+        if by_itself or not _are_alike([x[:, order] for x in own], others):
+            return ()
+    return (Fact("", {"places": float(count)}),) if own else ()
 
 
 def patch_size(fork: Fork, batch: Any) -> int:
-    """Return the patch size of the first layer that cuts images; 0: none; BAGS: bags are summed."""
-    found: list[int] = []
-
-    def look(call: Call) -> None:
-        if call.name == "embedding_bag":
-            found.append(BAGS)
-        if not found and call.name in PATCHES and (size := patch_of(call)):
-            found.append(size)
-
-    with torch.no_grad():
-        see_calls(fork, look, batch)
-    return found[0] if found else 0
+    """Return the size of the patches that the first layer cuts images into; 0: there is none."""
+    found = calls_of(fork, lambda call: call.name in PATCHES and patch_of(call), batch)
+    return patch_of(found[0]) if found else 0
 
 
 def patch_of(call: Call) -> int:
@@ -339,9 +278,13 @@ def _at_places(x: Tensor, patch: int, change: Callable[[Tensor], Tensor]) -> Ten
 # Parts of inputs
 
 PARTS = 16  # most parts of an axis
-GRID = 4  # number of parts along each side of images
 VARIES = 0.25  # share of the samples in which a part must differ from the next one's
-_AXES = {2: ("features",), 3: ("places", "features"), 4: ("channels",)}
+# Axes of an input after the first, and the most parts of each.
+_AXES = {
+    2: {"features": PARTS},
+    3: {"places": PARTS, "features": PARTS},
+    4: {"channels": PARTS, "rows": 4, "columns": 4},
+}
 # Functions with a boolean mask → position and name of that argument.
 MASKS = {
     "masked_fill": (1, "mask"),
@@ -351,20 +294,20 @@ MASKS = {
 
 
 class Part(NamedTuple):
-    """A part of an input that is exchanged at once.
-
-    Attributes:
-        name: name of its axis, or of the patch.
-        along: entries along the axis; None: a patch.
-        entries: entries of the whole input.
-    """
+    """A part of an input: entries of one axis."""
 
     name: str
-    along: slice | None
-    entries: tuple[slice, ...]
+    axis: int
+    start: int
+    stop: int
 
+    def of(self, x: Tensor) -> Tensor:
+        """Return a view of this part of an input."""
+        return x.narrow(self.axis, self.start, self.stop - self.start)
 
-_WHOLE = Part("", None, (slice(None),))
+    def __str__(self) -> str:
+        last = self.stop - 1
+        return f"{self.name} {self.start}" + f" to {last}" * (last > self.start)
 
 
 @asks("input-partly-ignored")
@@ -375,92 +318,59 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     that is ignored as a whole, unless another is not.
     """
     batch = first(setup.batches[0], SAMPLES)
-    runs = [ChangedInputs(still(fork), batch, fewest=1)
+    runs = [ChangedInputs(still(fork), batch)
             for fork in (setup.fork_like(trained), setup.fork())]  # fmt: skip
+    inputs = [*zip(runs[0].names, runs[0].inputs, strict=True)]
 
     def is_silent(number: int, part: Part) -> bool:
-        return all(_is_silent(run, number, part) for run in runs)
+        def exchanged(x: Tensor) -> Tensor:
+            changed = x.clone()
+            part.of(changed).copy_(_next_sample(part.of(x)))
+            return changed
 
-    names, inputs = runs[0].names, runs[0].inputs.copy()
-    varied = [number for number, x in enumerate(inputs) if _varies(x)]
-    masks = {"masked": "True"} if _is_masked(setup.fork(), batch) else {}
-    found, ignored = [], []
-    for number, x in enumerate(inputs):
-        shape = {"shape": str(tuple(x.shape))}
-        parts = [part for part in _parts(x) if _varies(x[part.entries])]
+        return all(run.own and all(map(torch.equal, run.own, run.outputs(exchanged, number)))
+                   for run in runs)  # fmt: skip
+
+    masked = calls_of(setup.fork(), lambda call: mask_of(call) is not None, batch)
+    found, unused = [], []
+    for number, (name, x) in enumerate(inputs):
+        words = {"shape": str(tuple(x.shape)), **({"masked": "True"} if masked else {})}
+        of = f"input {number}" if len(inputs) > 1 else "the input"
+        parts = [part for part in _parts(x) if _varies(part.of(x))]
         silent = [part for part in parts if is_silent(number, part)]
         if len(silent) < len(parts):
             numbers = {"share": len(silent) / len(parts), "parts": float(len(silent))}
-            of = f"input {number}" if len(inputs) > 1 else "the input"
-            found += [Fact(f"{words} of {of}", numbers, {**shape, **masks})
-                      for words in _joined(silent)]  # fmt: skip
-        elif number in varied and len(varied) > 1 and is_silent(number, _WHOLE):
-            ignored.append(Fact(f"input '{names[number]}'", {"share": 1.0, "parts": 1.0},
-                                {**shape, "whole": "True"}))  # fmt: skip
-    return (*found, *ignored) if len(ignored) < len(varied) else found
+            found += [Fact(f"{part} of {of}", numbers, words) for part in _joined(silent)]
+        elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
+            words = {**words, "whole": "True"}
+            unused.append(Fact(f"input '{name}'", {"share": 1.0, "parts": 1.0}, words))
+    return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
 
 
 def _parts(x: Tensor) -> Iterator[Part]:
-    names = _AXES.get(x.ndim, ())
-    if x.ndim == 2 and not x.is_floating_point():
-        names = ("places",)
-    whole = slice(None)
-    for axis, name in enumerate(names, start=1):
-        for some in _ranges(x.shape[axis], PARTS):
-            yield Part(name, some, (*[whole] * axis, some))
-    if x.ndim == 4:
-        for rows in _ranges(x.shape[2], GRID):
-            for columns in _ranges(x.shape[3], GRID):
-                name = f"rows {_said(rows)}, columns {_said(columns)}"
-                yield Part(name, None, (whole, whole, rows, columns))
+    is_tokens = x.ndim == 2 and not x.is_floating_point()
+    axes = {"places": PARTS} if is_tokens else _AXES.get(x.ndim, {})
+    for axis, (name, most) in enumerate(axes.items(), start=1):
+        length, count = x.shape[axis], min(x.shape[axis], most)
+        edges = [i * length // count for i in range(count + 1)] if length > 1 else []
+        yield from (Part(name, axis, start, stop) for start, stop in pairwise(edges))
 
 
-def _ranges(length: int, most: int) -> list[slice]:
-    """Return the parts of an axis; none for an axis of one entry."""
-    count = min(length, most)
-    edges = [i * length // count for i in range(count + 1)] if length > 1 else []
-    return [slice(a, b) for a, b in pairwise(edges)]
-
-
-def _said(some: slice) -> str:
-    last = some.stop - 1
-    return f"{some.start}" if last == some.start else f"{some.start} to {last}"
-
-
-def _joined(parts: list[Part]) -> list[str]:
-    """Return words for the parts, with neighbours along an axis joined."""
-    joined: list[tuple[str, slice | None]] = []
-    for name, along, _ in parts:
-        last, before = joined[-1] if joined else ("", None)
-        if along and before and (last, before.stop) == (name, along.start):
-            joined[-1] = name, slice(before.start, along.stop)
+def _joined(parts: list[Part]) -> list[Part]:
+    """Return the parts, with neighbours along an axis as one."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and (joined[-1].axis, joined[-1].stop) == (part.axis, part.start):
+            joined[-1] = joined[-1]._replace(stop=part.stop)
         else:
-            joined.append((name, along))
-    return [name if along is None else f"{name} {_said(along)}" for name, along in joined]
+            joined.append(part)
+    return joined
 
 
 def _varies(part: Tensor) -> bool:
     """Return whether the part differs between samples."""
     differs = (part != _next_sample(part)).reshape(len(part), -1).any(1)
     return len(part) > 1 and float(differs.float().mean()) >= VARIES
-
-
-def _is_silent(run: ChangedInputs, number: int, part: Part) -> bool:
-    def exchanged(x: Tensor) -> Tensor:
-        changed = x.clone()
-        changed[part.entries] = _next_sample(x[part.entries])
-        return changed
-
-    own, other = run.own, run.outputs(number, exchanged)
-    return bool(own) and len(own) == len(other) and all(map(torch.equal, own, other))
-
-
-def _is_masked(fork: Fork, batch: Any) -> bool:
-    """Return whether a call receives a boolean mask."""
-    found: list[bool] = []
-    with torch.no_grad():
-        see_calls(fork, lambda call: found.append(mask_of(call) is not None), batch)
-    return any(found)
 
 
 def mask_of(call: Call) -> tuple[int, str, Tensor] | None:
@@ -482,9 +392,8 @@ def state_carried(setup: Setup, trained: Fork) -> Iterable[Fact]:
     A state of each sample changes those of the sample at its place, and a queue, or running
     statistics, those of all.
     """
-    before, *others = list({id(batch): batch for batch in setup.batches}.values())
-    size = size_of(before)
-    batch = next((other for other in others if size_of(other) == size > 2), None)
+    before, size = setup.batches[0], size_of(setup.batches[0])
+    batch = next((x for x in setup.batches if x is not before and size_of(x) == size > 2), None)
     if batch is None:
         raise Untold("no two batches are of the same length")
 
@@ -492,18 +401,16 @@ def state_carried(setup: Setup, trained: Fork) -> Iterable[Fact]:
         fork = still(setup.fork())
         with seeded(setup.seed), torch.no_grad():
             fork.loss(fork.model, copied(before))
-        return [x for x in ChangedInputs(fork, batch).own if x.ndim and len(x) == size]
+        return [x for x in ChangedInputs(fork, batch).own if x.shape[:1] == (size,)]
 
-    def first_other(x: Tensor) -> Tensor:
-        return torch.cat([x[1:2], x[1:]]) if x.ndim and len(x) == size else x
-
-    pairs = zip(outputs_after(before), outputs_after(mapped(before, first_other)), strict=True)
-    moved = [is_other(x, y).flatten(1).any(1) if x.ndim > 1 else is_other(x, y) for x, y in pairs]
-    if not any(bool(rows.any()) for rows in moved):
+    other = mapped(before, lambda x: _first_other(x) if x.shape[:1] == (size,) else x)
+    pairs = zip(outputs_after(before), outputs_after(other), strict=True)
+    moved = torch.stack([is_other(x, y).reshape(size, -1).any(1) for x, y in pairs]).any(0)
+    if not moved.any():
         return ()
-    by_sample = not any(bool(rows[1:].any()) for rows in moved)
+    by_sample = not moved[1:].any()
     words = {"of": "sample", "goes on": _goes_on(before, batch)} if by_sample else {"of": "batch"}
-    return (Fact("", {"outputs": max(float(rows.float().mean()) for rows in moved)}, words),)
+    return (Fact("", {"outputs": float(moved.float().mean())}, words),)
 
 
 def _goes_on(before: Any, batch: Any) -> str:
@@ -511,14 +418,12 @@ def _goes_on(before: Any, batch: Any) -> str:
 
     It is not known where neighbours in a series are no nearer than others.
     """
-    x = next((x for x in tensors(batch) if x.ndim > 1 and x.shape[1] > 1), None)
-    if x is None:
-        return "unknown"
-    ends = [y[:, -1] for y in tensors(before)
-            if y.ndim > 1 and len(y) == len(x) and y.shape[2:] == x.shape[2:]]  # fmt: skip
-    if any(_are_near(end, x[:, 0]) for end in ends):
-        return "yes"
-    return "no" if x.is_floating_point() and _are_near(x[:, -2], x[:, -1]) else "unknown"
+    for x, y in zip(tensors(batch), tensors(before), strict=True):
+        if x.ndim > 1 and x.shape[1] > 1 and len(x) == len(y):
+            if _are_near(y[:, -1], x[:, 0]):
+                return "yes"
+            return "no" if x.is_floating_point() and _are_near(x[:, -2], x[:, -1]) else "unknown"
+    return "unknown"
 
 
 def _are_near(x: Tensor, y: Tensor) -> bool:
@@ -531,7 +436,7 @@ def _are_near(x: Tensor, y: Tensor) -> bool:
 def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the tensors that change no loss, of the shape of another that does."""
     batch = setup.batches[0]
-    parts, size = list(tensors(batch)), size_of(batch)
+    parts, size = [*tensors(batch)], size_of(batch)
     shapes = [x.shape for x in parts if x.is_floating_point() and x.ndim > 1]
     like = [i for i, x in enumerate(parts) if x.is_floating_point() and len(x) == size > 1
             and shapes.count(x.shape) > 1]  # fmt: skip
@@ -539,9 +444,9 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     own = loss.of(batch) if like else 0.0
     unread = [i for i in like if all(loss.of(with_tensor(batch, i, change)) == own
                                      for change in (_next_sample, lambda x: 0.5 * x))]  # fmt: skip
-    read = [i for i in like if i not in unread]
     for i in unread:
-        twin = next((j for j in read if parts[j].shape == parts[i].shape), None)
-        if twin is not None and not any(torch.equal(parts[i], parts[j]) for j in read):
-            numbers = {"unread": float(i), "read": float(twin)}
-            yield Fact("", numbers, {"shape": str(tuple(parts[i].shape))})
+        shape = parts[i].shape
+        read = [j for j in like if j not in unread and parts[j].shape == shape]
+        if read and not any(torch.equal(parts[i], parts[j]) for j in read):
+            numbers = {"unread": float(i), "read": float(read[0])}
+            yield Fact("", numbers, {"shape": str(tuple(shape))})

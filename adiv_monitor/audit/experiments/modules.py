@@ -1,6 +1,6 @@
 """Modules that lose what their inputs tell: modes, normalisations, dropout, constant outputs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls
 from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
 from adiv_monitor.audit.experiments.questions import (
     Untold,
@@ -18,8 +18,8 @@ from adiv_monitor.audit.experiments.questions import (
     of_each_call,
 )
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -79,9 +79,9 @@ def left_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 def _unused(model: nn.Module, given: float) -> list[Fact]:
-    still = ((path, m) for path, m in model.named_modules() if not m.training)
     return [Fact(path, {"given": given}, {"class": type(m).__name__})
-            for path, m in still if isinstance(m, NORMS) and _is_unused(m)]  # fmt: skip
+            for path, m in model.named_modules()
+            if not m.training and isinstance(m, NORMS) and _is_unused(m)]  # fmt: skip
 
 
 def _is_unused(norm: nn.Module) -> bool:
@@ -106,32 +106,20 @@ def dropout_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
         is_fused = call.name == "scaled_dot_product_attention"
         return call.argument(4, "dropout_p", 0.0) if is_fused else rate_of(call)
 
-    return _drops(fork, rate, 0.0)
+    drops = calls_of(fork, lambda call: rate(call) > 0)
+    return first_at_each_place(Fact(call.place, {"rate": rate(call)}) for call in drops)
 
 
 @asks("dropout-too-high")
 def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return dropout rates above 0.7, and the trained model's losses with and without it."""
-    found = _drops(setup.fork(), rate_of, HIGH)
-    if not found:
+    drops = calls_of(setup.fork(), lambda call: rate_of(call) > HIGH)
+    if not drops:
         return ()
     batch, bare = trained.batches[-1], replace(trained)
     change_calls(bare, lambda c: with_rate(c, 0.0) if rate_of(c) > HIGH else NotImplemented)
     price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-    return [replace(fact, numbers={**fact.numbers, **price}) for fact in found]
-
-
-def _drops(fork: Fork, rate: Callable[[Call], float], least: float) -> tuple[Fact, ...]:
-    """Return where a pass drops more than a share, with the rate."""
-    found: list[Fact] = []
-
-    def look(call: Call) -> None:
-        if (share := rate(call)) > least:
-            found.append(Fact(call.place, {"rate": share}))
-
-    with torch.no_grad():
-        see_calls(fork, look)
-    return first_at_each_place(found)
+    return first_at_each_place(Fact(c.place, {"rate": rate_of(c), **price}) for c in drops)
 
 
 @looks("outputs-constant")
@@ -145,13 +133,11 @@ class Constant:
 
     def __init__(self, fork: Fork) -> None:
         self._size = size_of(fork.batches[0])
-        self._inputs: dict[nn.Module, tuple[float, float, bool]] = {}
         self._found: list[Fact] = []
         self._outputs: list[tuple[float, float]] = []
         self._last: nn.Module | None = None
         for path, module in fork.model.named_modules():
             if path and not [*module.children()]:
-                module.register_forward_pre_hook(self._before)
                 module.register_forward_hook(partial(self._after, path))
         fork.model.register_forward_hook(lambda m, _, out: self._outputs.extend(self._spreads(out)))
 
@@ -163,30 +149,23 @@ class Constant:
         if self._size < FEWEST:
             raise Untold(f"the batch has fewer than {FEWEST} samples")
         is_constant = all(v <= CONSTANT * square for v, square in self._outputs)
-        if not self._outputs or not is_constant or _is_zero(self._last):
-            return ()
-        return self._found[:1]
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self._inputs.pop(module, None)
-        x = args[0] if args else None
-        if isinstance(x, Tensor) and (known := self._spreads(x)):
-            self._inputs[module] = *known[0], bool((x > 0).any())
+        return self._found[:1] if self._outputs and is_constant and not _is_zero(self._last) else ()
 
     def _after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if [*module.parameters()]:
             self._last = module
-        made = self._spreads(output)
-        if not made or module not in self._inputs:
+        given, made = self._spreads(args[:1]), self._spreads(output)
+        if not given or not made:
             return
-        (variance, square), (before, square_before, is_positive) = made[0], self._inputs[module]
+        (before, square_before), (variance, square) = given[0], made[0]
         if variance > max(CONSTANT * square, ROUNDING):
             self._found.clear()  # a later sum varies again
         elif before > VARIES * square_before and (
             variance < CONSTANT * square or variance <= ROUNDING * min(before, 1.0)
         ):
-            by = _by(module, square)
-            if by == "zeros" and is_positive:
+            is_norm = "Norm" in type(module).__name__
+            by = "weight" if _is_zero(module) else "norm" if is_norm else "zeros" * (square == 0)
+            if by == "zeros" and bool((args[0] > 0).any()):
                 return  # it ignores its input, which `input-ignored` tells
             share = min(variance / square, variance / before) if square else 0.0
             words = {"class": type(module).__name__, "by": by}
@@ -194,19 +173,9 @@ class Constant:
 
     def _spreads(self, x: Any) -> list[tuple[float, float]]:
         """Return variance over samples and mean square of each tensor that has all samples."""
-        whole = (y for y in tensors(x) if y.ndim and len(y) == self._size and y.numel())
-        each = [y.detach().double() for y in whole
-                if y.is_floating_point() and y.layout == torch.strided]  # fmt: skip
+        each = [y.detach().double() for y in tensors(x) if y.is_floating_point() and y.numel()
+                and y.shape[:1] == (self._size,) and y.layout is torch.strided]  # fmt: skip
         return [(float(y.var(0, correction=0).mean()), float(y.square().mean())) for y in each]
-
-
-def _by(module: nn.Module, square: float) -> str:
-    """Return what makes the outputs constant, as far as the module itself tells."""
-    if _is_zero(module):
-        return "weight"
-    if "Norm" in type(module).__name__:
-        return "norm"
-    return "zeros" if square == 0.0 else ""
 
 
 def _is_zero(module: nn.Module | None) -> bool:
@@ -221,21 +190,17 @@ def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     Before training, all samples get the outputs of the first one, and then these times −1. A convex
     loss of outputs and targets is not below that of outputs of zero both times.
     """
-    size = size_of(setup.batches[0])
-    if size < FEWEST:
+    if size_of(setup.batches[0]) < FEWEST:
         raise Untold(f"the batch has fewer than {FEWEST} samples")
-    first, start = _passed(setup.fork(), setup.batches[0], size, 0)
-    last, end = _passed(setup.fork_like(trained), setup.batches[0], size, 0)
-    if start is None or end is None:
-        raise Untold("no trained module that the loss calls returns outputs of the samples")
+    (first, start), (last, end) = _passed(setup.fork()), _passed(setup.fork_like(trained))
     if end >= LEFT * start or first <= last:
         return ()
-    loss = max(_passed(setup.fork(), setup.batches[0], size, sign)[0] for sign in (1, -1))
+    loss = max(_passed(setup.fork(), sign)[0] for sign in (1, -1))
     is_lowest = loss <= last + _AS_LOW * (first - last)
     return (Fact("", {"before": start, "after": end, "loss": loss}),) if is_lowest else ()
 
 
-def _passed(fork: Fork, batch: Any, size: int, sign: int) -> tuple[float, float | None]:
+def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
     """Run a fork's loss with the samples' own outputs (0), or the first one's times a sign.
 
     These are the outputs of the modules that no other module calls, if they depend on trained
@@ -243,10 +208,9 @@ def _passed(fork: Fork, batch: Any, size: int, sign: int) -> tuple[float, float 
     same ones, so two views of a sample do not differ either.
 
     Returns:
-        The loss, and the variance over the samples of the last such outputs over their mean square;
-        None: there are none.
+        The loss, and the variance over the samples of the last such outputs over their mean square.
     """
-    running: list[nn.Module] = []
+    size, running = size_of(fork.batches[0]), [0]
     outputs: list[Tensor] = []
     of_all: dict[torch.Size, Tensor] = {}
 
@@ -257,18 +221,18 @@ def _passed(fork: Fork, batch: Any, size: int, sign: int) -> tuple[float, float 
         return of_all.setdefault(x.shape[1:], sign * x[0]).expand_as(x).clone() if sign else x
 
     def before(module: nn.Module, args: Any) -> None:
-        running.append(module)
+        running[0] += 1
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        running.pop()
-        return None if running else mapped(output, in_place_of)
+        running[0] -= 1
+        return None if running[0] else mapped(output, in_place_of)
 
     for module in fork.model.modules():
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
-    with seeded(fork.seed), torch.enable_grad():
-        loss = float(fork.loss(fork.model, copied(batch)).detach())
+    with torch.enable_grad():
+        loss = float(fork.first_loss().detach())
     if not outputs:
-        return loss, None
+        raise Untold("no trained module that the loss calls returns outputs of the samples")
     square = float(outputs[-1].square().mean())
     return loss, float(outputs[-1].var(0, correction=0).mean()) / square if square else 0.0

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import nodes_of
-from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, still
-from adiv_monitor.audit.experiments.derived import flat
+from adiv_monitor.audit.experiments.concerned import SAMPLES
+from adiv_monitor.audit.experiments.derived import PRODUCTS, flat, given
 from adiv_monitor.audit.experiments.flat import ends_of_function
 from adiv_monitor.audit.experiments.questions import asks, first_at_each_place, looks
 from adiv_monitor.audit.training.batches import first
@@ -18,15 +19,13 @@ from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
 
-SAMPLES = 12  # most samples of a batch
 LEAST = 4  # samples: of fewer, some sums are samples themselves
 MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-PRODUCTS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm",
-            "einsum", "conv1d", "conv2d", "conv3d", "bilinear")  # fmt: skip
+WEIGHTED = (*PRODUCTS, "addmm", "conv1d", "conv2d", "conv3d", "bilinear")
 ENTRIES = 64  # fewest of a weight: the mean of fewer differs from zero by chance
 ONE_SIDED = 0.3  # abs(mean) / rms
 DEVIATIONS = 4.0  # of the mean of independent entries around zero: 1 / sqrt(their number)
-BATCHES = 4  # most batches, if the first has divisors of both signs
+BATCHES = 4  # most whose divisors are taken together
 DIVISORS = 16  # fewest
 _SAME = 1e-4  # share of the outputs' spread: rounding in a network of many layers
 _DIVISOR = {"div": 1, "divide": 1, "true_divide": 1, "__truediv__": 1, "__itruediv__": 1,
@@ -41,47 +40,37 @@ def no_activation(setup: Setup, trained: Fork) -> Iterable[Fact]:
     not seen, shows in the graph of the loss.
     """
     fork = setup.fork()
-    made: dict[int, tuple[Call, Tensor]] = {}  # tensors are held so that ids stay unique
-    used: set[int] = set()
+    made: list[tuple[Call, Tensor]] = []
+    used: list[Tensor] = []  # they are held so that ids stay unique
 
-    def look(call: Call) -> None:
-        used.update(map(id, flat([*call.args, *call.kwargs.values()])))
-        x, given = call.result, call.argument(0, "input")
-        is_new = isinstance(x, Tensor) and x is not given and x.requires_grad
+    def see(call: Call) -> None:
+        used.extend(given(call))
+        x = call.result
+        is_new = isinstance(x, Tensor) and x is not call.argument(0, "input") and x.requires_grad
         if is_new and call.path is not None and ends_of_function(call.name, call.kwargs):
-            made[id(x)] = call, x
+            made.append((call, x))
 
-    given_out: list[Tensor] = []
-    fork.model.register_forward_hook(lambda module, args, out: given_out.extend(flat(out)))
-    layers = _maps(fork)
+    fork.model.register_forward_hook(lambda module, args, out: used.extend(flat(out)))
     with torch.enable_grad():
-        loss = see_calls(fork, look)
-    used |= {id(loss), *map(id, given_out)}
-    reached = nodes_of([loss.grad_fn])
-    lost = [call for key, (call, x) in made.items() if key not in used and x.grad_fn not in reached]
+        loss = see_calls(fork, see)
+    known, reached = {id(loss), *map(id, used)}, nodes_of([loss.grad_fn])
+    lost = [call for call, x in made if id(x) not in known and x.grad_fn not in reached]
     facts = [*first_at_each_place(Fact(call.place, {}, {"by": "lost"}) for call in lost)]
-    if len(layers) > 1:
-        moved = _switched_on(still(setup.fork()))
-        if _is_affine(moved, first(setup.batches[0], SAMPLES)):
-            facts.append(Fact("", {"layers": float(len(layers))}, {"by": "affine"}))
+    layers = len(maps_that_run(setup.fork()))
+    if layers > 1 and _is_affine(_switched_on(still(setup.fork()))):
+        facts.append(Fact("", {"layers": float(layers)}, {"by": "affine"}))
     return facts
-
-
-def _maps(fork: Fork) -> dict[str, None]:
-    """Return the paths of the linear and convolutional layers that run from now on, in order."""
-    found: dict[str, None] = {}
-    for path, module in fork.model.named_modules():
-        if isinstance(module, MAPS):
-            module.register_forward_hook(lambda m, args, out, path=path: found.setdefault(path))
-    return found
 
 
 def maps_that_run(fork: Fork) -> list[str]:
     """Return the paths of the linear and convolutional layers that the loss runs."""
-    found = _maps(fork)
+    found: dict[str, None] = {}
+    for path, module in fork.model.named_modules():
+        if isinstance(module, MAPS):
+            module.register_forward_hook(lambda m, args, out, path=path: found.setdefault(path))
     with torch.no_grad():
-        see_calls(fork, lambda call: None)
-    return list(found)
+        fork.first_loss()
+    return [*found]
 
 
 @torch.no_grad()
@@ -98,30 +87,26 @@ def _switched_on(fork: Fork) -> Fork:
     return fork
 
 
-def _is_affine(fork: Fork, batch: Any) -> bool:
-    """Return whether f(a + b − c) = f(a) + f(b) − f(c) for samples a, b and c of a batch.
+def _is_affine(fork: Fork) -> bool:
+    """Return whether f(a + b − c) = f(a) + f(b) − f(c) for samples a, b and c of the first batch.
 
     It is False if the model has not exactly one input, of floating-point numbers.
     """
-    probe = ChangedInputs(fork, batch)
-    if len(probe.inputs) != 1 or not probe.inputs[0].is_floating_point():
+    run = ChangedInputs(fork, first(fork.batches[0], SAMPLES))
+    if len(run.inputs) != 1 or not run.inputs[0].is_floating_point():
         return False
 
     def mixed(x: Tensor) -> Tensor:
         return x + x.roll(1, 0) - x.roll(2, 0)
 
-    size = len(probe.inputs[0])
-    pairs = [(mixed(x), y) for x, y in zip(probe.own, probe.outputs(0, mixed), strict=True)
-             if x.ndim and len(x) == size]  # fmt: skip
-    spread = [float((x - x.mean(0)).norm()) for x, _ in pairs]
-    return (
-        bool(pairs)
-        and size >= LEAST
-        and all(
-            s > _SAME * float(x.norm()) and float((x - y).norm()) <= _SAME * s
-            for (x, y), s in zip(pairs, spread, strict=True)
-        )
-    )
+    def fits(x: Tensor, y: Tensor) -> bool:
+        spread = float((x - x.mean(0)).norm())
+        return spread > _SAME * float(x.norm()) and float((mixed(x) - y).norm()) <= _SAME * spread
+
+    size = len(run.inputs[0])
+    pairs = [(x, y) for x, y in zip(run.own, run.outputs(mixed), strict=True)
+             if x.shape[:1] == (size,)]  # fmt: skip
+    return size >= LEAST and bool(pairs) and all(fits(x, y) for x, y in pairs)
 
 
 @looks("one-sided-weights")
@@ -134,7 +119,7 @@ class OneSided:
 
     def see(self, call: Call) -> None:
         """Look for weights; complex numbers have no sign."""
-        for x in call.args if call.name in PRODUCTS else ():
+        for x in call.args if call.name in WEIGHTED else ():
             name = self._names.get(id(x))
             if name is None or x.ndim < 2 or x.numel() < ENTRIES or x.is_complex():
                 continue
@@ -160,30 +145,18 @@ def unsafe_division(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
     Also return the largest result over the median one, without units that are off.
     """
-    fork = setup.fork()
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def look(call: Call) -> None:
-        divisor = call.argument(_DIVISOR[call.name], "other") if call.name in _DIVISOR else None
-        if isinstance(divisor, Tensor) and divisor.is_floating_point():
-            pair = divisor.float().flatten(), call.result.float().flatten()
-            found.setdefault(call.place, []).append(pair)
-
-    facts: list[Fact] = []
-    with torch.no_grad():
-        for batch in setup.batches[:BATCHES]:
-            see_calls(fork, look, batch)
-            facts = []
-            for place, pairs in found.items():
-                divisors, results = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-                close, sizes = closeness(divisors), results.abs()
-                sizes = sizes[sizes > 0]
-                if close is not None and len(sizes) and bool(sizes.isfinite().all()):
-                    times = float(sizes.max() / sizes.median())
-                    facts.append(Fact(place, {"close": close, "times": times}))
-            if not facts:
-                break
-    return facts
+    for batch in setup.batches[:BATCHES]:
+        for call in calls_of(setup.fork(), lambda call: call.name in _DIVISOR, batch):
+            divisor = call.argument(_DIVISOR[call.name], "other")
+            if isinstance(divisor, Tensor) and divisor.is_floating_point():
+                pair = divisor.float().flatten(), call.result.abs().float().flatten()
+                found.setdefault(call.place, []).append(pair)
+    for place, pairs in found.items():
+        divisors, sizes = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        close, sizes = closeness(divisors), sizes[sizes > 0]
+        if close is not None and len(sizes) and bool(sizes.isfinite().all()):
+            yield Fact(place, {"close": close, "times": float(sizes.max() / sizes.median())})
 
 
 def closeness(divisors: Tensor) -> float | None:
@@ -203,45 +176,30 @@ class Hidden:
     """
 
     def __init__(self, fork: Fork) -> None:
-        self._known = {id(p) for p in (*fork.model.parameters(), *held(fork.optimizer))}
+        known = {id(p) for p in (*fork.model.parameters(), *held(fork.optimizer))}
         self._count = sum(p.numel() for p in fork.model.parameters())
-        self._inside: dict[int, tuple[str, Tensor]] = {}
+        self._inside = {id(x): (f"{path}.{name}".lstrip("."), x)
+                        for path, module in fork.model.named_modules()
+                        for name, x in _attributes(module) if id(x) not in known}  # fmt: skip
+        self._known = known | self._inside.keys()
         self._anew: list[Fact] = []
-        self._made: list[Tensor] = []  # they are held so that their memory is not reused
-        for path, module in fork.model.named_modules():
-            for name, x in _attributes(module):
-                if id(x) not in self._known:
-                    self._inside.setdefault(id(x), (f"{path}.{name}".lstrip("."), x))
-        self._known |= self._inside.keys()
 
     def see(self, call: Call) -> None:
-        """Look for parameters in memory that the pass has made."""
-        result = next(flat(call.result), None)
-        if call.path is None or result is None:
-            return
-        if not result.requires_grad:
-            self._made.append(result)
-        for x in flat([*call.args, *call.kwargs.values()]):
-            is_known = not isinstance(x, nn.Parameter) or id(x) in self._known
-            if not is_known and result.grad_fn is not None and self._is_new(x):
+        """Look for parameters that the model did not have before the pass."""
+        is_used = call.path is not None and any(x.grad_fn for x in flat(call.result))
+        for x in given(call) if is_used else ():
+            if isinstance(x, nn.Parameter) and id(x) not in self._known:
                 share = x.numel() / (self._count + x.numel())
                 self._anew.append(Fact(call.place, {"share": share}, {"made": "anew"}))
 
-    def _is_new(self, x: Tensor) -> bool:
-        return any(y.shape == x.shape and y.data_ptr() == x.data_ptr() for y in self._made)
-
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return leaves that get a gradient, and the places where a new parameter is used."""
-        found = self.hidden(loss)
-        every = self._count + sum(p.numel() for p in found.values())
-        facts = [Fact(name, {"share": p.numel() / every}, {"shape": str(tuple(p.shape))})
-                 for name, p in found.items()]  # fmt: skip
-        return (*facts, *first_at_each_place(self._anew))
-
-    def hidden(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return attribute name → tensor for those that get a gradient from a loss."""
         reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
-        return {name: x for key, (name, x) in self._inside.items() if key in reached}
+        found = [known for key, known in self._inside.items() if key in reached]
+        every = self._count + sum(x.numel() for _, x in found)
+        facts = [Fact(name, {"share": x.numel() / every}, {"shape": str(tuple(x.shape))})
+                 for name, x in found]  # fmt: skip
+        return (*facts, *first_at_each_place(self._anew))
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -256,9 +214,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, value
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", item)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+    elif isinstance(value, (list, tuple, Mapping)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
             yield from _tensors(f"{name}[{key!r}]", item)

@@ -5,7 +5,7 @@ the calls of one pass share that pass.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -43,12 +43,7 @@ LOOKS: dict[str, Callable[[Fork], Look]] = {}
 
 def asks(name: str) -> Callable[[Ask], Ask]:
     """Register a question with passes of its own, from the setup and a trained copy to facts."""
-
-    def register(ask: Ask) -> Ask:
-        ASKS[name] = ask
-        return ask
-
-    return register
+    return lambda ask: ASKS.setdefault(name, ask)
 
 
 def looks(name: str) -> Callable[[type[Any]], type[Any]]:
@@ -96,39 +91,36 @@ def first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
 
 def asked(setup: Setup, trained: Fork, names: Collection[str] = ()) -> dict[str, Probed]:
     """Return the answers by name, of all questions or of some; a failed one has a reason."""
-    wanted = {name for name in (*LOOKS, *ASKS) if not names or name in names}
-    found = _looked({name: LOOKS[name] for name in LOOKS if name in wanted}, setup)
-    for name in ASKS:
-        if name in wanted:
-            found[name] = _answer(ASKS[name], setup, trained)
+    found = _looked(setup, [name for name in LOOKS if not names or name in names])
+    for name, ask in ASKS.items():
+        if not names or name in names:
+            found[name] = _answer(ask, setup, trained)
     return found
 
 
-def _looked(looks: Mapping[str, Callable[[Fork], Look]], setup: Setup) -> dict[str, Probed]:
+def _looked(setup: Setup, names: Collection[str]) -> dict[str, Probed]:
     """Run the recorded pass for some questions."""
-    if not looks:
-        return {}
     found: dict[str, Probed] = {}
     fork = setup.fork()
-    made = {name: look(fork) for name, look in looks.items()}
+    made = {name: LOOKS[name](fork) for name in names}
 
     def see(call: Call) -> None:
-        for name in [*made]:
+        for name, look in made.items():
             try:
-                made[name].see(call)
+                if name not in found:
+                    look.see(call)
             except Exception as error:  # a call of an unusual kind
                 found[name] = _failed(error)
-                del made[name]
 
     try:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run has shown them
-            loss = see_calls(fork, see, change=undropped)
+            loss = see_calls(fork, see, change=undropped) if made else torch.zeros(())
             if loss.requires_grad:
                 loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     except Exception as error:
-        return found | {name: _failed(error) for name in made}
-    return found | {name: _answer(look.facts, loss) for name, look in made.items()}
+        return {name: _failed(error) for name in made} | found
+    return {name: _answer(look.facts, loss) for name, look in made.items()} | found
 
 
 def _answer(ask: Callable[..., Iterable[Fact]], *given: Any) -> Probed:

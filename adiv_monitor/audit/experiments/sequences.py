@@ -1,13 +1,12 @@
 """Are the targets of a sequence the tokens that come next, and can the model see them?"""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.calls import calls_of
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -47,43 +46,43 @@ def target_is_input(setup: Setup, trained: Fork) -> Iterable[Fact]:
     A model that looks ahead may be an autoencoder, which reproduces its inputs on purpose. One that
     does not even see the token of its own place shifts its inputs itself.
     """
-    for found in _places(setup):
-        if found.shown:
-            return (Fact("", {"places": 0.0}, {"of": "chosen places"}),)
-        if found.reach in (0, -1) and found.shift - found.reach != 1:
-            return (Fact("", {"places": float(found.shift - found.reach)}),)
+    found = _places(setup)
+    if found and found.shown:
+        return (Fact("", {"places": 0.0}, {"of": "chosen places"}),)
+    if found and found.reach in (0, -1) and found.shift - found.reach != 1:
+        return (Fact("", {"places": float(found.shift - found.reach)}),)
     return ()
 
 
 @asks("future-leak")
 def future_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Find targets that are the next tokens, in a model whose outputs depend on later inputs."""
-    return [Fact("", {"change": found.earlier}) for found in _places(setup)
-            if found.shift == 1 and found.earlier > _SAME]  # fmt: skip
+    found = _places(setup)
+    leaks = found and found.shift == 1 and found.earlier > _SAME
+    return (Fact("", {"change": found.earlier}),) if found and leaks else ()
 
 
-def _places(setup: Setup) -> list[_Places]:
-    """Return where the targets lie; nothing: they are no inputs.
+def _places(setup: Setup) -> _Places | None:
+    """Return where the targets lie; None: they are no inputs.
 
     Of several losses, one of the next tokens counts, and the others are additions to it.
     """
-    targets = _targets(setup.fork())
+    calls = calls_of(setup.fork(), lambda call: call.name in _LOSSES)
+    targets = [y for y in (call.argument(1, "target") for call in calls) if _is_integer(y)]
     run = ChangedInputs(setup.fork(), setup.batches[0]) if targets else None
     for number, tokens in enumerate(run.inputs if run else ()):
         is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
         if run is None or not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
             continue
-        found = {shift_of(tokens, x): x for x in reversed(targets)}
+        found = {shift_of(tokens, y): y for y in reversed(targets)}
         shift = next((shift for shift in _SHIFTS if shift in found), None)
         change = None if shift is None else _change(run, number, tokens)
-        if shift is None or change is None:
-            continue
-        reach, earlier = change
-        fills_in = shift == 0 and earlier > _SAME
-        chosen = chosen_places(tokens, found[shift]) if fills_in else None
-        shown = chosen is not None and _sees(run, number, chosen)
-        return [_Places(shift, reach, earlier, shown and not _draws_places(setup, targets))]
-    return []
+        if shift is not None and change is not None:
+            reach, earlier = change
+            chosen = chosen_places(tokens, found[shift]) if shift == 0 and earlier > _SAME else None
+            shown = chosen is not None and _sees(run, number, chosen)
+            return _Places(shift, reach, earlier, shown)
+    return None
 
 
 def chosen_places(tokens: Tensor, targets: Tensor) -> Tensor | None:
@@ -101,30 +100,9 @@ def chosen_places(tokens: Tensor, targets: Tensor) -> Tensor | None:
 
 def _sees(run: ChangedInputs, number: int, places: Tensor) -> bool:
     """Return whether outputs depend on the tokens of these places: a model may mask them itself."""
-    others = run.outputs(number, lambda x: torch.where(places, x.roll(1, 0), x))
+    others = run.outputs(lambda x: torch.where(places, x.roll(1, 0), x), number)
     alike = zip(run.own, others, strict=True)
     return any(float((x - y).norm()) > _SAME * float(x.norm()) for x, y in alike)
-
-
-def _targets(fork: Fork) -> list[Tensor]:
-    """Return the integer targets that losses receive."""
-    targets: list[Tensor] = []
-
-    def look(call: Call) -> None:
-        given = call.argument(1, "target") if call.name in _LOSSES else None
-        if isinstance(given, Tensor) and _is_integer(given):
-            targets.append(given.detach().clone())
-
-    with torch.no_grad():
-        see_calls(fork, look)
-    return targets
-
-
-def _draws_places(setup: Setup, targets: list[Tensor]) -> bool:
-    """Return whether targets depend on random numbers: then the model masks drawn places itself."""
-    others = _targets(replace(setup.fork(), seed=setup.seed + 1))
-    alike = len(others) == len(targets)
-    return not (alike and all(map(torch.equal, targets, others)))
 
 
 def _is_integer(x: Tensor) -> bool:
@@ -143,15 +121,11 @@ def shift_of(tokens: Tensor, targets: Tensor) -> int | None:
     labels = targets.reshape(size, count)
     for shift in _SHIFTS:
         first, end = max(0, -shift), min(count, length - shift)
-        if _share(labels[:, first:end], tokens[:, first + shift : end + shift]) >= _ALIKE:
+        real = labels[:, first:end] >= 0
+        alike = (labels[:, first:end] == tokens[:, first + shift : end + shift])[real]
+        if len(alike) and float(alike.float().mean()) >= _ALIKE:
             return shift
     return None
-
-
-def _share(labels: Tensor, tokens: Tensor) -> float:
-    """Return the share of the labels that equal the tokens; labels to ignore do not count."""
-    real = labels >= 0
-    return float((labels == tokens)[real].float().mean()) if bool(real.any()) else 0.0
 
 
 def _change(run: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float] | None:
@@ -171,11 +145,14 @@ def _change(run: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float
         later = x[:, half:].roll(1, 0) if len(x) > 1 else x[:, half:].flip(1)
         return torch.cat([x[:, :half], later], 1)
 
-    both = [next((x for x in outputs if x.ndim >= 3 and x.shape[:2] == tokens.shape), None)
-            for outputs in (run.own, run.outputs(number, other))]  # fmt: skip
-    if both[0] is None or both[1] is None:
+    pairs = [(x, y) for x, y in zip(run.own, run.outputs(other, number), strict=True)
+             if x.ndim >= 3 and x.shape[:2] == tokens.shape]  # fmt: skip
+    if not pairs:
         raise Untold("no output has the places of the inputs")
-    apart, own = (x.flatten(2).norm(dim=2) for x in (both[0] - both[1], both[0]))
+    own, apart = (
+        pairs[0][0].flatten(2).norm(dim=2),
+        (pairs[0][0] - pairs[0][1]).flatten(2).norm(dim=2),
+    )
     earlier, later = (
         float(apart[:, part].norm() / own[:, part].norm().clamp(min=1e-30))
         for part in (slice(half), slice(half, None))

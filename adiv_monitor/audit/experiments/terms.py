@@ -1,7 +1,7 @@
 """Questions about the terms of the loss: the numbers that are added, or subtracted, last."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.backward import backward, cosine, dots
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.experiments.backward import backward, compared
+from adiv_monitor.audit.experiments.calls import Call, see_calls, watched
+from adiv_monitor.audit.experiments.changed_inputs import change_inputs
 from adiv_monitor.audit.experiments.dropout import undropped
-from adiv_monitor.audit.experiments.inputs import by_name, changed, is_input
 from adiv_monitor.audit.experiments.questions import asks, looks
-from adiv_monitor.audit.training.batches import mapped, size_of
+from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis.record import Fact
@@ -22,7 +22,6 @@ from adiv_monitor.diagnosis.record import Fact
 STEPS = 60  # most steps of the copy without the penalty; the run may have more
 # A copy is trained only if the other terms rise by less than this share if inputs are exchanged.
 LITTLE = 0.1
-_BATCHES = 2
 _SAME = 1e-5  # relative rounding of a term in which samples come in another order
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 _SCALINGS = ("Mul", "Div", "Neg", "Mean", "Sum", "Squeeze", "View", "Clone")
@@ -84,94 +83,64 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     with exchanged inputs is what the model has learned of them. All penalties are taken as one.
     Terms that alone teach some parameters, such as a codebook, are no penalty.
     """
-    batches = setup.batches[:_BATCHES]
-    own = _terms(setup.fork(), batches)
-    if len(own) < 2:
+    own, exchanged = (_terms(setup.fork(), moved) for moved in (False, True))
+    after, moved = (_terms(setup.fork_like(trained), moved) for moved in (False, True))
+    if not 1 < len(own) == len(exchanged) == len(after) == len(moved):
         return ()
-    exchanged = _terms(setup.fork(), batches, exchanged=True)
-    after = _terms(setup.fork_like(trained), batches)
-    moved = _terms(setup.fork_like(trained), batches, exchanged=True)
-    if not len(own) == len(exchanged) == len(after) == len(moved):
-        return ()
-    pairs = zip(zip(own, exchanged, strict=True), zip(after, moved, strict=True), strict=True)
-    penalties = {i for i, (x, y) in enumerate(pairs) if _alike(*x) and _alike(*y)}
-    learnt, left = sum(moved) - sum(after), _others(after, penalties)
+    penalties = {i for i in range(len(own))
+                 if _alike(own[i], exchanged[i]) and _alike(after[i], moved[i])}  # fmt: skip
+
+    def others(terms: list[float]) -> float:
+        return sum(x for i, x in enumerate(terms) if i not in penalties)
+
+    learnt, left = sum(moved) - sum(after), others(after)
     if not 0 < len(penalties) < len(own) or not learnt < LITTLE * abs(left):
         return ()
-    if _taught(_without(setup.fork(), penalties)) != _taught(setup.fork()):
+    pairs = zip(backward(setup.fork()), backward(_without(setup.fork(), penalties)), strict=True)
+    if any(g.any() and not h.any() for g, h in pairs):
         return ()
     fork = _without(replace(setup, steps=min(setup.steps, STEPS)).fork(), penalties)
     if not all(map(math.isfinite, train(fork).losses)):
         return ()
-    freed = _others(_terms(setup.fork_like(fork), batches), penalties)
-    alone = _terms(setup.fork_like(fork), batches, exchanged=True)
+    freed, alone = (others(_terms(setup.fork_like(fork), moved)) for moved in (False, True))
     numbers = {
         "with": learnt,
-        "without": _others(alone, penalties) - freed,
+        "without": alone - freed,
         "others": freed,
-        "penalty": sum(own) - _others(own, penalties),
+        "penalty": sum(own) - others(own),
         "penalty after": sum(after) - left,
     }
     return (Fact("", numbers),)
 
 
-def _terms(fork: Fork, batches: Sequence[Any], exchanged: bool = False) -> list[float]:
-    """Return the terms, summed over batches; with inputs exchanged between samples or not."""
+def _terms(fork: Fork, exchanged: bool) -> list[float]:
+    """Return the terms for the first batch; with inputs exchanged between samples or not."""
+    size = size_of(fork.batches[0])
     if exchanged:
-        fork.model.register_forward_pre_hook(_exchange, with_kwargs=True)
-    found = []
-    for batch in batches:
-        terms = Terms()
-        with torch.enable_grad():
-            found.append([*terms.of(see_calls(fork, terms.see, batch)).values()])
-    return [sum(x) for x in zip(*found, strict=True)] if len({*map(len, found)}) == 1 else []
-
-
-def _exchange(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    size = size_of(by_name(module, args, kwargs))
-
-    def moved_on(x: Tensor) -> Tensor:
-        return x.roll(1, 0) if x.ndim and len(x) == size else x
-
-    return changed(
-        module, args, kwargs, lambda name, x: mapped(x, moved_on) if is_input(name) else x
-    )
+        change_inputs(fork.model, lambda _, x: x.roll(1, 0) if x.shape[:1] == (size,) else x)
+    terms = Terms()
+    with torch.enable_grad():
+        return [*terms.of(see_calls(fork, terms.see)).values()]
 
 
 def _without(fork: Fork, left_out: set[int]) -> Fork:
     """Return the fork, whose terms with these numbers have no gradient from now on."""
-    terms = Terms()  # of the present step, so that no graph is kept
-
-    def change(call: Call) -> Any:
-        result = call.function(*call.args, **call.kwargs)
-        terms.see(call._replace(result=result))
-        return result
+    own = fork.loss
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        nonlocal terms
         terms = Terms()
-        found = watched(model, batch)
+        found = watched(own, terms.see)(model, batch)
         for i, node in enumerate(terms.of(found)):
             if i in left_out:
                 node.register_prehook(_nothing)
         return found
 
-    change_calls(fork, change)
-    watched, fork.loss = fork.loss, loss
+    fork.loss = loss
     return fork
 
 
-def _taught(fork: Fork) -> list[bool]:
-    """Return whether each parameter has a gradient, of a fork's first batch."""
-    return [bool(g.any()) for g in backward(fork)]
-
-
-def _others(terms: list[float], penalties: set[int]) -> float:
-    return sum(x for i, x in enumerate(terms) if i not in penalties)
-
-
 def _alike(x: float, y: float) -> bool:
-    return abs(x - y) <= _SAME * max(abs(x), abs(y))
+    return math.isclose(x, y, rel_tol=_SAME)
 
 
 # Sums with what has no gradient
@@ -192,7 +161,7 @@ class WithoutGraph(Terms):
     def __init__(self, fork: Fork) -> None:
         super().__init__()
         self._fork = fork
-        self._added: dict[int, tuple[Call, float]] = {}
+        self.added: dict[int, tuple[Call, float]] = {}
 
     def see(self, call: Call) -> None:
         """Note numbers without a gradient that are added to one with a gradient."""
@@ -200,34 +169,32 @@ class WithoutGraph(Terms):
         if call.name in _ADDS and call.result.requires_grad and not call.result.ndim:
             plain = [float(x) for x in call.args[:2] if not getattr(x, "requires_grad", False)]
             if len(plain) == 1:
-                self._added[call.number] = call, plain[0]
+                self.added[call.number] = call, plain[0]
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return one fact for each such term."""
         known = self.of(loss).values()
-        found = {number: x for number, (call, x) in self._added.items()
+        found = {number: (call.place, x) for number, (call, x) in self.added.items()
                  if call.result.grad_fn in self.sums}  # fmt: skip
-        if not found or any(_alike(abs(x), abs(y)) for x in found.values() for y in known):
+        if not found or any(_alike(abs(x), abs(y)) for _, x in found.values() for y in known):
             return
-        same, own = self._again(), [(p, p.data) for p in self._fork.model.parameters()]
-        with seeded(self._fork.seed):
-            for p, here in own:
-                if p.requires_grad:
-                    spread = max(float(here.std(correction=0)), NOISE)
-                    p.data = here + NOISE * spread * torch.randn_like(here)
-        moved = self._again()
-        for p, here in own:
-            p.data = here
-        for number, x in found.items():
-            if _alike(same.get(number, math.nan), x) and not _alike(moved.get(number, x), x):
+        same, moved = self._again(0.0), self._again(NOISE)
+        for number, (place, x) in found.items():
+            if _alike(same[number], x) and not _alike(moved[number], x):
                 numbers = {"value": x, "moved": moved[number], "loss": float(loss.detach())}
-                yield Fact(self._added[number][0].place, numbers)
+                yield Fact(place, numbers)
 
-    def _again(self) -> dict[int, float]:
-        again = WithoutGraph(self._fork)
-        with torch.enable_grad():
+    def _again(self, noise: float) -> dict[int, float]:
+        """Return what is added with noise in the parameters."""
+        again, own = WithoutGraph(self._fork), {p: p.data for p in self._fork.model.parameters()}
+        with seeded(self._fork.seed), torch.enable_grad():
+            for p, here in own.items():
+                spread = max(float(here.std(correction=0)), NOISE) * p.requires_grad
+                p.data = here + noise * spread * torch.randn_like(here)
             see_calls(self._fork, again.see, change=undropped)
-        return {number: x for number, (_, x) in again._added.items()}
+        for p, here in own.items():
+            p.data = here
+        return {number: x for number, (_, x) in again.added.items()}
 
 
 # Terms against each other
@@ -254,15 +221,18 @@ class Opposed(Terms):
             return ()
         gradients = [self._gradients(loss, terms, node) for node in terms]
         found = []
-        for (i, some), (j, others) in combinations(enumerate(gradients), 2):
-            both = [(g, h) for g, h in zip(some, others, strict=True)
+        for i, j in combinations(range(len(terms)), 2):
+            both = [(g, h) for g, h in zip(gradients[i], gradients[j], strict=True)
                     if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
             if both:
-                places = [self.places.get(terms[k], "") for k in (i, j)]
-                found.append((_opposition(both), places))
+                cosine, ratio = compared(*zip(*both, strict=True))
+                largest = max(compared([g], [h])[0] for g, h in both)
+                found.append((cosine, largest, min(ratio, 1 / ratio), i, j))
         if not found:
             return ()
-        numbers, (one, other) = min(found, key=lambda pair: pair[0]["cosine"])
+        cosine, largest, ratio, i, j = min(found)
+        one, other = (self.places.get(terms[k], "") for k in (i, j))
+        numbers = {"cosine": cosine, "largest": largest, "ratio": ratio}
         return (Fact(one, numbers, {"other": other}),)
 
     def _gradients(self, loss: Tensor, terms: list[Any], node: Any) -> tuple[Tensor | None, ...]:
@@ -272,13 +242,6 @@ class Opposed(Terms):
         for handle in handles:
             handle.remove()
         return found
-
-
-def _opposition(both: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    cosines = [cosine(*dots([g], [h])) for g, h in both]
-    own, other, between = dots([g for g, _ in both], [h for _, h in both])
-    shares = {"cosine": cosine(own, other, between), "largest": max(cosines)}
-    return {**shares, "ratio": math.sqrt(min(own, other) / max(own, other))}
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
