@@ -39,4 +39,5 @@ def test_it_leaves_a_picture(
 
 
 def test_every_example_is_tried() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(COMMANDS)
+    own = {"width", "width_slopes", "width_plot", "logits"}  # test_width.py, test_logits.py
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - own == set(COMMANDS)

@@ -324,7 +324,7 @@ GIVEN = mlp()
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no module": ({"model": 3}, TypeError, "model=….*int.*torch.nn.Module"),
     "no parameters": ({"model": nn.ReLU()}, ValueError, "without trainable parameters"),
-    "all frozen": ({"model": FROZEN}, ValueError, "requires_grad=False"),
+    "all frozen": ({"model": FROZEN}, ValueError, "requires_grad=True"),
     "lazy": ({"model": nn.LazyLinear(3)}, ValueError, "weight has no shape.*one batch"),
     "uncopyable": ({"model": Uncopyable(6, 3)}, TypeError, "locked.*expected one that it can"),
     "steps": ({"steps": 0}, ValueError, "steps=….*0.*at least 1"),

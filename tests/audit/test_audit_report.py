@@ -210,8 +210,8 @@ def test_readings_have_no_more_digits_than_they_tell() -> None:
         for reading in report.layers.values():
             for value in reading.measures().values():
                 assert value == float(f"{value:.7g}") or math.isnan(value)
-            assert all(q == float(f"{q:.5g}") for q in reading.scale_quantiles)
-            assert all(e == float(f"{e:.3g}") for e in reading.standard_error.values())
+            assert all(q == float(f"{q:.7g}") for q in reading.scale_quantiles)
+            assert all(e == float(f"{e:.7g}") for e in reading.standard_error.values())
     assert record.reports[0].layers["0"].scale_quantiles
 
 

@@ -21,7 +21,8 @@ ODD = (0.0, 1.0, -1.0, 1e-320, 1e300, -1e300, nan, inf, -inf)
 MEASURES = tuple(field.name for field in fields(LayerReading) if "float | None" in str(field.type))
 SIGNED = ("descent", "effective_lr")
 COSINES = tuple(name for name in MEASURES if "cosine" in name)
-READ_BY_A_TABLE = {"targets-moved"}  # by a word that only its question gives
+# By words that only their questions give.
+READ_BY_A_TABLE = {"targets-moved", "constant-data", "no-activation"}
 SHARES = ("idle_share", "common_share", "harmed_fraction", "bias_share")
 
 

@@ -65,6 +65,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)  # of another test's folder
 
     yield written
     for name, module in list(sys.modules.items()):

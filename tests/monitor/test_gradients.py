@@ -655,7 +655,7 @@ def test_a_forgotten_zero_grad_is_a_finding_of_its_own() -> None:
     finding = monitor._outlet.running.findings()[0]
     assert (finding.name, finding.strength, finding.since) == ("not-zeroed", "act", 2)
     assert set(finding.layers) == set(monitor.reports[-1].layers)
-    assert finding.advice[0].text.startswith("call optimizer.zero_grad() once for every optimizer")
+    assert finding.advice[0].text.startswith("call optimizer.zero_grad() once for every step")
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -151,28 +151,6 @@ def test_rows_of_a_step_are_even(
     assert (counts - repeats / 4).square().sum() / (repeats * 3 / 16) < 40 + 5 * 78**0.5
 
 
-def test_processes_with_the_same_data_look_at_the_same_rows() -> None:
-    """The rows depend on the shared seed and on the call, not on earlier draws."""
-    device = torch.device("meta")
-    first, second = (Chooser(5, np.random.default_rng(own), shared=(3, 4)) for own in (1, 2))
-    second.further((90,), device, np.inf, "another call")
-    ours, theirs = (
-        [LayerRows(chooser, path).choose((7, 90), device) for path in "ab"]
-        + [chooser.further((90,), device, np.inf, ("a", 1))]
-        for chooser in (first, second)
-    )
-    for rows, others in zip(ours, theirs, strict=True):
-        assert rows.shape == others.shape
-        assert rows.device == others.device == device
-        assert keys_of(rows) == keys_of(others)
-        assert rows.chosen is not None
-        assert others.chosen is not None
-        assert rows.chosen.tolist() == others.chosen.tolist()
-    different = Chooser(5, np.random.default_rng(1), shared=(3, 5)).first((7, 90), device)
-    alone = Chooser(5, np.random.default_rng(1)).first((7, 90), device)
-    assert len({tuple(keys_of(x)) for x in (ours[0], ours[2], different, alone)}) == 4
-
-
 def test_rows_of_a_layers_later_calls_are_where_its_first_are() -> None:
     device = torch.device("meta")
     layer_rows = LayerRows(Chooser(5, np.random.default_rng(0)), "a")

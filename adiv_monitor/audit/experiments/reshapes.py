@@ -1,12 +1,14 @@
 """Reshapes that cut across the axes of their input, where a permutation is meant."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call
+from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.questions import first_at_each_place, looks
+from adiv_monitor.audit.training.batches import first, size_of
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.diagnosis.record import Fact
 
@@ -19,10 +21,12 @@ class Scrambling:
 
     Also those across axes, however they fit, whose result has the shape of a permutation. Shifts,
     as of relative positions, are left out: reshapes of a padded tensor, and reshapes whose result
-    loses one entry of an axis.
+    loses one entry of an axis. So are those that a batch with one sample less lacks: their shapes
+    fit by chance.
     """
 
     def __init__(self, fork: Fork) -> None:
+        self._fork = fork
         self._crossing: dict[int, tuple[Call, Tensor]] = {}
         self._shifted: dict[int, Tensor] = {}  # kept alive, so that no other tensor gets the id
 
@@ -45,6 +49,16 @@ class Scrambling:
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the reshapes, and whether each has the axes of its input in another order."""
+        found, batch = self._found(), self._fork.batches[0]
+        if not found or size_of(batch) < 3:
+            return found
+        fewer = Scrambling(self._fork)
+        with suppress(Exception):  # the model may work with one batch size only
+            see_calls(self._fork, fewer.see, first(batch, size_of(batch) - 1))
+            return [fact for fact in found if fact.place in {x.place for x in fewer._found()}]
+        return found
+
+    def _found(self) -> Sequence[Fact]:
         facts = []
         for call, made in self._crossing.values():
             before, after = tuple(call.args[0].shape), tuple(made.shape)

@@ -78,7 +78,9 @@ def input_scale(record: Record) -> Iterator[Finding]:
         far = large and rms.value > FAR_TOO_LARGE and not _is_normalised(record, path)
         limit = LARGE_STD if large else SMALL_STD
         yield _scale_finding((path,), act_if(far or suffers(record)), "the first layer",
-            (Evidence("rms of the inputs", rms.value, limit, path),), large)  # fmt: skip
+            (Evidence("rms of the inputs", rms.value, limit, path),
+             *([] if length is None else [Evidence("scale_mean", length.value, None, path)])),
+            large)  # fmt: skip
 
 
 def _is_read(record: Record, seen: InputStatistics) -> bool:
