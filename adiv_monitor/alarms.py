@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
     ATTENTION_MEASURES,
@@ -103,6 +102,8 @@ def _preset() -> Iterator[Rule]:
     too large by `HEALTH`. They ignore effects of the data or the architecture alone (rows without
     a gradient, their scales) and of a decaying learning rate.
     """
+    from adiv_monitor.diagnosis.health import HEALTH  # loads the rules of findings
+
     yield Rule(NON_FINITE, "*", NON_FINITE, of_preset=True)
     limit, _ = HEALTH["update_ratio"].knots[-1]
     for measure, comparison, number in (
@@ -224,12 +225,18 @@ def compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, float
         value = getattr(reading, rule.measure)
         # No healthy range is known for gains, offsets and look-ups. A ratio to activations that
         # are zero, as with weights that are initialised to zero, is infinite.
-        skips = rule.of_preset and HEALTH[rule.measure].of_maps
+        skips = rule.of_preset and _is_of_maps(rule.measure)
         if value is None or (
             skips and (getattr(reading, "kind", "") in NO_MAPS or math.isinf(value))
         ):
             continue
         yield path, value, reading.standard_error.get(rule.measure, 0.0)
+
+
+def _is_of_maps(measure: str) -> bool:
+    from adiv_monitor.diagnosis.health import HEALTH
+
+    return HEALTH[measure].of_maps
 
 
 def _not_finite(rule: Rule, report: StepReport) -> Iterator[Alarm]:

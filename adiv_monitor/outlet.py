@@ -5,9 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from adiv_monitor.alarms import Alarms, Rules
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Alarm, StepReport
-from adiv_monitor.sinks.conclusion import conclude
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.failures import Failures
 
@@ -27,6 +25,9 @@ class Outlet:
     """
 
     def __init__(self, sinks: Sequence[Sink], alarms: Rules, keep: int, failures: Failures) -> None:
+        # A program that only imports the monitor loads no rules.
+        from adiv_monitor.diagnosis.running import Running
+
         self.reports: list[StepReport] = []
         self._keep = keep
         self.running = Running()
@@ -85,6 +86,8 @@ class Outlet:
         for sink in self._sinks:
             yield partial(self._failures.guard_sink, sink, sink.close)
         if not quietly:
+            from adiv_monitor.sinks.conclusion import conclude
+
             yield partial(self._failures.safely, conclude, self.running, self._sinks, whose)
 
     def _write(self, report: StepReport) -> Iterator[str]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.audit import adamw
 from adiv_monitor.audit.experiments.observe import observe
+from adiv_monitor.audit.run import adamw
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis.record import Record
 

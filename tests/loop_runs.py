@@ -62,6 +62,9 @@ HITS = {
     ),
     "rate-zero": run(learning_rates=(0.0,), losses=STILL),
     "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
+    "rate-gone where the loss stands": run(
+        losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
+    ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
     "weights-set-back by half": run(
@@ -93,6 +96,7 @@ MEANT = {
     ),
     "warm-up from zero": run(learning_rates=rates(0.0, 0.01, 0.1, 0.1, 0.1, 0.1)),
     "cosine to zero": run(learning_rates=rates(0.1, 0.09, 0.06, 0.03, 0.01, 0.0)),
+    "exponential decay": run(learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)),
     "a cycle": run(learning_rates=rates(0.1, 0.0, 0.1, 0.0, 0.1, 0.0)),
     "warm-up on a loss that rises from the first step": run(
         losses=UP, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)

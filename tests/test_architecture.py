@@ -28,7 +28,7 @@ STANDS_ON: Mapping[str, Sequence[str]] = {
 }
 # The modules of the audit, from bottom to top.
 IN_THE_AUDIT = (
-    *("training", "experiments", "trials", "report", "arguments", "audit", "__init__"),
+    *("training", "experiments", "trials", "report", "arguments", "run", "audit", "__init__"),
     *("options", "sources", "command"),
 )
 # Optional packages of the audit, which importing the package must not import.
@@ -158,3 +158,5 @@ def test_importing_the_package_is_light() -> None:
                 seen.add(name)
                 left += at_the_top(file)
     assert "adiv_monitor.audit.audit" in seen
+    rooms = {name.split(".")[1] for name in seen if name.startswith("adiv_monitor.")}
+    assert not rooms & {"diagnosis", "pages", "pictures"}  # a monitor loads them when it writes

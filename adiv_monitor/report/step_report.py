@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
 from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
@@ -16,20 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Ways(NamedTuple):
-    """Functions that show reports, set by a higher layer of the package; see `show_by`."""
-
-    text: Callable[["StepReport"], str]
-    html: Callable[["StepReport"], str]
-    figure: Callable[["StepReport"], "Figure"]
+# Shows a report as "text", "html" or "figure"; set by a higher layer of the package.
+Shows = Callable[["StepReport", str], Any]
+_ways: list[Shows] = []  # has one element once the package is imported
 
 
-_ways: list[Ways] = []  # has one element once the package is imported
-
-
-def show_by(ways: Ways) -> None:
-    """Set the functions by which `print`, notebooks and `plot` show all reports."""
-    _ways[:] = [ways]
+def show_by(shows: Shows) -> None:
+    """Set the function by which `print`, notebooks and `plot` show all reports."""
+    _ways[:] = [shows]
 
 
 @dataclass(frozen=True)
@@ -185,11 +179,11 @@ class StepReport:
         return f"<StepReport: {', '.join(said)}>"
 
     def __str__(self) -> str:
-        return _ways[0].text(self)
+        return str(_ways[0](self, "text"))
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        return _ways[0].html(self)
+        return str(_ways[0](self, "html"))
 
     def plot(self) -> "Figure":
         """Draw the layers of this step by measures, as colours; the figure is not shown.
@@ -198,7 +192,8 @@ class StepReport:
             ImportError: the package matplotlib is missing.
             ValueError: there is nothing to draw.
         """
-        return _ways[0].figure(self)
+        figure: Figure = _ways[0](self, "figure")
+        return figure
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles: the fields, without cached properties."""

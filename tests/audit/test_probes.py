@@ -798,7 +798,10 @@ def test_a_small_network_tells_a_fault_of_the_model_from_one_of_the_data() -> No
     numbers = trained_on(healthy).facts[0].numbers
     assert min(numbers["reference"], numbers["model"]) > 0.8
     assert judged(replace(healthy, model=Faint())) >= {"behind-reference"}
-    assert "labels-unrelated" in judged(replace(healthy, batches=apart(healthy.batches)))
+    unrelated = apart(healthy.batches)
+    assert "labels-unrelated" in judged(replace(healthy, batches=unrelated))
+    epochs = tuple((x.clone(), y) for x, y in 2 * unrelated)
+    assert "labels-unrelated" in judged(replace(healthy, batches=epochs, steps=48))
 
 
 def test_values_are_explained_by_their_correlation() -> None:

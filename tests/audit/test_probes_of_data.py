@@ -11,10 +11,8 @@ from torch.nn import functional
 from torch.optim import Adam, Optimizer
 from trial_setups import answer, batches, setup
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import given_inputs
 from adiv_monitor.audit.experiments.data import explained
-from adiv_monitor.audit.experiments.loss_inputs import smoothing_of
 from adiv_monitor.audit.experiments.operands import closeness
 from adiv_monitor.audit.experiments.taught import padding
 from adiv_monitor.audit.training.setup import Setup
@@ -39,39 +37,6 @@ def found(name: str, *facts: Fact, **values: Any) -> list[Finding]:
 
 def strengths(name: str, *facts: Fact, **values: Any) -> list[str]:
     return [finding.strength for finding in found(name, *facts, **values)]
-
-
-# Label smoothing
-
-
-def smoothing(of: Any) -> float:
-    shares: list[float] = []
-
-    def look(call: Call) -> None:
-        shares.append(smoothing_of(call)[0])
-
-    see_calls(setup(loss=lambda model, batch: of(model(batch[0]), batch[1])).fork(), look)
-    return max(shares)
-
-
-def test_label_smoothing_is_read_from_the_call_or_from_the_targets() -> None:
-    module = nn.CrossEntropyLoss(label_smoothing=0.7)
-    assert smoothing(module) == 0.7
-    assert smoothing(functional.cross_entropy) == 0.0
-
-    def by_hand(outputs: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs, 0.4 * functional.one_hot(y, 3) + 0.6 / 3)
-
-    def diverging(outputs: Tensor, y: Tensor) -> Tensor:
-        targets = 0.4 * functional.one_hot(y, 3) + 0.6 / 3
-        return functional.kl_div(outputs.log_softmax(1), targets, reduction="batchmean")
-
-    def taught(outputs: Tensor, y: Tensor) -> Tensor:
-        """The targets of a teacher, who finds some classes more alike than others."""
-        return functional.cross_entropy(outputs, (2 * outputs.detach()).softmax(1))
-
-    assert smoothing(by_hand) == pytest.approx(0.6) == smoothing(diverging)
-    assert smoothing(taught) == 0.0
 
 
 # Weights of classes
@@ -503,16 +468,6 @@ def test_an_input_without_differences_beside_another_is_named() -> None:
     assert not told("constant-data", places).facts, "the same places in each sample"
 
 
-def test_a_feature_without_differences_is_named_and_pixels_are_not() -> None:
-    def still(value: float, others: Any = lambda x: x) -> Probed:
-        made = tuple((others(x).index_fill(1, torch.tensor(7), value), y) for x, y in batches())
-        return told("constant-data", setup(batches=made))
-
-    (fact,) = still(1.0).facts
-    assert (fact.words["of"], fact.words["at"]) == ("features", "7")
-    assert not still(0.0, torch.relu).facts, "0 is common in the others"
-
-
 def test_an_input_that_nothing_uses_is_named_beside_another() -> None:
     (fact,) = told("input-partly-ignored", both(lambda x: x[:, :4], unused=True)).facts
     assert fact.place == "input 'more'"
@@ -543,6 +498,8 @@ def test_samples_that_repeat_within_a_batch_are_named() -> None:
     truths = tuple((bits.float(), bits.sum(1) % 2) for _ in range(3))
     table = setup(model=nn.Linear(2, 3), batches=truths)
     assert not told("same-batch", table).facts, "few whole numbers are equal by chance"
+    states = tuple((functional.one_hot(y, 12).float(), y) for _, y in batches())
+    assert not told("same-batch", setup(batches=states)).facts, "so are states that are one-hot"
 
 
 # Batches that depend on the batch before, packed graphs, and parts that are never read
@@ -652,3 +609,18 @@ def test_a_view_that_the_loss_never_reads_is_named() -> None:
     assert views((0, 0), lambda x: x.clone()) == [], "the same again"
     assert views((0, 0), lambda x: x[:, :4]) == [], "of another shape"
     assert views((0, 0), lambda x: x.round().long()) == [], "numbers of samples, and the like"
+
+
+def test_a_flag_of_samples_that_the_loss_never_reads_is_named() -> None:
+    def of(model: nn.Module, batch: Any, masked: bool = False) -> Tensor:
+        x, y, mask = batch
+        each = functional.cross_entropy(model(x), y, reduction="none")
+        return each[mask > 0].mean() if masked else each.mean()
+
+    for kind in (torch.bool, torch.float32, torch.int64):
+        made = tuple((x, y, (torch.arange(32) % 3 > 0).to(kind)) for x, y in batches())
+        assert told("batch-part-unread", setup(batches=made, loss=of)).facts[0].numbers == {
+            "unread": 2
+        }
+        read = setup(batches=made, loss=partial(of, masked=True))
+        assert not told("batch-part-unread", read).facts

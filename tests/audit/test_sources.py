@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.audit import loss_of_output
 from adiv_monitor.audit.options.config import Config
 from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.run import loss_of_output
 from adiv_monitor.audit.sources import checkpoints, models, named, samples
 from adiv_monitor.audit.sources.data import data
 from adiv_monitor.audit.sources.imported import imported

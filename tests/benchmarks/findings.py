@@ -897,14 +897,7 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(HEALTHY.setup(), batches=tuple(
             (x, 0 * y) for x, y in HEALTHY.setup().batches)),
         {},
-        (experiments_data, ("BATCHES", "SAMPLES", "MANY", "RARE")),
-    ),
-    "label-smoothing": Picture(
-        "a label smoothing of 0.9",
-        with_setup(loss=lambda model, batch: functional.cross_entropy(
-            model(batch[0]), batch[1], label_smoothing=0.9)),
-        {"label smoothing": of_fact("label-smoothing", "share")},
-        (loss_rules, ("SMOOTH",)),
+        (experiments_data, ("BATCHES", "SAMPLES")),
     ),
     "class-weights": Picture(
         "one in ten digits is a 3, and weighs 1 instead of 9; the others weigh 9 instead of 1",

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.audit import loss_of_output
 from adiv_monitor.audit.options.config import Config
 from adiv_monitor.audit.options.usage import blamed
+from adiv_monitor.audit.run import loss_of_output
 from adiv_monitor.audit.sources import checkpoints, models, named, script
 from adiv_monitor.audit.sources.data import data
 from adiv_monitor.audit.sources.own_losses import own_losses

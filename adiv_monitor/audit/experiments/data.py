@@ -137,7 +137,8 @@ def _differing(batch: Any) -> float:
     """Return the share of a batch's samples that differ, labels included; 1 if it tells nothing."""
     size = size_of(batch)
     parts = [x for x in tensors(batch) if x.ndim and len(x) == size]
-    entries = sum(x[0].numel() for x in parts) if size else 0
+    # Of ones and zeros, as of states that are one-hot, eight tell as much as another number.
+    entries = sum(x[0].numel() / (8 if bool(((x == 0) | (x == 1)).all()) else 1) for x in parts)
     has_fractions = any(x.is_floating_point() and not torch.equal(x, x.round()) for x in parts)
     if size < FEWEST or not (entries >= ENTRIES or has_fractions):
         return 1.0
@@ -175,17 +176,13 @@ def unshuffled(setup: Setup, trained: Fork) -> Iterable[Fact]:
 # Inputs and labels of one value
 
 SAMPLES = 16  # fewest samples in the batches that are looked at
-# A feature that never varies is told only of inputs of at most MANY features, and if fewer than
-# RARE of the other features' entries have its value: of pixels, counts and one-hot codes, some are
-# often always zero.
-MANY, RARE = 32, 0.01
 
 
 @asks("constant-data")
 def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Report inputs, labels, or targets that the loss does not ignore, of one value only.
 
-    If the inputs differ, those of several, and features of them, that do not are reported.
+    If the inputs differ, those of several that do not are reported.
     """
     batches = spread(setup.batches)
     samples = sum(map(size_of, batches))
@@ -196,7 +193,7 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if wide and all(map(_are_constant, wide)):
         return (Fact("", {"samples": samples}, {"of": "inputs"}),)
     return _targets(setup) or [
-        fact for name, parts in given.items() for fact in _constant_parts(name, parts, len(given))
+        fact for name, parts in given.items() for fact in _constant_input(name, parts, len(given))
     ]  # fmt: skip
 
 
@@ -205,26 +202,14 @@ def _are_constant(parts: Sequence[Tensor]) -> bool:
     return all(x.shape[1:] == one.shape[1:] and bool((x == one).all()) for x in parts)
 
 
-def _constant_parts(name: str, parts: Sequence[Tensor], inputs: int) -> Iterable[Fact]:
-    """Yield a fact about an input of one value beside others, or about features like that."""
+def _constant_input(name: str, parts: Sequence[Tensor], inputs: int) -> Iterable[Fact]:
+    """Yield a fact about an input of one value beside others."""
     if parts[0].dtype == torch.bool or parts[0].is_complex():
         return
-    features = _features(parts)
-    low, high = features.aminmax(dim=0)
-    still, is_float = low == high, parts[0].is_floating_point()
-    words = {"input": name, "type": "float" if is_float else "integer"}
-    samples = float(sum(map(len, parts)))
-    if bool((features == low[0]).all()) and inputs > 1:
-        numbers = {"samples": samples, "value": float(low[0])}
-        yield Fact("", numbers, {"of": "input", **words})
-    elif is_float and not bool(still.all()) and len(still) <= MANY:
-        others = features[:, ~still]
-        at = [i for i in still.nonzero().flatten().tolist()
-              if float((others == low[i]).double().mean()) < RARE]  # fmt: skip
-        if at:
-            numbers = {"samples": samples, "features": len(still), "still": len(at)}
-            listed = ", ".join(map(str, at))
-            yield Fact("", numbers, {"of": "features", "at": listed, **words})
+    value, is_float = parts[0].flatten()[0], parts[0].is_floating_point()
+    if inputs > 1 and all(bool((x == value).all()) for x in parts):
+        words = {"of": "input", "input": name, "type": "float" if is_float else "integer"}
+        yield Fact("", {"samples": float(sum(map(len, parts))), "value": float(value)}, words)
 
 
 @torch.no_grad()

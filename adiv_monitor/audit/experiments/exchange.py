@@ -434,14 +434,22 @@ def _are_near(x: Tensor, y: Tensor) -> bool:
 
 @asks("batch-part-unread")
 def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the tensors that change no loss, of the shape of another that does."""
+    """Return the tensors that change no loss, of the shape of another that does; and flags.
+
+    A flag is 0 or 1 for each sample, beside inputs and targets: a mask, or the ends of episodes.
+    """
     batch = setup.batches[0]
     parts, size = [*tensors(batch)], size_of(batch)
     shapes = [x.shape for x in parts if x.is_floating_point() and x.ndim > 1]
     like = [i for i, x in enumerate(parts) if x.is_floating_point() and len(x) == size > 1
             and shapes.count(x.shape) > 1]  # fmt: skip
     loss = RepeatedLoss(setup.fork())
-    own = loss.of(batch) if like else 0.0
+    flags = [i for i, x in enumerate(parts) if len(parts) > 2 and len(x) == x.numel() == size > 1
+             and set(x.flatten().tolist()) == {0, 1}]  # fmt: skip
+    own = loss.of(batch) if like or flags else 0.0
+    for i in flags:
+        if loss.of(with_tensor(batch, i, lambda x: x.logical_not().to(x.dtype))) == own:
+            yield Fact("", {"unread": float(i)}, {"shape": str(tuple(parts[i].shape))})
     unread = [i for i in like if all(loss.of(with_tensor(batch, i, change)) == own
                                      for change in (_next_sample, lambda x: 0.5 * x))]  # fmt: skip
     for i in unread:

@@ -228,37 +228,9 @@ def _softmax_of(call: Call) -> tuple[tuple[int, ...], int]:
     return tuple(x.shape), axis % 2 if isinstance(axis, int) else 1
 
 
-# Label smoothing, and weights of classes
+# Weights of classes
 
-_SAME = 1e-5  # rounding of a target's smallest probabilities
 _TWICE = math.log(2.0)  # smallest spread of counts, and of weights, in which a trend is seen
-
-
-@of_each_call("label-smoothing")
-def smoothed(call: Call, fork: Fork) -> Fact | None:
-    """Return label smoothing, and the number of classes, of a loss that uses any."""
-    share, classes = smoothing_of(call)
-    return Fact(call.place, {"share": share, "classes": float(classes)}) if share > 0 else None
-
-
-def smoothing_of(call: Call) -> tuple[float, int]:
-    """Return ε of targets (1 − ε) · one-hot + ε / classes, and the number of classes.
-
-    ε is an argument, or follows from targets that are probabilities: all but the largest are ε /
-    classes. 0: there is no smoothing, or the targets are of another kind.
-    """
-    outputs, target = call.argument(0, "input"), call.argument(1, "target")
-    if call.name not in ("cross_entropy", "kl_div") or outputs.ndim < 2:
-        return 0.0, 0
-    classes = outputs.shape[1]
-    if not target.is_floating_point():
-        return float(call.argument(7, "label_smoothing", 0.0)), classes
-    shares = target.detach().exp() if call.argument(5, "log_target", False) is True else target
-    in_order = shares.movedim(1, -1).sort(-1).values
-    others = in_order[..., :-1]
-    is_spread = bool((others[..., -1:] - others[..., :1] < _SAME).all()) and classes > 2
-    is_whole = bool(((in_order.sum(-1) - 1).abs() < classes * _SAME).all())
-    return (float(others.mean()) * classes if is_spread and is_whole else 0.0), classes
 
 
 @of_each_call("class-weights")

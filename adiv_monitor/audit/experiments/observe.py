@@ -10,16 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.experiments.averages import averages
 from adiv_monitor.audit.experiments.backward import descent_share
 from adiv_monitor.audit.experiments.beginning import are_trained, chance, weights
+from adiv_monitor.audit.experiments.changed_inputs import arguments
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.digits import told
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
 from adiv_monitor.audit.experiments.moving_targets import moving_targets, same
-from adiv_monitor.audit.experiments.probed import probe
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.step_cost import step_cost
 from adiv_monitor.audit.experiments.units import Units
@@ -91,7 +92,7 @@ def observe(
         max_rows=max_rows,
         attainable=True,
         attention=attention,
-        alignment=probe(setup) if alignment else None,
+        alignment=_probe(setup) if alignment else None,
         realised=realised,
         keep=setup.steps,
         seed=setup.seed,
@@ -122,6 +123,22 @@ def observe(
         lost=tuple(_lost(setup, fork, copies)),
     )
     return record if course.interrupted else _looked_at(record, setup, fork, ran)
+
+
+def _probe(setup: Setup) -> Probe:
+    """Return the arguments that the loss calls the model with for the first batch.
+
+    Raises:
+        ValueError: The loss does not call the model itself.
+    """
+    given = arguments(setup.fork(), setup.batches[0])
+    if not given:
+        raise ValueError(
+            "audit(alignment=True): the loss did not call the model itself, expected model(…) in "
+            "it, whose arguments are the probe: leave alignment out"
+        )
+    named = all(name.isidentifier() for name in given)  # not those of *args
+    return Probe(given if named else tuple(given.values()), seed=setup.seed)
 
 
 def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:

@@ -41,22 +41,24 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     fork = setup.fork()
     y = _labels(fork, given)
     x = [_inputs(fork, *pair) for pair in zip(given, y, strict=True)]
-    unseen = slice(EVERY - 1, None, EVERY)
-    kept = [i for i in range(len(given)) if i % EVERY != EVERY - 1]
-    seen = torch.cat([x[i] for i in kept])[:MOST_SAMPLES]
-    labels, others = torch.cat([y[i] for i in kept])[:MOST_SAMPLES], torch.cat(y[unseen])
+    rows, told = torch.cat(x), torch.cat(y)
+    # A sample that is given again, as in a second epoch, is one: it is not seen and held out.
+    once = [*{row.numpy().tobytes(): i for i, row in enumerate(rows)}.values()]
+    held = once[EVERY - 1 :: EVERY]
+    kept = [i for number, i in enumerate(once, 1) if number % EVERY][:MOST_SAMPLES]
+    seen, labels, others = rows[kept], told[kept], told[held]
     if len(others) < SAMPLES:
         raise Untold(f"fewer than {SAMPLES} samples to hold out")
     if not bool(seen.isfinite().all()) or min(len(set(z.tolist())) for z in (labels, others)) < 2:
         raise Untold("inputs that are not finite, or labels that are all alike")
-    found, error = skill(_predicted(seen, labels, torch.cat(x[unseen]), setup.seed), others)
+    found, error = skill(_predicted(seen, labels, rows[held], setup.seed), others)
     if error < found < EXPLAINS:
         return ()
     is_values = labels.is_floating_point()
     numbers = {
         "reference": found,
         "error": error,
-        "model": _own_share(setup.fork_like(trained), given[unseen]),
+        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY]),
         "per class": math.inf if is_values else len(labels) / len(set(labels.tolist())),
         "held out": float(len(others)),
     }

@@ -14,7 +14,7 @@ from adiv_monitor.diagnosis.finding import STRENGTHS
 
 # Former names of findings → what is there instead.
 _RETIRED = {
-    **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs"), ""),
+    **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"), ""),
     "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
 }
 

@@ -15,6 +15,7 @@ from adiv_monitor.diagnosis.course import course, end, is_known, is_measure, noi
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     act_if,
+    fault,
     loop_fault,
     reported,
     several,
@@ -44,6 +45,7 @@ LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head tha
 KEPT = 0.1
 CLIPPED = 0.1  # the gradient used over that of the backward pass, if clipping takes the step
 GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of a usual schedule
+HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
@@ -156,22 +158,22 @@ def clipped(record: Record) -> Iterator[Finding]:
             "length.")  # fmt: skip
 
 
-@loop_fault(
-    "rate-gone", "The learning rate is gone before the end", shown_by=reported("learning_rates")
-)
+@fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
+       shown_by=reported("learning_rates"))  # fmt: skip
 def rate_gone(record: Record) -> Iterator[Finding]:
-    """Find a learning rate that is gone long before the end."""
+    """Find a learning rate that is gone long before the end, sooner if the loss does not fall."""
     rates = _rates(record)
     if len(rates) < FEWEST_MEASURED or not any(rates.values()):
         return  # a rate of zero is another finding
     peak, (first, *_, last) = max(rates.values()), rates
-    low = [step for step, rate in rates.items() if rate < GONE * peak]
+    limit = HARDLY if _goes_badly(record) else GONE
+    low = [step for step, rate in rates.items() if rate < limit * peak]
     since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
     if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
         yield Finding("rate-gone", strength(record),
-            "The schedule brings the learning rate below a millionth of its peak by step "
-            f"{since:,}: from then on nothing is learnt.",
-            (Evidence("learning rate over its peak", rates[last] / peak, GONE, step=last),),
+            f"The schedule brings the learning rate below {limit:g} of its peak by step {since:,}: "
+            "from then on hardly anything is learnt.",
+            (Evidence("learning rate over its peak", rates[last] / peak, limit, step=last),),
             (Advice("make the schedule as long as the training, in batches or in epochs"),),
             "A higher base learning rate decays as soon.", since=since)  # fmt: skip
 

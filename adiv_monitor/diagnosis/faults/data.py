@@ -35,8 +35,6 @@ EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
 _PREPARATION = "look for the step of the preparation after which they are equal"
 _CONSTANT = {
     "input": ("All entries of input '{input}' are {value:g}", _PREPARATION),
-    "features": ("The features of input '{input}' with index {at} are the same, while the others "
-                 "vary", "unless they are meant to be constant, " + _PREPARATION),
     "inputs": ("All inputs are equal", _PREPARATION),
     "labels": ("All labels are {value:g}", _PREPARATION),
     "ignored": ("In {share:.0%} of the batches, the loss ignores all targets (ignore_index is "
@@ -52,26 +50,21 @@ _CONSTANT = {
 def constant_data(record: Record) -> Iterator[Finding]:
     """Find data without any difference to learn from: in inputs, labels, or the targets left.
 
-    Of an input, or of features, that never vary, others do.
+    Of an input that never varies, others do.
     """
     for fact in record.found_by("constant-data"):
         of = fact.words["of"]
         said, check = _CONSTANT.get(of, _CONSTANT["rest"])
         among = f" in {fact.numbers['samples']:.0f} samples" if "samples" in fact.numbers else ""
-        is_part, coded = of in ("input", "features"), fact.words.get("type") == "integer"
+        is_part, coded = of == "input", fact.words.get("type") == "integer"
         yield Finding("constant-data", "note" if is_part and coded else act_if(not is_part),
             said.format(**{**fact.numbers, **fact.words}) + f"{among}.",
             (Evidence("different values", 1.0, 1.0, step=0),), (Advice(check),))  # fmt: skip
 
 
-@fault(
-    "same-batch",
-    "The same batch is repeated",
-    shown_by=lambda r: len(r.reports) >= FEWEST_SAME and reported("batch")(r),
-    of="monitor",
-    certain=True,
-    explains=("cannot-overfit", "behind-reference"),
-)
+@fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
+       explains=("cannot-overfit", "behind-reference"),
+       shown_by=lambda r: len(r.reports) >= FEWEST_SAME and reported("batch")(r))  # fmt: skip
 def one_batch(record: Record) -> Iterator[Finding]:
     """Find inputs that are equal in all measured steps, and in the step after each."""
     sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}
@@ -96,7 +89,7 @@ def same_batch(record: Record) -> Iterator[Finding]:
                 "Larger batches of the same samples teach no more.",
                 against=())  # fmt: skip
         else:
-            yield Finding("same-batch", act_if(of != "one"),
+            yield Finding("same-batch", "note" if of == "one" else "act",
                 f"The number of different batches is {numbers['different']:.0f}, out of "
                 f"{numbers['batches']:.0f}: the model never sees the rest of the data.",
                 (Evidence("different batches", numbers["different"], 2.0),),
@@ -184,10 +177,12 @@ def state_carried(record: Record) -> Iterator[Finding]:
 def batch_part_unread(record: Record) -> Iterator[Finding]:
     """Find a tensor of the batch that the loss never reads, like another that it does read."""
     for fact in record.found_by("batch-part-unread"):
-        unread, read = (f"{fact.numbers[name]:.0f}" for name in ("unread", "read"))
+        unread, read = fact.numbers["unread"], fact.numbers.get("read")
+        flag = "which is 0 or 1 for each sample, as masks and ends of episodes are"
+        like = flag if read is None else f"of the same shape as tensor {read:.0f}, which it reads"
         yield Finding("batch-part-unread", "watch",
-            f"The loss never reads tensor {unread} of the batch, of the same shape as tensor "
-            f"{read}, which it reads (shape {fact.words['shape']}).",
+            f"The loss never reads tensor {unread:.0f} of the batch, {like} (shape "
+            f"{fact.words['shape']}).",
             (Evidence("tensors of the batch that the loss never reads", 1.0, 0.0, step=0),),
-            (Advice("look for a place in the loss that uses one of the two twice"),),
-            since=0)  # fmt: skip
+            (Advice("look for the place in the loss where this tensor belongs, and for another "
+                    "that stands there"),), since=0)  # fmt: skip

@@ -23,7 +23,6 @@ from adiv_monitor.diagnosis.record import Record
 
 # ε of label smoothing; 0.1 is usual. From 0.5 on, at most about half of a target's weight is left
 # for the right class.
-SMOOTH = 0.5
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
 # of counts in place of their inverses. Weights for other reasons correlate less with the counts.
 GROWS, CORRELATED = 0.5, 0.9
@@ -77,19 +76,6 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
             (Advice("compare the outputs with the targets of the batch") if facts else
              Advice("look in the loss for rounding, clamps, margins that are satisfied"),),
             since=0)  # fmt: skip
-
-
-@fault("label-smoothing", "Label smoothing that is too strong", explains=LEARNING)
-def label_smoothing(record: Record) -> Iterator[Finding]:
-    """Find label smoothing that leaves the right class less weight than all others together."""
-    for fact in record.found_by("label-smoothing"):
-        share, classes = fact.numbers["share"], fact.numbers["classes"]
-        if share > SMOOTH:
-            yield Finding("label-smoothing", _of_weights(record),
-                f"{fact.place} uses a label smoothing of {share:.3g}: of {classes:.0f} classes, "
-                f"the right one gets {1 - share + share / classes:.0%} of the target's weight.",
-                (Evidence("label smoothing", share, SMOOTH, step=0),),
-                (Advice("use label_smoothing=0.1 or less"),))  # fmt: skip
 
 
 def _of_weights(record: Record) -> Strength:

@@ -113,7 +113,8 @@ def attention_axis(record: Record) -> Iterator[Finding]:
             (Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),))  # fmt: skip
 
 
-@fault("input-partly-ignored", "Parts of the inputs are ignored", acts_below=1.0)
+@fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",),
+       acts_below=1.0)  # fmt: skip
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training."""
     if facts := record.found_by("input-partly-ignored"):

@@ -18,17 +18,6 @@ Planted = Callable[[Run], None]
 PADDING, LENGTH, SIDE = 0, 16, 12
 
 
-def smoothed(model: nn.Module, batch: Batch, share: float = 0.9) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=share)
-
-
-def smoothed_by_hand(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the cross-entropy with targets of which most is spread over all classes."""
-    x, y = batch
-    sought = 0.2 * functional.one_hot(y, 10).float() + 0.8 / 10
-    return functional.cross_entropy(model(x), sought)
-
-
 def weighted(model: nn.Module, batch: Batch, weight: tuple[float, ...]) -> Tensor:
     return functional.cross_entropy(model(batch[0]), batch[1], torch.tensor(weight))
 
@@ -233,7 +222,6 @@ def _case(twin: Healthy, what: str, plant: Planted, expected: str) -> Case:
 
 
 SET_BY = [
-    _case(healthy.MLP_SGD, "label smoothing of 0.9", with_loss(smoothed), "label-smoothing"),
     _case(IS_THREE, "counts as weights", with_loss(partial(weighted, weight=(9.0, 1.0))),
           "class-weights"),
     _case(MARGIN, "labels of 0 and 1", with_loss(partial(hinge, of_signs=False)),
@@ -246,8 +234,6 @@ SET_BY = [
     _case(SHARES, "divided by the sum", attribute(Shares, by_sum=True), "unsafe-division"),
 ]  # fmt: skip
 HELD_OUT = [
-    _case(healthy.CNN_ADAM, "most of the targets spread", with_loss(smoothed_by_hand),
-          "label-smoothing"),
     _case(IS_THREE_OF_ONE, "pos_weight inverted", with_loss(partial(weighted_pairs, positive=0.1)),
           "class-weights"),
     _case(ODD, "only labels of 1 in the loss", with_loss(of_positives), "class-untaught"),
