@@ -272,6 +272,7 @@ class Recurrent(nn.Module):
     ids=["linear", "LSTM", "GRU", "convolution"],
 )  # fmt: skip
 @pytest.mark.parametrize("factor", [1e3, 1e-3])
+@pytest.mark.slow(one_in=3)
 def test_inputs_that_a_layer_reads_as_they_are_are_told(
     make: Callable[[], nn.Module], factor: float
 ) -> None:

@@ -116,7 +116,7 @@ ARCHITECTURES: dict[str, Callable[[], Setup]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(one_in=13, first=8)
+@pytest.mark.slow(one_in=26, first=8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_probe_finds_a_fault_in_an_untrained_architecture(name: str) -> None:
     pytest.importorskip("torchvision")

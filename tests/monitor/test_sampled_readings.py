@@ -151,7 +151,7 @@ class Deviations:
             assert abs(sum(found) / len(found)) < 4 / math.sqrt(draws), name
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_readings_know_how_far_off_they_are(case: str, optimizer: str) -> None:
@@ -259,6 +259,7 @@ def test_ranks_that_meet_once_the_monitor_is_attached_are_counted(
     assert layer.common is not None and layer.common.sum is not None
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("seen", [30, 128])
 def test_rows_of_one_output_raise_no_false_alarm(seen: int) -> None:
     """Cosines of one output are ±1: a sample may contain one sign only, or mostly the rarer one."""

@@ -181,6 +181,7 @@ def always_whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(trace, "_EVERY", 1)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_plain_hooks_read_what_a_watch_of_all_functions_reads(
     name: str, always_whole: Callable[[], None]
@@ -355,6 +356,7 @@ def test_a_backward_hook_leaves_known_what_is_known() -> None:
         assert_same(expected.layers, found)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_changes_is_never_misread(name: str, always_whole: Callable[[], None]) -> None:
     def build() -> Changing:

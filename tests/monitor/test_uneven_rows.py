@@ -169,7 +169,7 @@ def test_even_scales_cost_nothing_whatever_the_rows(kind: str) -> None:
 FROM_ROWS = ("embedding", "gradient-only", "gradient-only, grouped")
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize(
     ("kind", "size"),
     [(k, s) for k in KINDS | EVEN for s in SIZES if s < 2 or k not in FROM_ROWS],

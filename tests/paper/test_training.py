@@ -131,6 +131,7 @@ def test_the_longest_run_of_a_network_counts(data: Data, tmp_path: Path) -> None
     assert longest([*short, *long[:3]]) == [*long[:3], *short[3:]]
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_step_through_a_compiler_is_the_same(data: Data, optimizer: str) -> None:
     """What a CUDA graph holds: on a CPU, through a compiler that changes no operation."""
