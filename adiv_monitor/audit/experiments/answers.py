@@ -106,8 +106,8 @@ def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def _beyond(of: Answered, target: Tensor) -> Losses | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
     at, beyond = of.loss(target), of.loss(2 * target)
-    is_lowest = abs(at) >= PERFECT * abs(of.first) or beyond >= at - LOWER * abs(of.first)
-    return None if is_lowest else (at, beyond)
+    is_lower = abs(at) < PERFECT * abs(of.first) and beyond < at - LOWER * abs(of.first)
+    return (at, beyond) if is_lower else None  # NaN is neither
 
 
 # Targets that outputs had better contradict
