@@ -51,7 +51,7 @@ _MONITOR_TESTS = {
     "maths/totals.py": ["test_all_rows", "test_uneven_rows", *_MEASURED],
     "capture/sampling.py": ["test_sampling"],
     "step/parameter_steps.py": ["test_distributed", "test_sharded", *_COURSE],
-    "step/side_by_side.py": ["test_distributed", "test_sharded", *_COURSE],
+    "step/flat.py": ["test_distributed", "test_sharded", *_COURSE],
     "capture/entries.py": ["test_gradients", *_COURSE],
     "capture/accumulation.py": ["test_distributed", *_COURSE],
     "capture/gradient_shares.py": ["test_contributions", *_COURSE],

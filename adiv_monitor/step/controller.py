@@ -504,7 +504,7 @@ class StepController:
 
     def release(self) -> None:
         """Remove every hook and drop the current step and copies, whatever has failed before."""
-        surely(call_all, self._disarm, self._forget_pending, self._history.copies.clear)
+        surely(call_all, self._disarm, self._forget_pending, self._history.flats.clear)
 
     def _forget_pending(self) -> None:
         if self._pending is not None:

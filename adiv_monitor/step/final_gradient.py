@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.captured_layer import CapturedLayer
-from adiv_monitor.capture.entries import is_small
 from adiv_monitor.capture.gradient_shares import total_of
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
@@ -110,7 +109,7 @@ class FinalGradient:
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
             return {}
-        parts = [self._now(layer.parameters[0]) for layer in known]
+        parts = self._now([layer.parameters[0] for layer in known])
         norms = torch._foreach_norm([to_compute_dtype(part) for part in (*parts, *known.values())])
         # 0/0 becomes 1: a gradient of zero has no units.
         ends = torch._foreach_add(norms, torch.finfo(torch.float32).tiny)
@@ -119,11 +118,13 @@ class FinalGradient:
             factors = torch._foreach_div(factors, self._scale)
         return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
 
-    def _now(self, parameter: nn.Parameter) -> Tensor:
-        """Return a tensor with the norm of the gradient, or of the sampled entries of a shard's."""
-        if is_shard(parameter):
-            return self._steps.entries_of(parameter)
-        return self._steps.gamma_norm_of(parameter)
+    def _now(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return tensors with the gradients' norms, or with those of sampled entries of shards."""
+        norms = self._steps.gamma_norms(parameters)
+        return [
+            self._steps.entries_of(p) if is_shard(p) else norm
+            for p, norm in zip(parameters, norms, strict=True)
+        ]
 
     def begin(self, layer: Layer, parts: Parts) -> None:
         """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
@@ -190,8 +191,7 @@ class FinalGradient:
     def _move_by_gradient(self, measured: LayerInProgress, gamma: Parts) -> None:
         """Compute e = Φγᵀ."""
         by_weight, by_bias = act(measured.layer.change(gamma), measured.features)
-        overwritten = [g for g in gamma.values() if not is_small(g)]  # small ones are copies
-        measured.e = _apart(by_weight, overwritten), _apart(by_bias, overwritten)
+        measured.e = _apart(by_weight, gamma.values()), _apart(by_bias, gamma.values())
 
     def add_sums(self, lose: Fail) -> None:
         """Add the sums over all rows, after all layers have begun.

@@ -165,7 +165,7 @@ class MeasuredStep:
     @torch.no_grad()
     def applied(self) -> None:
         """Compute a, as the next forward pass begins or training ends."""
-        if self._steps is not None and (self._steps.products.w_w or self._steps.norms.w_w):
+        if self._steps is not None and self._steps.products.w_w:
             self._flags.weights_changed = self._steps.applied()
 
     @torch.no_grad()
@@ -230,14 +230,12 @@ class MeasuredStep:
                 {} if self._gradient is None else self._gradient.totals,
                 flags,
                 PieceNumbers() if steps is None else steps.products,
-                PieceNumbers() if steps is None else steps.norms,
                 {} if self._attention is None else self._attention.sums(),
             )
         )
         part = make_contribution(
             found,
             pieces,
-            {} if steps is None else steps.places,
             number=number,
             unreached=self._unreached,
             notes=[*self._capture_notes(), *self._notes],
@@ -331,13 +329,10 @@ class MeasuredStep:
     def _measure_update(self, layer: Layer, parts: Parts) -> None:
         steps, measured = self._steps, self._measured[layer.path]
         assert steps is not None
-        taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
-        whole = {**taken, **parts}
+        whole = {**{piece.key: steps.taken(piece) for piece in layer.pieces}, **parts}
         measured.d = act(layer.change(whole, whole), measured.features)
         del measured  # releases the rows; the bias's part of d may be the difference itself
         self._finish_rows(layer.path)
-        for piece in layer.pieces:
-            steps.take_products(piece, taken[piece.key])
 
     def _finish_rows(self, path: str) -> None:
         """Finish a layer's sums, and release its rows."""

@@ -1,6 +1,5 @@
 """A rank's contribution to the report of a measured step: plain numbers that can be sent."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -86,7 +85,6 @@ class RankContribution:
 def make_contribution(
     found: StepSums[Array],
     pieces: Mapping[str, PieceShares],
-    places: Mapping[int, tuple[int, slice]],
     *,
     number: int,
     unreached: Mapping[str, str],
@@ -98,7 +96,6 @@ def make_contribution(
     Args:
         found: the numbers.
         pieces: by layer, the pieces of its parameters.
-        places: by key of a small piece, the position of its products; see `SideBySide`.
         number: number of the step.
         unreached: path → why there are no numbers.
         notes: notes for the reader.
@@ -117,7 +114,7 @@ def make_contribution(
         if layer.evidence.rule_error is not None
     }
     misdescribed, lost = _misdescribed(errors), _lost(found.layers)
-    products = sums_by_piece(found.products, places)
+    products = found.products
     with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
         layers = {
             path: _with_dots(layer, _dots(products, pieces[path], facts.gradient_scale))
@@ -182,74 +179,29 @@ def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
 
 
 def _applied_differs(products: PieceNumbers[Array]) -> bool:
-    # Computed in the same way, they are equal to the last bit unless θ has changed. Those of the
-    # step lack the pieces of a layer that failed.
-    before, after = products.w_w, products.a_a
-    return not all(_alike(before[key], a) for key, a in after.items() if key in before)
+    # Computed in the same way, they are equal to the last bit unless θ has changed.
+    pairs = zip(products.w_w, products.a_a, strict=True)
+    return not all(np.array_equal(w, a, equal_nan=True) for w, a in pairs)
 
 
-def _alike(a: Array, b: Array) -> bool:
-    """Whether arrays are equal to the last bit; NaN equals NaN, which is slow to compare."""
-    return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
-
-
-def sums_by_piece(
-    products: PieceNumbers[Array], places: Mapping[int, tuple[int, slice]]
-) -> PieceNumbers[float]:
-    """Return the sums of the products of every piece.
-
-    Args:
-        products: numbers of large pieces by their keys, and of small pieces side by side.
-        places: positions of the small pieces.
-    """
-    sides: dict[int, list[int]] = defaultdict(list)
-    starts: dict[int, list[int]] = defaultdict(list)
-    empty: list[int] = []
-    for key, (side, place) in places.items():
-        if place.stop > place.start:
-            sides[side].append(key)
-            starts[side].append(place.start)
-        else:
-            empty.append(key)
-
-    def summed(numbers: Mapping[int, Array]) -> dict[int, float]:
-        found = dict.fromkeys(empty, 0.0) if numbers else {}
-        for key, array in numbers.items():
-            if key in sides:
-                sums = np.add.reduceat(array, starts[key])
-                found.update(zip(sides[key], sums.tolist(), strict=True))
-            else:
-                found[key] = float(array.sum())
-        return found
-
-    return PieceNumbers(
-        summed(products.gamma_gamma),
-        summed(products.w_w),
-        summed(products.w_gamma),
-        summed(products.a_a),
-        summed(products.a_w),
-        summed(products.a_gamma),
-    )
-
-
-def _dots(products: PieceNumbers[float], pieces: PieceShares, gradient_scale: float) -> Dots[float]:
+def _dots(products: PieceNumbers[Array], pieces: PieceShares, gradient_scale: float) -> Dots[float]:
     """Return the dot products of all parameters of a layer, with γ in the optimizer's units."""
-    (shares, partial), totals = pieces, list[float | None]()
-    for parts, unit in (
-        (products.gamma_gamma, gradient_scale**2),
-        (products.w_w, 1.0),
-        (products.w_gamma, gradient_scale),
-        (products.a_a, 1.0),
-        (products.a_w, 1.0),
-        (products.a_gamma, gradient_scale),
-    ):
-        found = 0.0 if parts else None
-        if found is not None:
-            for key in shares:
-                found += shares[key] * parts[key] / unit
-        totals += (found,)
-    gamma_gamma, w_w, w_gamma, a_a, a_w, a_gamma = totals
-    return Dots(gamma_gamma or 0.0, w_w, w_gamma, a_a, a_w, a_gamma, partial)
+    shares, partial = pieces
+    at = [products.keys.index(key) for key in shares]
+    weights = np.array(list(shares.values()))
+
+    def whole(parts: tuple[Array, ...], unit: float = 1.0) -> float | None:
+        return float(np.concatenate(parts)[at] @ weights) / unit if parts else None
+
+    return Dots(
+        whole(products.gamma_gamma, gradient_scale**2) or 0.0,
+        whole(products.w_w),
+        whole(products.w_gamma, gradient_scale),
+        whole(products.a_a),
+        whole(products.a_w),
+        whole(products.a_gamma, gradient_scale),
+        partial,
+    )
 
 
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:

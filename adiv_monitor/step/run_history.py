@@ -8,6 +8,7 @@ from weakref import ref
 from torch import Tensor
 
 from adiv_monitor.step.earlier_weights import EarlierWeights
+from adiv_monitor.step.flat import Flat
 
 
 class Untrained(NamedTuple):
@@ -36,7 +37,7 @@ class RunHistory:
         distrusted: layers whose gradient was once not that of their rows times a known factor.
         idle: layers that had zero-gradient rows.
         seen: layers that were measured, or found to be unmeasurable.
-        copies: on a CPU, the copies of the last step, whose memory the next step uses again: each
+        flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
         weights: some weights of earlier steps.
@@ -50,7 +51,7 @@ class RunHistory:
     distrusted: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
-    copies: list[Tensor] = field(default_factory=list)
+    flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
     untrained: dict[int, Untrained] = field(default_factory=dict)

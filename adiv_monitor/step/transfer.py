@@ -1,7 +1,7 @@
 """Transfer of all numbers of a step from device to host at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Generic, cast
 
 import torch
@@ -60,8 +60,7 @@ class StepSums(Generic[T]):
         layers: records of layers by path; `fetch` adds their totals.
         totals: by paths, stacked sums over all rows of these layers.
         flags: numbers of the step as a whole.
-        products: numbers that add up to dot products of the parameters.
-        norms: norms whose squares add up to dot products; `fetch` adds the squares to `products`.
+        products: dot products of the parameters.
         attention: records of each call, by path of the attention.
     """
 
@@ -69,19 +68,15 @@ class StepSums(Generic[T]):
     totals: dict[tuple[str, ...], Totals[T]]
     flags: Flags[T]
     products: PieceNumbers[T]
-    norms: PieceNumbers[T]
     attention: dict[str, tuple[AttentionSums[T], ...]]
 
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
-    """Copy the numbers to the host, add the squares of norms to the products, and the totals."""
+    """Copy the numbers to the host, and add the totals to the layers."""
     found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
     for path, totals in by_layer(found.totals).items():
         if path in found.layers:  # others were lost since
             found.layers[path] = replaced(found.layers[path], totals=totals)
-    for field in fields(found.norms):
-        norms: dict[int, Array] = getattr(found.norms, field.name)
-        getattr(found.products, field.name).update({key: part**2 for key, part in norms.items()})
     return found
 
 

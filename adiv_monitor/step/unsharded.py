@@ -113,10 +113,12 @@ class UnshardedParameters:
         """Yield layers with the negative update of their pieces, once these are gathered."""
 
         def taken(parameter: nn.Parameter) -> Tensor:
-            kept = self._before.pop(id(parameter), None)
-            before = steps.before(parameter) if kept is None else kept
-            assert before is not None
-            return to_compute_dtype(before) - to_compute_dtype(part_of(parameter))
+            before = self._before.pop(id(parameter), None)
+            if before is not None:
+                return to_compute_dtype(before) - to_compute_dtype(part_of(parameter))
+            taken = steps.update_of(parameter)
+            assert taken is not None
+            return taken
 
         for _ in self._made(taken):
             yield from self._ready(layers)

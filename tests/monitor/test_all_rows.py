@@ -13,11 +13,9 @@ from adiv_monitor.features.functions.conv import Geometry, patch_squares, patche
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.records import leaves
-from adiv_monitor.maths.sums import Array, ScaleTotals, Totals
+from adiv_monitor.maths.sums import ScaleTotals, Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 from adiv_monitor.report import MEASURES, LayerReading
-from adiv_monitor.step.parameter_steps import PieceNumbers
-from adiv_monitor.step.rank_contribution import sums_by_piece
 
 ROWS = 50
 
@@ -233,21 +231,3 @@ def test_scales_of_all_rows_keep_their_precision_where_backward_runs_under_autoc
     assert outside.update_cosine is not None
     for measure in MEASURES:
         assert getattr(within, measure) == getattr(outside, measure), measure
-
-
-def test_products_of_small_pieces_are_summed_each_by_itself() -> None:
-    """Concatenated pieces, on two devices, some empty, and large pieces have their own sums."""
-    first, second = np.arange(6.0), np.array([7.0, 8.0])
-    places = {
-        10: (-1, slice(0, 0)),
-        11: (-1, slice(0, 4)),
-        12: (-1, slice(4, 4)),
-        13: (-1, slice(4, 6)),
-        14: (-1, slice(6, 6)),
-        20: (-2, slice(0, 2)),
-    }
-    products: PieceNumbers[Array] = PieceNumbers()
-    products.w_w.update({-1: first, -2: second, 30: np.array([1.0, 2.0])})
-    found = sums_by_piece(products, places)
-    assert found.w_w == {10: 0, 11: 6, 12: 0, 13: 9, 14: 0, 20: 15, 30: 3}
-    assert found.gamma_gamma == {}

@@ -316,10 +316,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
         "x": of(torch.tensor([[1.0, 2.0]]), realised=torch.tensor(True)),
         "y": of(torch.tensor(7.0), realised=torch.tensor([9.0])),
     }
-    products: PieceNumbers[Tensor] = PieceNumbers()
-    norms: PieceNumbers[Tensor] = PieceNumbers()
-    products.w_w[7] = torch.tensor([3.0], dtype=torch.float64)
-    norms.w_w[8], norms.a_a[7] = torch.tensor([2.0, 3.0]), torch.tensor([4.0])
+    products: PieceNumbers[Tensor] = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
     none = torch.tensor(0.0)
     attending = {
         "z": tuple(
@@ -333,7 +330,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     flags = Flags(skipped=torch.tensor(0.0))
     stacked = Totals(torch.tensor([[3], [4], [5]]), torch.tensor([[0.3], [0.4], [0.5]]))
     totals = {("y", "lost", "x"): stacked}
-    found = fetch(StepSums(layers, totals, flags, products, norms, attending))
+    found = fetch(StepSums(layers, totals, flags, products, attending))
     x, y = found.layers["x"], found.layers["y"]
     assert x.totals is not None and y.totals is not None
     assert (x.totals.active.tolist(), y.totals.active.tolist()) == ([5], [3])
@@ -346,8 +343,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
     assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]
-    assert {key: part.tolist() for key, part in found.products.w_w.items()} == {7: [3], 8: [4, 9]}
-    assert found.products.a_a[7].tolist() == [16]
+    assert [part.tolist() for part in found.products.w_w] == [[3, 4]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 37])

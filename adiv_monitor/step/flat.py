@@ -1,0 +1,147 @@
+"""Many tensors end to end in one buffer, so that one operation serves all of them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adiv_monitor.capture.entries import bits, sampled_entries
+from adiv_monitor.features.rows import compute_dtype
+
+_LINE = 64  # entries; every tensor begins at a multiple of it
+_CHUNK = 2**24  # entries of half precision that are cast at once
+
+
+class Flat:
+    """Tensors in one buffer for each dtype and device, with sums of products by tensor.
+
+    Args:
+        like: the tensors whose shapes, dtypes and devices the parts have, by key.
+
+    Attributes:
+        keys: the keys, in the order of the sums.
+        views: the parts of the buffers, by key.
+        buffers: one for each dtype and device.
+    """
+
+    def __init__(self, like: Mapping[int, Tensor]) -> None:
+        self._like = _described(like)
+        kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
+        for key, tensor in like.items():
+            kinds[tensor.dtype, tensor.device][key] = tensor
+        self._kinds = [tuple(kind) for kind in kinds.values()]
+        self.keys = [key for kind in self._kinds for key in kind]
+        self.views: dict[int, Tensor] = {}
+        self.buffers: list[Tensor] = []
+        self._lengths: list[Tensor] = []  # in lines, of each tensor of a buffer
+        for kind in kinds.values():
+            lines = [-(-tensor.numel() // _LINE) for tensor in kind.values()]
+            first, start = next(iter(kind.values())), 0
+            # It is zero between the tensors.
+            buffer = torch.zeros(sum(lines) * _LINE, dtype=first.dtype, device=first.device)
+            for (key, tensor), length in zip(kind.items(), lines, strict=True):
+                self.views[key] = _view(buffer, start, tensor)
+                start += length * _LINE
+            self.buffers.append(buffer)
+            self._lengths.append(torch.tensor(lines).to(buffer.device, non_blocking=True))
+
+    def fits(self, like: Mapping[int, Tensor]) -> bool:
+        """Whether the parts are as those of other tensors; then their memory can be used again."""
+        # Tensors that were made in inference mode can't be written to outside of it.
+        usable = not any(buffer.is_inference() for buffer in self.buffers)
+        return usable and self._like == _described(like)
+
+    def apply(
+        self,
+        function: Callable[[Sequence[Tensor], Sequence[Tensor]], object],
+        others: Mapping[int, Tensor],
+    ) -> None:
+        """Call a `_foreach` function that writes to the parts, with other tensors by key."""
+        for kind in self._kinds:
+            function([self.views[key] for key in kind], [others[key] for key in kind])
+
+    def dots(self, other: "Flat") -> tuple[Float[Tensor, " tensors"], ...]:
+        """Return ⟨a, b⟩ of each tensor with its counterpart, one vector for each buffer."""
+        pairs = zip(self.buffers, other.buffers, strict=True)
+        return self._by_tensor(_line_dots(a, b) for a, b in pairs)
+
+    def sums(self) -> tuple[Float[Tensor, " tensors"], ...]:
+        """Return the sum of each tensor's entries, one vector for each buffer."""
+        return self._by_tensor(
+            buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self.buffers
+        )
+
+    def _by_tensor(self, lines: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        # Sequential float32 sums of many alike numbers would drift.
+        return tuple(
+            torch.segment_reduce(_wide(of_lines), "sum", lengths=lengths, unsafe=True)
+            for of_lines, lengths in zip(lines, self._lengths, strict=True)
+        )
+
+
+def _described(tensors: Mapping[int, Tensor]) -> list[object]:
+    return [(key, x.shape, x.stride(), x.dtype, x.device) for key, x in tensors.items()]
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a part of a buffer with the shape of a tensor, and its strides if it is dense."""
+    if torch.ops.aten.is_non_overlapping_and_dense(like):
+        return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + start)
+    return buffer[start : start + like.numel()].view(like.shape)
+
+
+def _line_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the dot products of lines; half precision is multiplied and summed in float32."""
+    if a.dtype is compute_dtype(a):
+        return torch.linalg.vecdot(a.view(-1, _LINE), b.view(-1, _LINE))
+    parts = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
+    return torch.cat([_line_dots(x.to(compute_dtype(a)), y.to(compute_dtype(a))) for x, y in parts])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "mps" else tensor.double()
+
+
+class Entries:
+    """Copies of sampled entries of many tensors, concatenated for each dtype and device."""
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        kinds = _sampled(tensors)
+        self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
+        self._places: dict[int, tuple[object, int, int]] = {}  # kind, start and length
+        for kind, parts in kinds.items():
+            end = 0
+            for key, part in parts.items():
+                length = part.shape[0]
+                self._places[key] = kind, end, length
+                end += length
+
+    def of(self, key: int) -> Tensor:
+        """Return the entries of one tensor."""
+        kind, start, length = self._places[key]
+        return self._flat[kind].narrow(0, start, length).flatten()
+
+    def differ(self, tensors: Mapping[int, Tensor]) -> Tensor:
+        """Return whether any of these entries of the same tensors differs now, bit by bit."""
+        flags = []
+        for kind, parts in _sampled(tensors).items():
+            if kind not in self._flat:
+                return torch.ones((), dtype=torch.bool)
+            now, then = torch.cat(list(parts.values())), self._flat[kind]
+            if now.shape != then.shape:
+                return torch.ones((), dtype=torch.bool)
+            flags.append((bits(now) != bits(then)).any())  # NaN equals itself
+        if not flags:  # one of several ranks may have nothing to measure
+            return torch.zeros((), dtype=torch.bool)
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+
+def _sampled(tensors: Mapping[int, Tensor]) -> dict[object, dict[int, Tensor]]:
+    """Return the `sampled_entries` of tensors, by dtype, device and number of dimensions."""
+    kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
+    for key, tensor in tensors.items():
+        entries = sampled_entries(tensor)
+        kinds[entries.dtype, entries.device, entries.dim()][key] = entries
+    return kinds
