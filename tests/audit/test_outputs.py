@@ -8,8 +8,8 @@ from audited import batches, cross_entropy, sgd
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.backward import descent_share
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
+from adiv_monitor.audit.experiments.measure import descent_share
 from adiv_monitor.audit.training.setup import Loss, Setup
 from adiv_monitor.diagnosis.record import ActivatedOutput
 

@@ -29,12 +29,12 @@ from torch.optim.lr_scheduler import (
 from trial_setups import answer, batches, loss, mlp, setup
 
 from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.experiments.axes import is_cut_across, permutes, takes_parts
 from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import given_to
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.experiments.questions import ASKS, LOOKS, asked
-from adiv_monitor.audit.experiments.reshapes import is_cut_across, permutes, takes_parts
 from adiv_monitor.audit.training.batches import taken
 from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.audit.training.setup import Setup

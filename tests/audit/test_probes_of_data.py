@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.optim import Adam, Optimizer
 from trial_setups import answer, batches, setup
 
+from adiv_monitor.audit.experiments.backward import closeness
 from adiv_monitor.audit.experiments.changed_inputs import given_inputs
 from adiv_monitor.audit.experiments.data import explained
-from adiv_monitor.audit.experiments.operands import closeness
-from adiv_monitor.audit.experiments.taught import padding
+from adiv_monitor.audit.experiments.places import padding
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose

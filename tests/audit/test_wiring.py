@@ -8,7 +8,7 @@ import torch
 from audited import Batch, batches, cross_entropy, mlp, seen, sgd
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.wiring import LOOKED, unused
+from adiv_monitor.audit.experiments.beginning import LOOKED, unused
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis.record import Wiring
 

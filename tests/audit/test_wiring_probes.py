@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim import Adam, AdamW, Optimizer, RMSprop
 from trial_setups import answer, batches, loss, mlp, setup
 
-from adiv_monitor.audit.experiments.attention import spread, sums_to_1
+from adiv_monitor.audit.experiments.axes import spread, sums_to_1
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train

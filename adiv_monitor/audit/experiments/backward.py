@@ -1,20 +1,25 @@
-"""Questions about the backward pass: where it stops, what changes it, and what loss it lowers."""
+"""Questions about the backward pass: where it stops, what changes it, and where it is steep."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.experiments.derived import MULTIPLIES, PRODUCTS, flat, given
+from adiv_monitor.audit.experiments.calls import (
+    MULTIPLIES,
+    PRODUCTS,
+    Call,
+    calls_of,
+    change_calls,
+    flat,
+    given,
+    see_calls,
+)
 from adiv_monitor.audit.experiments.questions import Untold, asks, first_at_each_place
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import copied, first, mapped
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
 
@@ -140,74 +145,6 @@ def gradient_hooks(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact("", {"ratio": ratio, "cosine": cosine}),)
 
 
-# The loss along its gradient
-
-LARGEST = 100_000_000  # most parameters of a model that is copied in float64
-MOST_PARTS = 4  # of a model that are taken for players
-SHORT = 1e-6  # length of a step, relative to the weights' length
-
-
-def descent_share(setup: Setup) -> float | None:
-    """Return how much a few samples' loss falls along its gradient, relative to ‖gradient‖².
-
-    (L(θ + hg) − L(θ − hg)) / (2h‖g‖²) with a small h and the same random numbers, in float64. It is
-    1 if g is the gradient of the loss. It is less, or below 0, if parts of the loss oppose one
-    another, as in the summed loss of a generative adversarial network, each of whose players has
-    its own part of the gradient. So the model's parts are moved one by one, and the smallest share
-    counts.
-
-    Returns:
-        The share; None if it is unknown: the model has one part, or too many for players; it is
-        large, or does not run in float64; there is no gradient.
-    """
-    size = sum(p.numel() for p in setup.model.parameters())
-    if not 1 < len(_parts(setup.model)) <= MOST_PARTS or size > LARGEST:
-        return None
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # for the random numbers that the loss draws
-    try:
-        with seeded(setup.seed), torch.enable_grad():
-            fork = setup.fork()
-            fork.model.double()
-            batch = mapped(
-                first(setup.batches[0], 2), lambda x: x.double() if x.is_floating_point() else x
-            )
-            again, loss = RepeatedLoss(fork), fork.loss(fork.model, copied(batch))
-            shares = [_share(loss, partial(again.of, batch), p) for p in _parts(fork.model)]
-    except Exception:  # the training run reports errors of the loss
-        return None
-    finally:
-        torch.set_default_dtype(before)
-    return min((share for share in shares if share is not None), default=None)
-
-
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """Return the model's children that hold parameters; of an only child, its children."""
-    parts = [child for child in model.children() if any(True for _ in child.parameters())]
-    return _parts(parts[0]) if len(parts) == 1 else parts
-
-
-def _share(loss: Tensor, again: Callable[[], float], part: nn.Module) -> float | None:
-    """Return the share for a short step of a model's part; None: it has no gradient."""
-    parameters = [p for p in part.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-    moved = [(p, p.data, g.to_dense())
-             for p, g in zip(parameters, found, strict=True) if g is not None]  # fmt: skip
-    square = sum(float(g.square().sum()) for *_, g in moved)
-    weights = sum(float(here.square().sum()) for _, here, _ in moved)
-    if not 0 < square < math.inf:
-        return None
-    h = SHORT * math.sqrt((weights or 1.0) / square)
-    losses = []
-    for step in (h, -h):
-        for p, here, g in moved:
-            p.data = here + step * g
-        losses.append(again())
-    for p, here, _ in moved:
-        p.data = here
-    return (losses[0] - losses[1]) / (2 * h * square)
-
-
 # Functions of zero slope
 
 FEWEST = 8  # entries of a clip; the ends of a range fit two entries of any function
@@ -271,3 +208,41 @@ def _ends(x: Tensor, made: Tensor) -> tuple[float, float] | None:
         return (low, high) if bool((x < low).all() or (x > high).all()) else None
     is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
     return (low, high) if is_cut and not torch.equal(made, x) else None
+
+
+# Divisions
+
+
+BATCHES = 4  # most whose divisors are taken together
+DIVISORS = 16  # fewest
+_DIVISOR = {"div": 1, "divide": 1, "true_divide": 1, "__truediv__": 1, "__itruediv__": 1,
+            "__rtruediv__": 0, "__rdiv__": 0, "reciprocal": 0}  # fmt: skip
+
+
+@asks("unsafe-division")
+def unsafe_division(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return divisions by tensors of both signs, with the size of the smallest over the median one.
+
+    Also return the largest result over the median one, without units that are off.
+    """
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for batch in setup.batches[:BATCHES]:
+        for call in calls_of(setup.fork(), lambda call: call.name in _DIVISOR, batch):
+            divisor = call.argument(_DIVISOR[call.name], "other")
+            if isinstance(divisor, Tensor) and divisor.is_floating_point():
+                pair = divisor.float().flatten(), call.result.abs().float().flatten()
+                found.setdefault(call.place, []).append(pair)
+    for place, pairs in found.items():
+        divisors, sizes = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        close, sizes = closeness(divisors), sizes[sizes > 0]
+        if close is not None and len(sizes) and bool(sizes.isfinite().all()):
+            yield Fact(place, {"close": close, "times": float(sizes.max() / sizes.median())})
+
+
+def closeness(divisors: Tensor) -> float | None:
+    """Return the smallest size of the divisors over the median one; None: they have one sign."""
+    sizes = divisors.abs().sort().values
+    if len(sizes) < DIVISORS or not bool((divisors > 0).any() and (divisors < 0).any()):
+        return None
+    middle = float(sizes[len(sizes) // 2])
+    return float(sizes[0]) / middle if middle > 0 else None

@@ -1,8 +1,10 @@
-"""The torch functions that a forward pass and its loss call, in order, each with its place."""
+"""The functions that a pass calls, in order, each with its place, and what derives from them."""
 
+import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -174,3 +176,124 @@ def _line() -> str:
 @cache
 def _is_callers(file: str) -> bool:
     return file.endswith(".py") and not file.startswith(_BETWEEN)
+
+
+# What derives, entry by entry, from the result of some function
+
+
+MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
+# Functions that do more than move, mask or map entries one by one.
+PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "mm", "linear")
+LAYERS = ("bilinear", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
+          "lstm", "gru", "rnn_tanh", "rnn_relu")  # fmt: skip
+
+
+class Derived:
+    """Follows tensors through a pass, as its calls are reported in order.
+
+    A tensor derives from a call if it is its result, or the result of a function of a tensor that
+    derives from it: a part of that tensor, or one with as many entries, by a view, a permutation, a
+    mask, a scaling or an activation. Products, layers and convolutions end the chain.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Tensor, Call]] = {}  # tensors are held so that ids stay unique
+
+    def begin(self, call: Call) -> None:
+        """Let the results of a call derive from it."""
+        for x in flat(call.result):
+            self._of[id(x)] = x, call
+
+    def follow(self, call: Call) -> None:
+        """Note the results of a call that derive from what its arguments derive from."""
+        if call.name in (*PRODUCTS, *LAYERS) or call.name.startswith("conv"):
+            return
+        for before in given(call):
+            if (source := self.source(before)) is None:
+                continue
+            for x in flat(call.result):
+                is_part = call.name == "__getitem__" or x.numel() == before.numel()
+                if is_part and x is not before:
+                    self._of.setdefault(id(x), (x, source))
+
+    def source(self, x: object) -> Call | None:
+        """Return the call that a tensor derives from; None: none."""
+        found = self._of.get(id(x))
+        return None if found is None else found[1]
+
+
+def given(call: Call) -> list[Tensor]:
+    """Return the tensors in a call's arguments."""
+    return [*flat([*call.args, *call.kwargs.values()])]
+
+
+def flat(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from flat([*values.values()])
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from flat(value)
+
+
+# Dropout
+
+
+FUNCTIONS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
+             "dropout3d", "feature_dropout")  # fmt: skip
+
+
+def rate_of(call: Call) -> float:
+    """Return the share that a call of a dropout function drops; 0 for other functions."""
+    if call.name not in FUNCTIONS or not call.argument(2, "training", True):
+        return 0.0
+    rate = call.argument(1, "p", 0.5)
+    return float(rate) if isinstance(rate, (int, float)) else math.nan
+
+
+def with_rate(call: Call, rate: float) -> object:
+    """Return the result of the same function at another rate."""
+    x = call.argument(0, "input")
+    others = {k: v for k, v in call.kwargs.items() if k not in ("input", "p")}
+    return call.function(x, rate, *call.args[2:], **others)
+
+
+def undropped(call: Call) -> object:
+    """Return the result of a dropout that drops nothing; `NotImplemented` for other functions."""
+    return with_rate(call, 0.0) if rate_of(call) > 0 else NotImplemented
+
+
+# The arguments of a module's forward pass, by name
+
+
+# Words in the names of arguments that are not inputs.
+_NO_INPUTS = ("label", "target", "mask")
+
+
+def by_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward pass by name; those without a name have a number."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [*own, *map(str, range(len(own), len(args)))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def changed(
+    module: nn.Module, args: Any, kwargs: dict[str, Any], change: Callable[[str, Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward pass, each replaced by `change(name, value)`."""
+    new = [change(name, value) for name, value in by_name(module, args, kwargs).items()]
+    return tuple(new[: len(args)]), dict(zip(kwargs, new[len(args) :], strict=True))
+
+
+def is_input(name: str) -> bool:
+    """Return whether an argument of this name is an input, not a label, a target or a mask."""
+    return not any(word in name.lower() for word in _NO_INPUTS)
+
+
+def is_list(value: Any) -> bool:
+    """Return whether an argument is a list of tensors, which may be the samples themselves."""
+    several = isinstance(value, (list, tuple)) and len(value) > 1
+    return several and all(isinstance(item, Tensor) for item in value)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adiv_monitor.audit.experiments.calls import is_input
 from adiv_monitor.audit.experiments.changed_inputs import arguments, given_inputs
-from adiv_monitor.audit.experiments.inputs import is_input
 from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like, those
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import size_of, tensors

@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.experiments.derived import Derived, flat
-from adiv_monitor.audit.experiments.dropout import rate_of
-from adiv_monitor.audit.experiments.flat import ends_of_function
+from adiv_monitor.audit.experiments.activations import ends_of_function
+from adiv_monitor.audit.experiments.calls import (
+    Call,
+    Derived,
+    change_calls,
+    flat,
+    rate_of,
+    see_calls,
+)
 from adiv_monitor.audit.experiments.questions import (
     asks,
     first_at_each_place,

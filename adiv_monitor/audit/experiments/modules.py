@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls
-from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
+from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
 from adiv_monitor.audit.experiments.questions import (
     Untold,
     asks,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import backward, compared
-from adiv_monitor.audit.experiments.calls import Call, see_calls, watched
+from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped, watched
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
-from adiv_monitor.audit.experiments.dropout import undropped
 from adiv_monitor.audit.experiments.questions import asks, looks
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded

@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.audit.experiments import loss_inputs
-from adiv_monitor.audit.experiments.attention import uses
+from adiv_monitor.audit.experiments.activations import maps_that_run
+from adiv_monitor.audit.experiments.axes import uses
 from adiv_monitor.audit.experiments.backward import cuts, undo
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
+from adiv_monitor.audit.experiments.calls import Call, change_calls, rate_of, see_calls, with_rate
 from adiv_monitor.audit.experiments.exchange import mask_of
 from adiv_monitor.audit.experiments.loss_inputs import those
 from adiv_monitor.audit.experiments.modules import HIGH
-from adiv_monitor.audit.experiments.operands import maps_that_run
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record
