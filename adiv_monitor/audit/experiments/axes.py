@@ -1,5 +1,6 @@
 """Axes that are mistaken: attention along another axis, and reshapes that cut across axes."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import (
-    MULTIPLIES,
     PRODUCTS,
     Call,
     Derived,
@@ -31,14 +31,9 @@ Summed = tuple[Tensor, tuple[int, ...]]  # an operand, and the axes that a produ
 
 
 class Use(NamedTuple):
-    """A product that sums weights over an axis.
+    """A product that sums weights, which a softmax made, over some axes.
 
-    Attributes:
-        softmax: the call that made the weights.
-        product: the call that sums them.
-        shape: shape of the weights.
-        sums_to_1: axes along which the weights sum to 1.
-        over: axes over which the product sums.
+    The weights have a shape, and sum to 1 along some axes.
     """
 
     softmax: Call
@@ -65,7 +60,6 @@ class Attentions:
     def __init__(self, fork: Fork) -> None:
         self.uses: list[Use] = []
         self._scores, self._weights = Derived(), Derived()
-        self._weighted: dict[int, tuple[Call, Tensor]] = {}  # products entry by entry
 
     def see(self, call: Call) -> None:
         """Look at a call."""
@@ -74,10 +68,6 @@ class Attentions:
         self._weights.follow(call)
         if call.name in PRODUCTS and call.name != "linear":
             self._scores.begin(call)
-        if call.name in MULTIPLIES:
-            for x in given(call):
-                if self._weights.source(x) is not None:
-                    self._weighted[id(call.result)] = call, x
         if call.name == "softmax" and call.path is not None:
             x, axis = call.argument(0, "input"), call.argument(1, "dim")
             if isinstance(axis, int) and (self._scores.source(x) or x.shape[axis] == 1):
@@ -95,15 +85,9 @@ class Attentions:
                 yield use
 
     def _summed(self, call: Call) -> list[Summed]:
-        """Return the operands of a product, or of a sum of products entry by entry."""
+        """Return the operands of a product."""
         if call.name == "einsum":
-            return [*_of_einsum(*call.args)]
-        if call.name == "sum" and call.args and id(call.args[0]) in self._weighted:
-            product, x = self._weighted[id(call.args[0])]
-            ndim, axes = product.result.ndim, call.argument(1, "dim", call.kwargs.get("axis"))
-            axes = (axes,) if isinstance(axes, int) else axes or range(ndim)
-            over = (axis % ndim - ndim + x.ndim for axis in axes)
-            return [(x, tuple(axis for axis in over if axis >= 0 and x.shape[axis] > 1))]
+            return _of_einsum(*call.args)
         operands = given(call)[:2] if call.name in PRODUCTS else []
         if len(operands) < 2 or call.name in ("linear", "baddbmm"):
             return []
@@ -111,14 +95,16 @@ class Attentions:
         return [(left, (left.ndim - 1,)), (right, (max(right.ndim - 2, 0),))]
 
 
-def _of_einsum(equation: object, *operands: Any) -> Iterator[Summed]:
+def _of_einsum(equation: object, *operands: Any) -> list[Summed]:
     if not isinstance(equation, str) or "->" not in equation:
-        return
+        return []
     inputs, output = equation.replace(" ", "").split("->")
+    found = []
     for letters, x in zip(inputs.split(","), flat(operands), strict=True):
         others = "." * (x.ndim - len(letters.replace("...", "")))  # the axes of an ellipsis
-        letters = letters.replace("...", others)
-        yield x, tuple(i for i, letter in enumerate(letters) if letter not in output)
+        each = enumerate(letters.replace("...", others))
+        found.append((x, tuple(i for i, letter in each if letter not in output)))
+    return found
 
 
 def sums_to_1(x: Tensor) -> tuple[int, ...]:
@@ -144,10 +130,9 @@ def spread(scores: Tensor, axis: int) -> float:
     Masked keys do not count: those whose weight is below e⁻⁵⁰ of the largest one.
     """
     kept = scores > scores.amax(axis, keepdim=True) - _FAR
-    count = kept.sum(axis, keepdim=True).clamp(min=1)
-    mean = torch.where(kept, scores, 0.0).sum(axis, keepdim=True) / count
-    square = torch.where(kept, (scores - mean).square(), 0.0).sum(axis, keepdim=True) / count
-    return float(square[count > 1].mean().sqrt())
+    x = torch.where(kept, scores, math.nan)
+    square = (x - x.nanmean(axis, keepdim=True)).square().nanmean(axis)
+    return float(square[kept.sum(axis) > 1].mean().sqrt())
 
 
 @looks("attention-axis")

@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -103,11 +104,12 @@ def watched(
     return run
 
 
-@torch.no_grad()
 def calls_of(fork: Fork, is_met: Callable[[Call], object], batch: Any = None) -> list[Call]:
-    """Return the calls of a fork's loss that meet a condition; no graph is kept."""
+    """Return the calls of a batch's loss, by default the first, that meet a condition."""
     found: list[Call] = []
-    see_calls(fork, lambda call: found.append(call) if is_met(call) else None, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run has shown them
+        see_calls(fork, lambda call: found.append(call) if is_met(call) else None, batch)
     return found
 
 

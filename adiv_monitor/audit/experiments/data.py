@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import is_input
+from adiv_monitor.audit.experiments.calls import calls_of, is_input
 from adiv_monitor.audit.experiments.changed_inputs import arguments, given_inputs
-from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like, those
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -221,7 +221,7 @@ def _targets(setup: Setup) -> list[Fact]:
     """
     is_pair = len(list(tensors(setup.batches[0]))) == 2
     names = (*CLASSIFIES, *LOSSES) if is_pair else CLASSIFIES
-    for call in those(setup.fork(), lambda call: call.name in names):
+    for call in calls_of(setup.fork(), lambda call: call.name in names):
         target, index = call.argument(1, "target"), call.kwargs.get("ignore_index", -100)
         given = parts_like(target, setup.batches)
         left = {value for x in given for value in torch.unique(x[x != index])[:2].tolist()}
