@@ -352,17 +352,16 @@ def same_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 class OfTokens(nn.Module):
-    """A recurrent network of tokens, in one direction or both, that masks some itself or none."""
+    """A recurrent network of tokens, in one direction or both."""
 
-    def __init__(self, both_ways: bool, masked: Tensor | None = None) -> None:
+    def __init__(self, both_ways: bool) -> None:
         super().__init__()
         width = 4 if both_ways else 8
-        self.words, self.masked = nn.Embedding(9, 8), masked
+        self.words = nn.Embedding(9, 8)
         self.gru = nn.GRU(8, width, batch_first=True, bidirectional=both_ways)
         self.head = nn.Linear(8, 9)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        tokens = tokens if self.masked is None else tokens.masked_fill(self.masked, 0)
         z = self.head(self.gru(self.words(tokens))[0])
         return z if labels is None else (z, functional.cross_entropy(z.transpose(1, 2), labels))
 
@@ -417,27 +416,6 @@ def test_targets_are_the_tokens_after_the_last_that_an_output_sees(
     told = asked_one("target-is-input", text(model(False), of_places))
     found = [fact.numbers["places"] for fact in told.facts]
     assert found == ([] if places is None else [places])
-
-
-CHOSEN = torch.arange(11) % 4 == 1  # the places that a masked language model fills in
-NONE = CHOSEN & ~CHOSEN
-
-
-@pytest.mark.parametrize(
-    ("by_model", "masked", "counts", "is_named"),
-    [(None, CHOSEN, CHOSEN, False), (None, NONE, CHOSEN, True), (CHOSEN, NONE, CHOSEN, False),
-     (None, NONE, torch.arange(11) < 7, False)],
-    ids=["right", "not masked", "masked by the model", "padding"],
-)  # fmt: skip
-def test_a_masked_model_whose_targets_are_visible_learns_to_copy_them(
-    by_model: Tensor | None, masked: Tensor, counts: Tensor, is_named: bool
-) -> None:
-    def filled_in(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        z = model(batch[0].masked_fill(masked, 0)).flatten(0, 1)
-        return functional.cross_entropy(z, batch[0].masked_fill(~counts, -100).flatten())
-
-    told = asked_one("target-is-input", text(OfTokens(True, by_model), filled_in))
-    assert [fact.words for fact in told.facts] == ([{"of": "chosen places"}] if is_named else [])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,7 @@ ENDS: Mapping[str, tuple[float, float]] = {
     "gelu": (-2.7392, math.inf),
     "silu": (-5.2528, math.inf),
     "mish": (-5.2741, math.inf),
-    "elu": (-_LOG_50, math.inf),
-    "celu": (-_LOG_50, math.inf),
-    "selu": (-_LOG_50, math.inf),
+    **dict.fromkeys(("elu", "celu", "selu"), (-_LOG_50, math.inf)),
     "softplus": (-_LOGIT_98, math.inf),
     "tanh": (-2.6442, 2.6442),
     "sigmoid": (-5.2883, 5.2883),
@@ -92,7 +90,8 @@ class Units:
             path for path, module in model.named_modules()
             if _COMPOSED.search(type(module).__name__)
         }  # fmt: skip
-        self._seen: dict[str, list[_Seen]] = defaultdict(list)
+        # Of each call: function, units with an entry that is not flat, flat entries, all, batch.
+        self._seen: dict[str, list[tuple[str, Tensor, int, int, int]]] = defaultdict(list)
         self._batches = 0
 
     def statistics(self) -> dict[str, UnitStatistics]:
@@ -100,10 +99,14 @@ class Units:
 
         Functions whose number of units differs between calls are left out.
         """
-        kinds = {
-            key: {(x.function, len(x.awake)) for x in seen} for key, seen in self._seen.items()
-        }
-        return {key: _joined(seen) for key, seen in self._seen.items() if len(kinds[key]) == 1}
+        found = {}
+        for key, seen in self._seen.items():
+            names, awake, flat, entries, batches = zip(*seen, strict=True)
+            if len({*names}) == len({*map(len, awake)}) == 1:
+                share = sum(flat) / max(sum(entries), 1)
+                dead = int((~torch.stack(awake).any(0)).sum())
+                found[key] = UnitStatistics(names[0], len(awake[0]), dead, share, len({*batches}))
+        return found
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -140,31 +143,8 @@ class Units:
         channels = x.ndim > 3 if self._channels is None else self._channels and x.ndim > 2
         # A vector holds one value for each sample, of a single unit.
         flat = flat[None] if x.ndim == 1 else flat.movedim(1 if channels else -1, 0).flatten(1)
-        awake = ~flat.all(1).cpu()
-        seen = _Seen(name, awake, int(flat.count_nonzero()), flat.numel(), self._batches)
-        self._seen[key].append(seen)
-
-
-class _Seen(NamedTuple):
-    """One call of a function: its units with an entry that is not flat, and its entries."""
-
-    function: str
-    awake: Tensor
-    flat: int
-    entries: int
-    batch: int
-
-
-def _joined(seen: list[_Seen]) -> UnitStatistics:
-    """Return the statistics of all calls of a function."""
-    awake = torch.stack([x.awake for x in seen]).any(0)
-    return UnitStatistics(
-        function=seen[0].function,
-        units=len(awake),
-        dead=int((~awake).sum()),
-        saturated=sum(x.flat for x in seen) / max(sum(x.entries for x in seen), 1),
-        batches=len({x.batch for x in seen}),
-    )
+        counts = int(flat.count_nonzero()), flat.numel(), self._batches
+        self._seen[key].append((name, ~flat.all(1).cpu(), *counts))
 
 
 # Results of activation functions that are lost, and models without any

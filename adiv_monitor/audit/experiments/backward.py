@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,14 +151,7 @@ FEWEST = 8  # entries of a clip; the ends of a range fit two entries of any func
 STEPS = ("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside")
 
 
-class _Seen(NamedTuple):
-    """A step, or a clip, with its argument, its range, and the gradients at result and argument."""
-
-    place: str
-    x: Tensor
-    ends: tuple[float, float] | None
-    after: list[Tensor]
-    before: list[Tensor]
+Ends = tuple[float, float]
 
 
 @asks("zero-slope")
@@ -169,37 +162,39 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
     count that the loss would pull back into its range: their share, among those with a gradient at
     its result, with the weights after training.
     """
-    steps: list[_Seen] = []
-    clips: list[_Seen] = []
+    seen: list[tuple[str, Tensor, Tensor, Ends | None]] = []  # argument, result, range of a clip
 
     def see(call: Call) -> None:
         computed, made = [x for x in given(call) if x.requires_grad], call.result
         is_product = len(computed) > 1 and call.name in (*PRODUCTS, *MULTIPLIES)
         if (is_product and call.path is not None) or any(x.is_leaf for x in computed):
-            clips.clear()  # a layer, whose weights another network may compute
+            # A layer, whose weights another network may compute: clips before it are hidden ones.
+            seen[:] = [known for known in seen if known[-1] is None]
         x = next((x for x in computed if x.shape == getattr(made, "shape", None)), made)
         if x is made or not made.requires_grad or {x.layout, made.layout} != {torch.strided}:
             return
         ends = None if call.name in (*STEPS, *MULTIPLIES) else _ends(x, made)
         if ends or call.name in STEPS:
-            seen = _Seen(call.place, x, ends, [], [])
-            made.register_hook(seen.after.append)
-            x.register_hook(seen.before.append)
-            (clips if ends else steps).append(seen)
+            x.retain_grad()
+            made.retain_grad()
+            seen.append((call.place, x, made, ends))
 
     with torch.enable_grad():
         see_calls(setup.fork_like(trained), see).backward()  # type: ignore[no-untyped-call]
-    facts = [Fact(place, {}, {"kind": "step"}) for place, _, _, after, before in steps
-             if any(g.any() for g in after) and not any(g.any() for g in before)]  # fmt: skip
-    for place, x, ends, after, _ in clips:
-        if ends and after and after[0].any():
-            stuck = ((x < ends[0]) & (after[0] < 0)) | ((x > ends[1]) & (after[0] > 0))
-            share = float(stuck.sum() / after[0].ne(0).sum())
+    facts = []
+    for place, x, made, ends in seen:
+        if (g := made.grad) is None or not g.any():
+            continue
+        if ends:
+            stuck = ((x < ends[0]) & (g < 0)) | ((x > ends[1]) & (g > 0))
+            share = float(stuck.sum() / g.ne(0).sum())
             facts.append(Fact(place, {"share": share}, {"kind": "clip"}))
+        elif x.grad is None or not x.grad.any():
+            facts.append(Fact(place, {}, {"kind": "step"}))
     return first_at_each_place(facts)
 
 
-def _ends(x: Tensor, made: Tensor) -> tuple[float, float] | None:
+def _ends(x: Tensor, made: Tensor) -> Ends | None:
     """Return the ends of the range to which entries are cut; None: more than that is done."""
     if made.numel() < FEWEST or x.is_complex() or made.is_complex():
         return None

@@ -2,9 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -241,16 +240,14 @@ def _targets(setup: Setup) -> list[Fact]:
 
 ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
 CLASSES = 64  # most different targets that may be classes
-MOVES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "transposed": lambda y: y.mT,
-        "rows-reversed": lambda y: y.flip(1),
-        "columns-reversed": lambda y: y.flip(2),
-        "upside-down": lambda y: y.flip(1, 2),
-        "left": lambda y: y.rot90(1, (1, 2)),
-        "right": lambda y: y.rot90(-1, (1, 2)),
-    }
-)
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.mT,
+    "rows-reversed": lambda y: y.flip(1),
+    "columns-reversed": lambda y: y.flip(2),
+    "upside-down": lambda y: y.flip(1, 2),
+    "left": lambda y: y.rot90(1, (1, 2)),
+    "right": lambda y: y.rot90(-1, (1, 2)),
+}
 
 
 @asks("target-leak")

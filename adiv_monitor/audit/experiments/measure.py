@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.beginning import last_maps
-from adiv_monitor.audit.experiments.calls import (
-    Call,
-    see_calls,
-)
+from adiv_monitor.audit.experiments.calls import calls_of, given
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, first, mapped, tensors
 from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
@@ -146,60 +144,53 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
     self-distillation) or that a memory holds. It is False if the loss can't be computed this way.
     """
     try:
-        after = replace(setup, model=trained.model, loss=trained.loss, optimizer=_any)
+        after = replace(
+            setup, model=trained.model, loss=trained.loss, optimizer=lambda m: SGD(m.parameters())
+        )
         if not all(map(torch.equal, _given(setup), _given(after))):
             return True
         paths = last_maps(setup.fork())
         outputs: list[Tensor] = []
-        loss = _loss(setup.fork(), paths, partial(_keep, outputs))
+
+        def keep(output: Tensor) -> Tensor:
+            outputs.append(output.clone())
+            return outputs[-1]
+
+        loss = _loss(setup.fork(), paths, keep)
         reached = nodes_of([loss.grad_fn])
         kept = [x.detach() if x.requires_grad and x.grad_fn in reached else None for x in outputs]
+
+        def with_kept(fork: Fork) -> Tensor:
+            known = iter(kept)
+            return _loss(fork, paths, lambda x: x if (y := next(known)) is None else _leaf(y))
+
         fork, last = after.fork(), after.fork()
-        changed = _loss(fork, paths, partial(_put_back, iter(kept)))
+        changed = with_kept(fork)
         own = {id(getattr(node, "variable", None)) for node in nodes_of([changed.grad_fn])}
         models = (last.model, fork.model, setup.model)
         for p, q, before in zip(*(model.parameters() for model in models), strict=True):
             if id(q) in own:
                 p.data = before.detach().clone()
-        others = _loss(last, paths, partial(_put_back, iter(kept)))
-        return not same(loss, changed) and not same(loss, others)
+        return not same(loss, changed) and not same(loss, with_kept(last))
     except Exception:  # a loss that differentiates, or weights that are not finite
         return False
 
 
-def _any(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
 def _given(setup: Setup) -> list[Tensor]:
     """Return what functions that draw samples are given in the first batch's loss."""
-    found: list[Tensor] = []
-
-    def look(call: Call) -> None:
-        if call.name in _DRAW:
-            given = tensors((call.args, dict(call.kwargs)))
-            found.extend(x.detach().clone() for x in given if x is not call.result)
-
-    with torch.enable_grad():
-        see_calls(setup.fork(), look)
-    return found
+    calls = calls_of(setup.fork(), lambda call: call.name in _DRAW)
+    return [x.detach() for call in calls for x in given(call) if x is not call.result]
 
 
-def _loss(fork: Fork, paths: Sequence[str], change: Any) -> Tensor:
+def _loss(fork: Fork, paths: Sequence[str], change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the first loss with the outputs of some modules changed, in order."""
     for path in paths:
-        fork.model.get_submodule(path).register_forward_hook(change)
+        fork.model.get_submodule(path).register_forward_hook(lambda m, args, out: change(out))
     return fork.first_loss()
 
 
-def _keep(kept: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    kept.append(output.clone())
-    return kept[-1]
-
-
-def _put_back(kept: Any, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    known = next(kept)
-    return output if known is None else known.clone().requires_grad_()
+def _leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
 
 
 def same(loss: Tensor, other: Tensor | float) -> bool:

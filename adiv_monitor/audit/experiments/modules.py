@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
 from adiv_monitor.audit.experiments.questions import (
+    Look,
     Untold,
     asks,
     first_at_each_place,
@@ -122,7 +123,7 @@ def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 @looks("outputs-constant")
-class Constant:
+class Constant(Look):
     """Are a module's outputs, and with them the model's, the same for all samples?
 
     The variance over samples is compared with the mean square, both summed over all entries of a
@@ -139,9 +140,6 @@ class Constant:
             if path and not [*module.children()]:
                 module.register_forward_hook(partial(self._after, path))
         fork.model.register_forward_hook(lambda m, _, out: self._outputs.extend(self._spreads(out)))
-
-    def see(self, call: Call) -> None:
-        """Leave calls alone: the modules' hooks look."""
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the first leaf module whose outputs no longer vary over samples."""

@@ -1,6 +1,6 @@
 """Places of outputs: padding and classes without a gradient, and the tokens that come next."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, product
 from operator import mul
 from typing import Any, NamedTuple
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
+from adiv_monitor.audit.experiments.data import spread
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -24,8 +26,6 @@ COUNTS = 0.5
 # Of classes without a gradient: most batches, fewest labels of the class, and the share of the
 # labels of other classes that have a gradient, at least.
 CLASS_BATCHES, SAMPLES, TAUGHT = 8, 8, 0.5
-_LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-           "binary_cross_entropy", "binary_cross_entropy_with_logits")  # fmt: skip
 
 
 class _Outputs:
@@ -49,7 +49,7 @@ class _Outputs:
 
     def see(self, call: Call) -> None:
         """Note the targets."""
-        target = call.argument(1, "target") if call.name in _LOSSES else None
+        target = call.argument(1, "target") if call.name in (*CLASSIFIES, *LOSSES) else None
         if isinstance(target, Tensor):
             self.targets.append(target.detach())
 
@@ -144,8 +144,7 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
     none. There may be a label for each sample, token or pixel. A class of padding alone is none,
     and one of most tokens marks those without a label.
     """
-    count = min(CLASS_BATCHES, len(setup.batches))
-    batches = [setup.batches[i * len(setup.batches) // count] for i in range(count)]
+    batches = spread(setup.batches, CLASS_BATCHES)
     seen: list[list[Tensor]] = []
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         seen.append(_labelled(fork, batch))
@@ -195,27 +194,6 @@ def _is_among(x: Tensor, others: list[Tensor]) -> bool:
 _ALIKE = 0.99  # share of the targets without padding and ends
 _SAME = 1e-5  # share of the outputs' length: rounding
 _SHIFTS = (1, 0, -1, 2)  # where several fit, the first is meant
-# Share of the labels between the first and the last of a sequence that are ignored, beyond which
-# the loss chooses places on purpose. Separators between sentences are fewer.
-_LEFT_OUT = 0.1
-
-
-class _Places(NamedTuple):
-    """Where the targets of a sequence lie among its tokens.
-
-    Attributes:
-        shift: Places from a token to the token that is its target.
-        reach: Places from an output to the last token that it depends on.
-        earlier: Change of the outputs of the first half with tokens of the second half, relative
-            to their length.
-        shown: Whether the model looks ahead, the loss chooses some places, whose targets are the
-            tokens of these places, and the model sees them.
-    """
-
-    shift: int
-    reach: int
-    earlier: float
-    shown: bool
 
 
 @asks("target-is-input")
@@ -225,63 +203,41 @@ def target_is_input(setup: Setup, trained: Fork) -> Iterable[Fact]:
     A model that looks ahead may be an autoencoder, which reproduces its inputs on purpose. One that
     does not even see the token of its own place shifts its inputs itself.
     """
-    found = _places(setup)
-    if found and found.shown:
-        return (Fact("", {"places": 0.0}, {"of": "chosen places"}),)
-    if found and found.reach in (0, -1) and found.shift - found.reach != 1:
-        return (Fact("", {"places": float(found.shift - found.reach)}),)
-    return ()
+    for shift, reach, _ in _places(setup):
+        if reach in (0, -1) and shift - reach != 1:
+            yield Fact("", {"places": float(shift - reach)})
 
 
 @asks("future-leak")
 def future_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Find targets that are the next tokens, in a model whose outputs depend on later inputs."""
-    found = _places(setup)
-    leaks = found and found.shift == 1 and found.earlier > _SAME
-    return (Fact("", {"change": found.earlier}),) if found and leaks else ()
+    for shift, _, earlier in _places(setup):
+        if shift == 1 and earlier > _SAME:
+            yield Fact("", {"change": earlier})
 
 
-def _places(setup: Setup) -> _Places | None:
-    """Return where the targets lie; None: they are no inputs.
+def _places(setup: Setup) -> Iterator[tuple[int, int, float]]:
+    """Yield where the targets of the first tokens lie, and what outputs depend on.
 
     Of several losses, one of the next tokens counts, and the others are additions to it.
+
+    Yields:
+        Places from a token to the token that is its target, and what `_change` returns.
     """
-    calls = calls_of(setup.fork(), lambda call: call.name in _LOSSES[:2])
+    calls = calls_of(setup.fork(), lambda call: call.name in ("cross_entropy", "nll_loss"))
     targets = [y for y in (call.argument(1, "target") for call in calls) if _is_integer(y)]
-    run = ChangedInputs(setup.fork(), setup.batches[0]) if targets else None
-    for number, tokens in enumerate(run.inputs if run else ()):
+    if not targets:
+        return
+    run = ChangedInputs(setup.fork(), setup.batches[0])
+    for number, tokens in enumerate(run.inputs):
         is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
-        if run is None or not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
+        if not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
             continue
-        found = {shift_of(tokens, y): y for y in reversed(targets)}
-        shift = next((shift for shift in _SHIFTS if shift in found), None)
-        change = None if shift is None else _change(run, number, tokens)
-        if shift is not None and change is not None:
-            reach, earlier = change
-            chosen = chosen_places(tokens, found[shift]) if shift == 0 and earlier > _SAME else None
-            shown = chosen is not None and _sees(run, number, chosen)
-            return _Places(shift, reach, earlier, shown)
-    return None
-
-
-def chosen_places(tokens: Tensor, targets: Tensor) -> Tensor | None:
-    """Return the places that the loss chooses out of each sequence; None: it takes all, or an end.
-
-    Targets of other places are negative, as for a masked language model.
-    """
-    if targets.numel() != tokens.numel():
-        return None
-    counts = targets.reshape(tokens.shape) >= 0
-    within = (counts.cumsum(1) > 0) & (counts.flip(1).cumsum(1).flip(1) > 0)
-    left_out = (within & ~counts).sum() > _LEFT_OUT * within.sum()
-    return counts if bool(left_out) else None
-
-
-def _sees(run: ChangedInputs, number: int, places: Tensor) -> bool:
-    """Return whether outputs depend on the tokens of these places: a model may mask them itself."""
-    others = run.outputs(lambda x: torch.where(places, x.roll(1, 0), x), number)
-    alike = zip(run.own, others, strict=True)
-    return any(float((x - y).norm()) > _SAME * float(x.norm()) for x, y in alike)
+        shifts = [shift_of(tokens, y) for y in targets]
+        shift = next((shift for shift in _SHIFTS if shift in shifts), None)
+        if shift is not None and (change := _change(run, number, tokens)) is not None:
+            yield shift, *change
+            return
 
 
 def _is_integer(x: Tensor) -> bool:
@@ -328,10 +284,8 @@ def _change(run: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float
              if x.ndim >= 3 and x.shape[:2] == tokens.shape]  # fmt: skip
     if not pairs:
         raise Untold("no output has the places of the inputs")
-    own, apart = (
-        pairs[0][0].flatten(2).norm(dim=2),
-        (pairs[0][0] - pairs[0][1]).flatten(2).norm(dim=2),
-    )
+    x, y = pairs[0]
+    own, apart = (z.flatten(2).norm(dim=2) for z in (x, x - y))
     earlier, later = (
         float(apart[:, part].norm() / own[:, part].norm().clamp(min=1e-30))
         for part in (slice(half), slice(half, None))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, flat, given
 from adiv_monitor.audit.experiments.concerned import with_tensor
-from adiv_monitor.audit.experiments.questions import Untold, asks, first_at_each_place, looks
+from adiv_monitor.audit.experiments.questions import Look, Untold, asks, first_at_each_place, looks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -26,14 +26,11 @@ from adiv_monitor.rerun.eager import forced_eager
 
 
 @looks("rate-zero")
-class RateZero:
+class RateZero(Look):
     """Tells groups of learning rate zero whose parameters get a gradient, without warm-ups."""
 
     def __init__(self, fork: Fork) -> None:
         self._fork = fork
-
-    def see(self, call: Call) -> None:
-        """Nothing to see: gradients tell."""
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return one fact for each group."""
@@ -220,25 +217,9 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 # The cost of a step
 
 
-class Speed(NamedTuple):
-    """The speed of a usual machine.
-
-    Attributes:
-        flops: Multiplications and additions per second.
-        calls: Calls of torch's operators per second.
-    """
-
-    flops: float
-    calls: float
-
-    def seconds(self, flops: float, calls: float) -> float:
-        """Return the duration of an amount of work."""
-        return flops / self.flops + calls / self.calls
-
-
-# Rounded: one core of a server's processor, whose time to read and write tensors is in the flops.
-CPU = Speed(flops=4e10, calls=1e5)
-GPU = Speed(flops=6e12, calls=1e5)
+# Of a usual machine, in a second, rounded: multiplications and additions of one core of a server's
+# processor, whose time to read and write tensors is in them, and of a GPU; and calls of operators.
+CPU_FLOPS, GPU_FLOPS, CALLS = 4e10, 6e12, 1e5
 
 
 def step_cost(setup: Setup) -> float:
@@ -253,16 +234,16 @@ def step_cost(setup: Setup) -> float:
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, if that is there
 
     parameters = list(setup.model.parameters())
-    speed = CPU if parameters[0].device.type == "cpu" else GPU
+    speed = CPU_FLOPS if parameters[0].device.type == "cpu" else GPU_FLOPS
     try:
         with forced_eager(), FlopCounterMode(display=False) as counted, _Calls() as calls:  # type: ignore[no-untyped-call]
             course = train(replace(setup, steps=1).fork())
     except Exception:  # an operator that a dispatch mode can't handle
         samples = max(size_of(setup.batches[0]), 1)
-        return speed.seconds(6.0 * samples * sum(p.numel() for p in parameters), 0)
+        return 6.0 * samples * sum(p.numel() for p in parameters) / speed
     if course.interrupted:
         raise KeyboardInterrupt
-    return speed.seconds(counted.get_total_flops(), calls.number)
+    return counted.get_total_flops() / speed + calls.number / CALLS
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
