@@ -86,10 +86,8 @@ class Units:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._composed = {
-            path for path, module in model.named_modules()
-            if _COMPOSED.search(type(module).__name__)
-        }  # fmt: skip
+        names = {path: type(module).__name__ for path, module in model.named_modules()}
+        self._composed = {path for path, name in names.items() if _COMPOSED.search(name)}
         # Of each call: function, units with an entry that is not flat, flat entries, all, batch.
         self._seen: dict[str, list[tuple[str, Tensor, int, int, int]]] = defaultdict(list)
         self._batches = 0

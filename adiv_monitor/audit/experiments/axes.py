@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -191,16 +192,13 @@ class Scrambling:
         x, made = call.args[0] if call.args else None, call.result
         if not isinstance(x, Tensor) or not isinstance(made, Tensor):
             return
+        is_cut = call.name in FUNCTIONS and is_cut_across(x.shape, made.shape)
         if call.name == "pad":
             self._shifted[id(made)] = made
         elif call.name == "__getitem__" and id(x) in self._crossing and _loses_one(x, made):
             del self._crossing[id(x)]
             self._shifted[id(made)] = made
-        elif (
-            call.name in FUNCTIONS
-            and id(x) not in self._shifted
-            and is_cut_across(x.shape, made.shape)
-        ):
+        elif is_cut and id(x) not in self._shifted:
             self._crossing[id(made)] = call, made
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
@@ -256,11 +254,7 @@ def takes_parts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 def _cuts(shape: tuple[int, ...]) -> list[int]:
     """Return the products of the sizes from the left, without those of size 1."""
-    found = [1]
-    for size in shape:
-        if size > 1:
-            found.append(found[-1] * size)
-    return found
+    return [1, *accumulate((size for size in shape if size > 1), mul)]
 
 
 def permutes(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

@@ -125,10 +125,8 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
     pairs = zip(backward(setup.fork()), backward(fork), strict=True)
     changed = [(g, h) for g, h in pairs if not torch.equal(g, h)]
     own, uncut = [g for g, _ in changed], [h for _, h in changed]
-    numbers = {
-        "cosine": compared(own, uncut)[0],
-        "removed": compared(own, [h - g for g, h in changed])[0],
-    }
+    removed = [h - g for g, h in changed]
+    numbers = {"cosine": compared(own, uncut)[0], "removed": compared(own, removed)[0]}
     places = dict.fromkeys(call.place.replace("__get__", ".data") for call in found)
     return tuple(Fact(place, numbers) for place in places)
 
@@ -228,16 +226,10 @@ def unsafe_division(setup: Setup, trained: Fork) -> Iterable[Fact]:
                 pair = divisor.float().flatten(), call.result.abs().float().flatten()
                 found.setdefault(call.place, []).append(pair)
     for place, pairs in found.items():
-        divisors, sizes = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        close, sizes = closeness(divisors), sizes[sizes > 0]
-        if close is not None and len(sizes) and bool(sizes.isfinite().all()):
-            yield Fact(place, {"close": close, "times": float(sizes.max() / sizes.median())})
-
-
-def closeness(divisors: Tensor) -> float | None:
-    """Return the smallest size of the divisors over the median one; None: they have one sign."""
-    sizes = divisors.abs().sort().values
-    if len(sizes) < DIVISORS or not bool((divisors > 0).any() and (divisors < 0).any()):
-        return None
-    middle = float(sizes[len(sizes) // 2])
-    return float(sizes[0]) / middle if middle > 0 else None
+        divisors, made = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        sizes, made = divisors.abs().sort().values, made[made > 0]
+        middle = float(sizes[len(sizes) // 2])
+        are_told = len(sizes) >= DIVISORS and middle > 0 and len(made) and made.isfinite().all()
+        if are_told and bool((divisors > 0).any() and (divisors < 0).any()):
+            times = float(made.max() / made.median())
+            yield Fact(place, {"close": float(sizes[0]) / middle, "times": times})

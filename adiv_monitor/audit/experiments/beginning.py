@@ -30,16 +30,14 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     are multiplied by, under the parameter's name.
     """
     fork = setup.fork()
-    last, normalised = _places(fork)
+    last, normalised = last_maps(fork)
     found = {}
     for path, module in fork.model.named_modules():
         if isinstance(module, MAPS) and module.weight.numel():
             weight = module.weight.detach()
             fan_out = len(weight) * weight[0, 0].numel()
-            found[path] = _statistics(
-                weight.flatten(1), module.bias, fan_out, normalised=path in normalised,
-                last=path in last,
-            )  # fmt: skip
+            where = {"normalised": path in normalised, "last": path in last}
+            found[path] = _statistics(weight.flatten(1), module.bias, fan_out, **where)
     for name, rows in bare_weights(setup.fork()).items():
         found[name] = _statistics(rows, None, rows.shape[-2], bare=True)
     return found
@@ -66,21 +64,13 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
     return found
 
 
-def last_maps(fork: Fork) -> list[str]:
-    """Return the paths of the last linear and convolutional layers, whose outputs no other takes.
-
-    Those outputs reach the loss. Empty: no such layer runs, or its outputs can't be marked.
-    """
-    return _places(fork)[0]
-
-
-def _places(fork: Fork) -> tuple[list[str], set[str]]:
-    """Return the paths of the last maps, and of those directly before a normalisation.
+def last_maps(fork: Fork) -> tuple[list[str], set[str]]:
+    """Return the paths of the last linear and convolutional layers, and of those before a norm.
 
     The last ones are those whose outputs reach the loss and no other map: several if a model has
     several heads. It is the one that runs last if each one's outputs reach another, as where
-    outputs are fed back, and if the graph does not show it. A normalisation removes the scale of
-    its inputs.
+    outputs are fed back, and if the graph does not show it. There is none if no such layer runs, or
+    its outputs can't be marked. A normalisation, directly behind, removes the scale of its inputs.
     """
     made: dict[int, tuple[str, Tensor, Any]] = {}  # tensors are held so that their ids stay unique
     given: list[Any] = []

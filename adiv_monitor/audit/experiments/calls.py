@@ -57,12 +57,11 @@ class Call(NamedTuple):
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
 
-def see_calls(
-    fork: Fork,
-    see: Callable[[Call], None],
-    batch: Any = None,
-    change: Callable[[Call], Any] | None = None,
-) -> Tensor:
+See = Callable[[Call], None]
+Change = Callable[[Call], Any]
+
+
+def see_calls(fork: Fork, see: See, batch: Any = None, change: Change | None = None) -> Tensor:
     """Run a fork's loss of a batch and report every call.
 
     Args:
@@ -79,7 +78,7 @@ def see_calls(
         return watched(fork.loss, see, change)(fork.model, batch)
 
 
-def change_calls(fork: Fork, change: Callable[[Call], Any]) -> None:
+def change_calls(fork: Fork, change: Change) -> None:
     """Replace the results of some functions that a fork's loss calls, from now on.
 
     Args:
@@ -90,11 +89,7 @@ def change_calls(fork: Fork, change: Callable[[Call], Any]) -> None:
     fork.loss = watched(fork.loss, change=change)
 
 
-def watched(
-    loss: Loss,
-    see: Callable[[Call], None] | None = None,
-    change: Callable[[Call], Any] | None = None,
-) -> Loss:
+def watched(loss: Loss, see: See | None = None, change: Change | None = None) -> Loss:
     """Return the loss with its calls reported, as by `see_calls`, or changed."""
 
     def run(model: nn.Module, batch: Any) -> Tensor:
@@ -120,26 +115,20 @@ class Watched(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        see: Callable[[Call], None] | None = None,
-        change: Callable[[Call], Any] | None = None,
+        self, model: nn.Module, see: See | None = None, change: Change | None = None
     ) -> None:
         super().__init__()
-        self._model = model
-        self._see = see
-        self._change = change
+        self._model, self._see, self._change = model, see, change
         self._within: list[str] = []
         self._number = 0
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Watched":
         for path, module in self._model.named_modules():
-            for handle in (
-                module.register_forward_pre_hook(lambda *_, path=path: self._within.append(path)),
-                module.register_forward_hook(self._leave, always_call=True),
-            ):
-                self._hooks.callback(handle.remove)
+            into = module.register_forward_pre_hook(lambda *_, path=path: self._within.append(path))
+            out = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            self._hooks.enter_context(into)
+            self._hooks.enter_context(out)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -147,7 +136,7 @@ class Watched(TorchFunctionMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self) -> None:
         self._within.pop()
 
     def __torch_function__(

@@ -191,9 +191,10 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     wide = [parts for parts in given.values() if parts[0].ndim > 1]
     if wide and all(map(_are_constant, wide)):
         return (Fact("", {"samples": samples}, {"of": "inputs"}),)
-    return _targets(setup) or [
-        fact for name, parts in given.items() for fact in _constant_input(name, parts, len(given))
-    ]  # fmt: skip
+    if facts := _targets(setup):
+        return facts
+    several = given.items() if len(given) > 1 else ()
+    return [fact for name, parts in several for fact in _constant_input(name, parts)]
 
 
 def _are_constant(parts: Sequence[Tensor]) -> bool:
@@ -201,12 +202,12 @@ def _are_constant(parts: Sequence[Tensor]) -> bool:
     return all(x.shape[1:] == one.shape[1:] and bool((x == one).all()) for x in parts)
 
 
-def _constant_input(name: str, parts: Sequence[Tensor], inputs: int) -> Iterable[Fact]:
+def _constant_input(name: str, parts: Sequence[Tensor]) -> Iterable[Fact]:
     """Yield a fact about an input of one value beside others."""
     if parts[0].dtype == torch.bool or parts[0].is_complex():
         return
     value, is_float = parts[0].flatten()[0], parts[0].is_floating_point()
-    if inputs > 1 and all(bool((x == value).all()) for x in parts):
+    if all(bool((x == value).all()) for x in parts):
         words = {"of": "input", "input": name, "type": "float" if is_float else "integer"}
         yield Fact("", {"samples": float(sum(map(len, parts))), "value": float(value)}, words)
 
@@ -239,7 +240,6 @@ def _targets(setup: Setup) -> list[Fact]:
 # Do they fit?
 
 ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
-CLASSES = 64  # most different targets that may be classes
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: y.mT,
     "rows-reversed": lambda y: y.flip(1),
@@ -254,8 +254,8 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the features (of several) that determine the target of all samples, and how well.
 
-    A feature determines a number if it is the same up to a factor and an offset, and a class if it
-    has one value for each class. Tokens and images are left out.
+    A feature determines the target if it is the same up to a factor and an offset. Tokens and
+    images are left out.
     """
     batches = spread(setup.batches)
     labels = _labels_of(batches)
@@ -274,21 +274,13 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 def explained(x: Tensor, y: Tensor) -> Tensor:
-    """Return the share of the target's variance that each feature (samples, features) explains.
+    """Return the square of each feature's correlation (samples, features) with the target.
 
-    It is the square of the correlation, or 1 for a feature that has one value for each class, and
-    another for each; 0 for constant features and targets.
+    It is 0 for constant features and targets.
     """
     apart, own = x - x.mean(0), y - y.mean()
     squares = apart.square().sum(0) * own.square().sum()
-    shares = ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0, 0.0, 0.0)
-    classes = y.tolist()
-    if 1 < len(set(classes)) <= CLASSES:
-        for feature in range(x.shape[1]):
-            pairs = set(zip(x[:, feature].tolist(), classes, strict=True))
-            if len(pairs) == len(set(classes)) == len({value for value, _ in pairs}):
-                shares[feature] = 1.0
-    return shares
+    return ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0, 0.0, 0.0)
 
 
 @asks("targets-moved")
@@ -302,14 +294,13 @@ def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
     inputs = [p for p in _given(setup, batches).values() if p[0].ndim == 4]
     if len(inputs) != 1 or len({x.shape[1:] for x in inputs[0]}) != 1:
         return ()
-    x = torch.cat(inputs[0]).float()
-    size = x.shape[-2:]
-    found = [[y.reshape(-1, *size).float().cpu() for y in list(tensors(batch))[1:]
-              if y.shape[-2:] == size and y.numel() == size_of(batch) * size.numel()]
-             for batch in batches]  # fmt: skip
-    if any(len(ys) != 1 for ys in found) or len(x) < ENOUGH:
+    x, size = torch.cat(inputs[0]).float(), inputs[0][0].shape[-2:]
+    targets = [[*tensors(batch)][-1].float().cpu() for batch in batches]
+    fit = all(y.shape[-2:] == size for y in targets)
+    if len(x) < ENOUGH or not fit or sum(map(torch.numel, targets)) != len(x) * size.numel():
         return ()
-    x, y = torch.cat([x, x.mean(1, keepdim=True)], 1), torch.cat([ys[0] for ys in found])
+    x = torch.cat([x, x.mean(1, keepdim=True)], 1)
+    y = torch.cat([y.reshape(-1, *size) for y in targets])
     scores = {name: _correlation(x, move(y)) for name, move in MOVES.items()
               if move(y).shape == y.shape}  # fmt: skip
     best = max(scores, key=lambda name: scores[name])

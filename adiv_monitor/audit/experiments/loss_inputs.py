@@ -211,10 +211,9 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
     place of their inverses 1. Of binary targets, the weights are 1 and `pos_weight`.
     """
     weight, target = call.argument(2, "weight"), call.argument(1, "target")
-    if call.name == "binary_cross_entropy_with_logits":
-        weight = call.argument(6, "pos_weight")
-        if isinstance(weight, Tensor) and weight.numel() == 1:
-            weight = torch.cat([torch.ones_like(weight.flatten()), weight.flatten()])
+    positive = call.argument(6, "pos_weight") if call.name == OWN[1] else None
+    if isinstance(positive, Tensor) and positive.numel() == 1:
+        weight = torch.cat([torch.ones_like(positive.flatten()), positive.flatten()])
     elif call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
         return None
     if not isinstance(weight, Tensor):
@@ -273,14 +272,13 @@ class OutOfRange:
     def _compare(self, call: Call, x: Tensor, y: Tensor) -> None:
         source, ends = self._known.of(x) or (call, None)
         axis = min(1, y.ndim - 1) if source is call else source.argument(1, "dim")
+        is_own = call.name == "cross_entropy" if source is call else x.shape == source.result.shape
         if call.name == "binary_cross_entropy_with_logits":
             self._met.append((call, call, (y < 0) | (y > 1), y, {}))
         elif ends is not None:
             words = {"low": f"{ends[0]:g}", "high": f"{ends[1]:g}"}
             self._met.append((call, source, (y < ends[0]) | (y > ends[1]), y, words))
-        elif x.shape == y.shape and (
-            call.name == "cross_entropy" if source is call else x.shape == source.result.shape
-        ):
+        elif is_own and x.shape == y.shape:
             self._met.append((call, source, y.sum(axis) > SEVERAL, y, {"sum": "1"}))
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
@@ -355,11 +353,6 @@ class Normalised(_Behind):
             for name, x in (("", output.detach().double()), ("target ", target.double())):
                 numbers |= {f"{name}mean": float(x.mean()), f"{name}std": float(x.std())}
             yield Fact(call.place, numbers, {"function": call.name})
-
-
-def norms(fork: Fork) -> list[Call]:
-    """Return the calls of normalisations whose results a regression compares with targets."""
-    return Normalised(fork).calls(fork)
 
 
 @asks("dropout-on-outputs")

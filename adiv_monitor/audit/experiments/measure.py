@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.beginning import last_maps
@@ -32,7 +32,7 @@ def chance(setup: Setup) -> float | None:
     """
     plain, fork = setup.fork(), setup.fork()
     own, without = _outputs(plain.model), _outputs(fork.model)
-    last = last_maps(plain)
+    last, _ = last_maps(plain)
     for path in last:
         fork.model.get_submodule(path).register_forward_hook(lambda m, x, y: torch.zeros_like(y))
     try:
@@ -87,11 +87,9 @@ def descent_share(setup: Setup) -> float | None:
     torch.set_default_dtype(torch.float64)  # for the random numbers that the loss draws
     try:
         with seeded(setup.seed), torch.enable_grad():
-            fork = setup.fork()
+            fork, batch = setup.fork(), first(setup.batches[0], 2)
             fork.model.double()
-            batch = mapped(
-                first(setup.batches[0], 2), lambda x: x.double() if x.is_floating_point() else x
-            )
+            batch = mapped(batch, lambda x: x.double() if x.is_floating_point() else x)
             again, loss = RepeatedLoss(fork), fork.loss(fork.model, copied(batch))
             shares = [_share(loss, partial(again.of, batch), p) for p in _parts(fork.model)]
     except Exception:  # the training run reports errors of the loss
@@ -144,12 +142,10 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
     self-distillation) or that a memory holds. It is False if the loss can't be computed this way.
     """
     try:
-        after = replace(
-            setup, model=trained.model, loss=trained.loss, optimizer=lambda m: SGD(m.parameters())
-        )
+        after = replace(setup, model=trained.model, loss=trained.loss, optimizer=_any)
         if not all(map(torch.equal, _given(setup), _given(after))):
             return True
-        paths = last_maps(setup.fork())
+        paths, _ = last_maps(setup.fork())
         outputs: list[Tensor] = []
 
         def keep(output: Tensor) -> Tensor:
@@ -174,6 +170,10 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
         return not same(loss, changed) and not same(loss, with_kept(last))
     except Exception:  # a loss that differentiates, or weights that are not finite
         return False
+
+
+def _any(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters())
 
 
 def _given(setup: Setup) -> list[Tensor]:
@@ -210,16 +210,13 @@ def averages(model: nn.Module, loss: Loss) -> list[str]:
     another part. The user's loop may update them; the audit's does not. An average that neither the
     model nor the loss refers to is not found, and changes no step.
     """
-    found = [
-        name for name, module in _referred(loss)
-        if module is not model and _shapes(module) == _shapes(model)
-    ]  # fmt: skip
+    others = [(name, module) for name, module in _referred(loss) if module is not model]
+    found = [name for name, module in others if _shapes(module) == _shapes(model)]
     for path, module in model.named_modules():
-        children = dict(module.named_children())
-        found += [
-            f"{path}.{name}".lstrip(".") for name, child in children.items()
-            if any(_is_copy(child, other) for other in children.values() if other is not child)
-        ]  # fmt: skip
+        parts = dict(module.named_children())
+        for name, part in parts.items():
+            if any(_is_copy(part, other) for other in parts.values()):
+                found.append(f"{path}.{name}".lstrip("."))
     return list(dict.fromkeys(found))
 
 

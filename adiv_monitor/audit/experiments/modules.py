@@ -155,15 +155,12 @@ class Constant(Look):
         if not given or not made:
             return
         (before, square_before), (variance, square) = given[0], made[0]
+        is_constant = variance <= max(CONSTANT * square, ROUNDING * min(before, 1.0))
         if variance > max(CONSTANT * square, ROUNDING):
             self._found.clear()  # a later sum varies again
-        elif before > VARIES * square_before and (
-            variance < CONSTANT * square or variance <= ROUNDING * min(before, 1.0)
-        ):
+        elif is_constant and before > VARIES * square_before:
             is_norm = "Norm" in type(module).__name__
             by = "weight" if _is_zero(module) else "norm" if is_norm else "zeros" * (square == 0)
-            if by == "zeros" and bool((args[0] > 0).any()):
-                return  # it ignores its input, which `input-ignored` tells
             share = min(variance / square, variance / before) if square else 0.0
             words = {"class": type(module).__name__, "by": by}
             self._found.append(Fact(path, {"share": share}, words))

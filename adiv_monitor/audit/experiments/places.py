@@ -171,8 +171,9 @@ def _labelled(fork: Fork, batch: Any) -> list[Tensor]:
         see_calls(fork, seen.see, batch).backward()  # type: ignore[no-untyped-call]
     seen.hook.remove()
     fork.optimizer.zero_grad()
-    of_places = [x for x in (*seen.targets, *tensors(batch)) if x.numel() > size
-                 and not x.is_floating_point() and not _is_among(x, seen.given)]  # fmt: skip
+    of_places = [x for x in (*seen.targets, *tensors(batch))
+                 if x.numel() > size and not x.is_floating_point()
+                 and not any(torch.equal(x, y) for y in seen.given)]  # fmt: skip
     one_each = [x for x in tensors(batch) if x.shape[:1] == (size,) and x.numel() == size > 1]
     for x in (*of_places, *one_each):
         labels, taught = x.double(), seen.at(x)
@@ -182,10 +183,6 @@ def _labelled(fork: Fork, batch: Any) -> list[Tensor]:
             places = along.places if along else across.places.T if across else rows != rows
             return [y.flatten().cpu() for y in (labels, taught, ~places)]
     raise Untold("no output and no class for each sample")
-
-
-def _is_among(x: Tensor, others: list[Tensor]) -> bool:
-    return any(torch.equal(x, y) for y in others)
 
 
 # Are the targets of a sequence the tokens that come next, and can the model see them?

@@ -131,7 +131,7 @@ def _outputs_without_dropout(fork: Fork, layers: Layers, record: Record | None) 
 
 @fix("outputs-without-norm", rescales=True)
 def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = loss_inputs.norms(fork)
+    found = loss_inputs.Normalised(fork).calls(fork)
     loss_inputs.leave_out(fork, some(found, "no normalisation acts on the outputs"))
 
 
