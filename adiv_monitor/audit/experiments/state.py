@@ -243,7 +243,7 @@ def step_cost(setup: Setup) -> float:
         return 6.0 * samples * sum(p.numel() for p in parameters) / speed
     if course.interrupted:
         raise KeyboardInterrupt
-    return counted.get_total_flops() / speed + calls.number / CALLS
+    return float(counted.get_total_flops()) / speed + calls.number / CALLS
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
