@@ -403,26 +403,16 @@ def test_targets_are_the_tokens_after_the_last_that_an_output_sees(
 
 
 @pytest.mark.parametrize(
-    ("change", "of"),
-    [(lambda x, y: (0 * x, y), "inputs"), (lambda x, y: (x, 0 * y), "labels"),
-     (lambda x, y: (x, y.clamp(max=1)), "")],
+    ("change", "index", "of"),
+    [(lambda x, y: (0 * x, y), -100, "inputs"), (lambda x, y: (x, 0 * y), -100, "labels"),
+     (lambda x, y: (x, y.clamp(max=1)), -100, ""), (lambda x, y: (x, y.clamp(max=1)), 0, "rest"),
+     (lambda x, y: (x, 0 * y), 0, "ignored"), (lambda x, y: (x, y), 0, "")],
 )  # fmt: skip
-def test_data_without_differences_are_named(change: Any, of: str) -> None:
-    changed = [change(x, y) for x, y in batches()]
-    facts = asked_one("constant-data", setup(batches=changed)).facts
-    assert [fact.words["of"] for fact in facts] == ([of] if of else [])
-
-
-@pytest.mark.parametrize(
-    ("index", "largest", "of"), [(0, 1, "rest"), (0, 0, "ignored"), (-100, 1, ""), (0, 2, "")]
-)
-def test_targets_that_the_loss_ignores_are_told_from_those_that_count(
-    index: int, largest: int, of: str
-) -> None:
+def test_data_without_differences_are_named(change: Any, index: int, of: str) -> None:
     def ignoring(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=index)
 
-    changed = [(x, y.clamp(max=largest)) for x, y in batches()]
+    changed = [change(x, y) for x, y in batches()]
     facts = asked_one("constant-data", setup(batches=changed, loss=ignoring)).facts
     assert [fact.words["of"] for fact in facts] == ([of] if of else [])
 

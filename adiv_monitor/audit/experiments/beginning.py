@@ -76,9 +76,6 @@ def last_maps(fork: Fork) -> tuple[list[str], set[str]]:
     given: list[Any] = []
     normalised: set[str] = set()
 
-    def look(module: nn.Module, inputs: Any) -> None:
-        given.extend(x.grad_fn for x in tensors(inputs))
-
     def mark(path: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         marked = output.requires_grad_().clone()  # a frozen map's outputs have no node
         made[id(marked)] = path, marked, marked.grad_fn
@@ -89,7 +86,9 @@ def last_maps(fork: Fork) -> tuple[list[str], set[str]]:
 
     for path, module in fork.model.named_modules():
         if isinstance(module, MAPS):
-            module.register_forward_pre_hook(look)
+            module.register_forward_pre_hook(
+                lambda module, inputs: given.extend(x.grad_fn for x in tensors(inputs))
+            )
             module.register_forward_hook(partial(mark, path))
         elif isinstance(module, _NORMS):
             module.register_forward_pre_hook(look_of_norm)

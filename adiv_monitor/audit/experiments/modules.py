@@ -49,9 +49,8 @@ def starved(call: Call, fork: Fork) -> Fact | None:
     if _batch_norm(call, fork) is None:
         return None
     x = call.argument(0, "input")
-    values = x.numel() // x.shape[1]
-    numbers = {"values": float(values), "samples": float(len(x))}
-    return Fact(str(call.path), numbers) if values <= FEW else None
+    numbers = {"values": x.numel() / x.shape[1], "samples": float(len(x))}
+    return Fact(str(call.path), numbers) if numbers["values"] <= FEW else None
 
 
 @of_each_call("running-statistics")
@@ -204,7 +203,8 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
     Returns:
         The loss, and the variance over the samples of the last such outputs over their mean square.
     """
-    size, running = size_of(fork.batches[0]), [0]
+    size = size_of(fork.batches[0])
+    running: list[nn.Module] = []
     outputs: list[Tensor] = []
     of_all: dict[torch.Size, Tensor] = {}
 
@@ -214,15 +214,12 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
         outputs.append(x.detach().double())
         return of_all.setdefault(x.shape[1:], sign * x[0]).expand_as(x).clone() if sign else x
 
-    def before(module: nn.Module, args: Any) -> None:
-        running[0] += 1
-
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        running[0] -= 1
-        return None if running[0] else mapped(output, in_place_of)
+        running.pop()
+        return None if running else mapped(output, in_place_of)
 
     for module in fork.model.modules():
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(lambda module, args: running.append(module))
         module.register_forward_hook(after)
     with torch.enable_grad():
         loss = float(fork.first_loss().detach())

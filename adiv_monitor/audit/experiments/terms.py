@@ -57,8 +57,7 @@ class Terms:
         before = [n for n, _ in node.next_functions if n is not None]
         if node.name().startswith(_SUMS):
             self.sums.add(node)
-            signs = (-1.0 if node.name().startswith("Rsub") else 1.0,
-                     -1.0 if node.name().startswith("Sub") else 1.0)  # fmt: skip
+            signs = (-1.0 if node.name().startswith(name) else 1.0 for name in ("Rsub", "Sub"))
             for (n, _), sign in zip(node.next_functions, signs, strict=False):
                 if n is not None:
                     yield from self._parts(n, sign * factor)
