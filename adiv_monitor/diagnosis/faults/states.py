@@ -13,7 +13,7 @@ from statistics import median
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.data import BEHIND, EXPLAINS
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, act_if, fault, finds, stepped
-from adiv_monitor.diagnosis.faults.numbers import by_training, is_broken, non_finite
+from adiv_monitor.diagnosis.faults.inputs import by_training, is_broken, non_finite
 from adiv_monitor.diagnosis.faults.rates import (
     better_rate,
     by_trial,
