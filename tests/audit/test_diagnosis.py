@@ -237,7 +237,6 @@ MILDER = [
     ("stands-still note", by_reports(*[STANDS] * 4, losses=WELL)),
     ("stands-still note", by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03))),
     ("stands-still watch", by_reports(*[LAYERS | {"a": reading(update_ratio=0.0)}] * 4)),
-    ("stands-still watch", by_reports(LAYERS | {"a": reading(update_ratio=math.nan)})),
     ("settled note", by_reports(LAYERS, *[STANDS] * 3, losses=WELL)),
     ("rate-decayed note",
      by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01))),

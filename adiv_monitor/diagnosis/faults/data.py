@@ -104,8 +104,8 @@ told(__name__, "target-leak", "A feature that is the target", "watch",
 
 
 told(__name__, "targets-moved", "Targets that are transposed or flipped", suffers,
-     "The targets of pixels fit the images better if they are moved ({move}): their correlation is "
-     "then {best:.2g} instead of {own:.2g}.",
+     "The targets of pixels fit the images better if they are moved ('{move}'): their correlation "
+     "is then {best:.2g} instead of {own:.2g}.",
      [Number("correlation of the pixels with moved targets", "best", above=FITS),
       Number("correlation of the pixels with their targets", "own")],
      Advice("compare the axes and transforms of images and targets"),

@@ -110,16 +110,16 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
 
     Weights that were trained, or loaded, are no initialisation.
     """
-    evidence = (*_first_loss(record), *_gains(record), *_alike(record))
+    evidence = (*_first_loss(record), *_gains(record))
     if not evidence or record.trained:
         return
     layers = tuple(dict.fromkeys(e.layer for e in evidence if e.layer is not None))
-    far = any(e.measure == "loss" and e.limit and e.value > FAR * e.limit for e in evidence)
+    first = {e.measure: e for e in reversed(evidence)}
     # Healthy architectures begin with some losses of a few times the limit (MNASNet), and choose
     # large biases in front of a softplus (Mamba).
-    unusual = any(e.measure in ("gain", "alike") for e in evidence)
+    far = "loss" in first and record.losses[0] > FAR * FIRST_LOSS * (record.chance or math.inf)
+    unusual = bool(first.keys() & {"gain", "alike"})
     harmful = far or (unusual and suffers(record)) or (layers and dead_share(record) > DEAD_ACT)
-    first = {e.measure: e for e in reversed(evidence)}
     said = [words.format(layer=named(record, first[measure].layer or ""),
                          value=first[measure].value, chance=record.chance or 0.0)
             for measure, words in _SAID.items() if measure in first]  # fmt: skip
@@ -141,26 +141,28 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
 
     Multiples of a loss mean nothing if it may be below zero.
     """
-    least = min((*record.losses, *(t.loss for t in record.rates.values())), default=0.0)
-    if least < 0 or any(seen.std > LARGE_STD for seen in record.inputs.values()):
-        return
-    if record.losses and record.losses[0] > FIRST_LOSS * (record.chance or math.inf) > 0:
-        yield Evidence("loss", record.losses[0], FIRST_LOSS * (record.chance or math.inf), step=0)
+    least = min((*record.losses, *(t.loss for t in record.rates.values())), default=-1.0)
+    limit = FIRST_LOSS * (record.chance or math.inf)
+    large = any(seen.std > LARGE_STD for seen in record.inputs.values())
+    if least >= 0 and not large and record.losses[0] > limit > 0:
+        yield Evidence("loss", record.losses[0], limit, step=0)
 
 
 def _gains(record: Record) -> Iterator[Evidence]:
-    """Yield evidence of gains and biases out of range.
+    """Yield evidence of gains and biases out of range, and of units that begin alike.
 
     The last layers are exempt, since they may begin small. A gain of zero is accepted, since ends
     of branches may begin at zero, and so is a small one of entries of a usual size. Weights may be
     scaled by their fan-out, so that a gain is too large only if that of gradients is, too. In front
     of a normalisation any gain is accepted. A parameter that no layer holds may be scaled by other
-    code, so that only large gains count, and only if the run suffers.
+    code, so that only large gains count, and only if the run suffers. Units that begin alike stay
+    alike if those of the next layer are alike, too.
     """
     for path, weight in record.weights.items():
         if weight.bare and weight.gain > LARGE_GAIN and suffers(record):
             yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
-    for path, weight in [pair for pair in record.weights.items() if not pair[1].bare][:-1]:
+    layers = {path: weight for path, weight in record.weights.items() if not weight.bare}
+    for path, weight in [*layers.items()][:-1]:
         if weight.normalised or weight.last:
             continue
         if min(weight.gain, weight.gradient_gain) > LARGE_GAIN:
@@ -169,17 +171,9 @@ def _gains(record: Record) -> Iterator[Evidence]:
             yield Evidence("gain", weight.gain, SMALL_GAIN, path, 0)
         if weight.bias > LARGE_BIAS:
             yield Evidence("bias", weight.bias, LARGE_BIAS, path, 0)
-
-
-def _alike(record: Record) -> Iterator[Evidence]:
-    """Yield evidence of units that begin alike.
-
-    Such units get the same gradient and stay alike if those of the next layer are alike, too.
-    """
-    layers = [path for path, weight in record.weights.items() if not weight.bare]
-    alike = [path for path in layers if record.weights[path].alike > ALIKE]
-    if len(alike) > 1 and layers[0] in alike:
-        yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
+    alike = {path: weight.alike for path, weight in layers.items() if weight.alike > ALIKE}
+    if len(alike) > 1 and next(iter(layers)) in alike:
+        yield from (Evidence("alike", share, ALIKE, path, 0) for path, share in alike.items())
 
 
 told(__name__, "outputs-constant", "The same outputs for all samples",
@@ -240,11 +234,12 @@ def vanishing(record: Record) -> Iterator[Finding]:
     largest = max(ratios.values(), default=math.inf)
     if largest >= VANISHED or not (record.is_audited or largest > 0):
         return
-    found, norms = _on_the_way(record, ratios, VANISHED, Finding(
+    found = _on_the_way(record, ratios, VANISHED, Finding(
         "vanishing", act_if(suffers(record)), advice=(_LAYER_NORM, _BATCH_NORM, _AGAIN,
         Advice("use ReLU-like activation functions, or add residual connections")),
         not_advised="With a higher learning rate, the last layers move too far before the first "
         "ones move.", against=HIGHER_RATES))  # fmt: skip
+    norms = heard(record, next(r for r in record.reports if r.step == found.since))
     at_once = all(norms[path] == 0 for path in found.layers)
     never = any(n.startswith(f"{found.evidence[1].layer}.") for n in record.wiring.zero_gradient)
     if largest == 0 and at_once and never:
@@ -257,26 +252,19 @@ def vanishing(record: Record) -> Iterator[Finding]:
     yield found
 
 
-def _on_the_way(
-    record: Record, ratios: dict[int, float], limit: float, finding: Finding
-) -> tuple[Finding, dict[str, float]]:
-    """Return the finding with the gradients at the first of these steps, and these by layer."""
+def _on_the_way(record: Record, ratios: dict[int, float], limit: float,
+                finding: Finding) -> Finding:  # fmt: skip
+    """Return the finding with the gradients at the first of these steps."""
     report = next(r for r in record.reports if r.step in ratios)
     norms, ratio = heard(record, report), ratios[report.step]
     ends = (first, last) = _first(report, norms), list(norms)[-1]
     off = [p for p, norm in norms.items() if (norm < limit * norms[last]) == (limit < 1)]
-    said = (f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
-            f"{named(record, last)}.")  # fmt: skip
-    return replace(
-        finding,
-        summary=said,
-        evidence=(
-            Evidence("gradient of the first over the last layer", ratio, limit),
-            *(Evidence("gradient of the activations", norms[path], layer=path) for path in ends),
-        ),
-        layers=tuple(off),
-        since=report.step,
-    ), norms
+    return replace(finding,
+        summary=f"The gradient at {named(record, first)} is {ratio:.3g} times as large as that at "
+        f"{named(record, last)}.",
+        evidence=(Evidence("gradient of the first over the last layer", ratio, limit),
+                  *(Evidence("gradient of the activations", norms[p], layer=p) for p in ends)),
+        layers=tuple(off), since=report.step)  # fmt: skip
 
 
 def gradient_ratios(record: Record) -> dict[int, float]:
@@ -322,7 +310,7 @@ def exploding(record: Record) -> Iterator[Finding]:
             "exploding", act_if(far and suffers(record)), advice=(_AGAIN, _LAYER_NORM,
             Advice(f"clip the gradient's norm at {clip_norm(record):.3g}", "clip")),
             not_advised="Clipping alone does not change the ratio of the layers' gradients.",
-            against=("clip",)))[0]  # fmt: skip
+            against=("clip",)))  # fmt: skip
 
 
 # Monte-Carlo dropout is meant to.

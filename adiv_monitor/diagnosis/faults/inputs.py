@@ -133,7 +133,7 @@ def input_scale(record: Record) -> Iterator[Finding]:
         if evidence and _is_read(record, seen):
             said = " and ".join(f"{found.measure} {found.value:.3g}" for found in evidence)
             yield Finding("input-scale", act_if(_costs(record, seen.std)),
-                f"The entries of {_named(record, name)} have an unsuitable scale ({said}): "
+                f"The entries of input {name!r} have an unsuitable scale ({said}): "
                 "initialisations and learning rates expect a standard deviation of about 1 in each "
                 "feature.", tuple(evidence),
                 (Advice("standardise the inputs: subtract the mean of each feature (channel), and "
@@ -146,7 +146,8 @@ def input_scale(record: Record) -> Iterator[Finding]:
 def _inputs(record: Record) -> Mapping[str, InputStatistics]:
     """Return the statistics of the inputs by name; if none was observed, of the first layer's rows.
 
-    The rows' mean counts only if it is most of their mean square.
+    The layer's path is then the name. The rows' mean counts only if it is most of their mean
+    square.
     """
     if record.inputs or (found := entering(record)) is None:
         return record.inputs
@@ -158,10 +159,6 @@ def _inputs(record: Record) -> Mapping[str, InputStatistics]:
     mean, std = rms.value * math.sqrt(share), rms.value * math.sqrt(max(0.0, 1 - share))
     features = next(iter(readings(record, path).values())).features or 0
     return {path: InputStatistics(mean, std, *[math.nan] * 2, 0.0, *[math.nan] * 2, features)}
-
-
-def _named(record: Record, name: str) -> str:
-    return f"input {name!r}" if record.inputs else f"the inputs of {name!r}"
 
 
 def _is_read(record: Record, seen: InputStatistics) -> bool:
@@ -223,7 +220,7 @@ def input_mean(record: Record) -> Iterator[Finding]:
         share = common_share(seen)
         if share > COMMON_SHARE_WATCH and _is_read(record, seen) and not centred:
             yield Finding("input-mean", act_if(share > COMMON_SHARE_ACT and _costs(record)),
-                f"{share:.0%} of the mean square of {_named(record, name)} is due to the mean, "
+                f"{share:.0%} of the mean square of input {name!r} is due to the mean, "
                 "which all samples share: each step moves all samples in the same direction.",
                 (Evidence("common share", share, COMMON_SHARE_WATCH, name),),
                 (Advice("subtract the mean of each feature (channel)", "centre-inputs"),

@@ -29,8 +29,6 @@ from adiv_monitor.diagnosis.faults.states import cannot_overfit
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 
-# ε of label smoothing; 0.1 is usual. From 0.5 on, at most about half of a target's weight is left
-# for the right class.
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
 # of counts in place of their inverses. Weights for other reasons correlate less with the counts.
 GROWS, CORRELATED = 0.5, 0.9
@@ -113,19 +111,16 @@ told(__name__, "padding-counts", "Padding counts in the loss", "watch",
      Advice("leave padding out of the loss, as by ignore_index"))  # fmt: skip
 
 
-@fault("penalty-dominates", "A penalty dominates the loss", explains=LEARNING)
-def penalty_dominates(record: Record) -> Iterator[Finding]:
-    """Find a penalty that keeps the terms beside it from learning anything of the inputs."""
-    for fact in record.found_by("penalty-dominates"):
-        numbers = fact.numbers
-        run, copy = numbers["with"], numbers["without"]
-        if copy > LEARNABLE * abs(numbers["others"]) and run < LEARNT * copy:
-            yield Finding("penalty-dominates", act_if(_lasts(record)),
-                f"A penalty, {numbers['penalty']:.3g} at first, keeps other terms from learning "
-                "which input belongs to which target: with inputs exchanged between samples, they "
-                f"rise by {run:.2g}, but by {copy:.2g} if trained without the penalty.",
-                (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
-                (Advice("give the penalty a far smaller weight, or one that rises"),))  # fmt: skip
+told(__name__, "penalty-dominates", "A penalty dominates the loss", _lasts,
+     "A penalty, {penalty:.3g} at first, keeps other terms from learning which input belongs to "
+     "which target: with inputs exchanged between samples, they rise by {with:.2g}, but by "
+     "{without:.2g} if trained without the penalty.",
+     [Number("rise of the other terms with exchanged inputs", "with"),
+      Number("the same, trained without the penalty", "without")],
+     Advice("give the penalty a far smaller weight, or one that rises"),
+     where=lambda fact: fact.numbers["with"] < LEARNT * fact.numbers["without"]
+     and fact.numbers["without"] > LEARNABLE * abs(fact.numbers["others"]),
+     explains=LEARNING)  # fmt: skip
 
 
 @fault("unbounded-loss", "A loss without a lower bound", of="monitor",

@@ -22,7 +22,6 @@ from adiv_monitor.diagnosis.faults.fault import (
     fault,
     finds,
     loop_fault,
-    places,
     reported,
     several,
     told,
@@ -48,14 +47,8 @@ ROUNDED_AWAY = 0.5
 CHANGED_LENGTH, TURNED = 10.0, 0.9
 
 
-@fault(
-    "not-held",
-    "Parameters that the optimizer does not hold",
-    shown_by=reported("trainable"),
-    about="loop",
-    certain=True,
-    explains=LEARNING,
-)
+@fault("not-held", "Parameters that the optimizer does not hold", shown_by=reported("trainable"),
+       about="loop", certain=True, explains=LEARNING)  # fmt: skip
 def not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that are in no group, or that no measured step changed."""
     names, audited = record.wiring.not_held, record.is_audited
@@ -87,13 +80,8 @@ told(__name__, "hidden-parameters", "", "act",
      where=lambda fact: "made" in fact.words)  # fmt: skip
 
 
-@loop_fault(
-    "unreached",
-    "Parameters that no gradient reaches",
-    shown_by=reported("trainable"),
-    certain=True,
-    explains=LEARNING,
-)
+@loop_fault("unreached", "Parameters that no gradient reaches", shown_by=reported("trainable"),
+       certain=True, explains=LEARNING)  # fmt: skip
 def cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
     paths, share = share_of(record, "cut_off", record.reports)
@@ -129,8 +117,7 @@ def unreached(record: Record) -> Iterator[Finding]:
 
 
 def _several(names: tuple[str, ...]) -> str:
-    quoted = listed([f"'{name}'" for name in names])
-    return f"the {'parameters' if len(names) > 1 else 'parameter'} {quoted}"
+    return "the parameters " + listed([f"'{name}'" for name in names])
 
 
 @fault("frozen", "Frozen parameters", certain=True, explains=("cannot-overfit", "behind-reference"))
@@ -161,19 +148,14 @@ def rates_zero(record: Record) -> Iterator[Finding]:
             (Advice("give the optimizer a learning rate above zero"),))  # fmt: skip
 
 
-@finds()
-def rate_zero(record: Record) -> Iterator[Finding]:
-    """Find parameter groups whose learning rate is zero and stays zero."""
-    facts = [fact for fact in record.found_by("rate-zero") if not _rises(record, fact)]
-    if facts:
-        share = sum(fact.numbers["share"] for fact in facts)
-        scheduled = any(fact.numbers["initial_lr"] > 0 for fact in facts)
-        yield Finding("rate-zero", "act",
-            f"The learning rate is 0 for {share:.0%} of the parameters ({places(facts)})."
-            + " A scheduler set it to 0: look for an integer division." * scheduled,
-            (Evidence("share of the parameters", share, 0),),
-            (Advice("give this parameter group a learning rate"),),
-            "Any multiple of a learning rate of zero is zero.")  # fmt: skip
+told(__name__, "rate-zero", "", "act",
+     "The learning rate is 0 for {share:.0%} of the parameters ({all_places}).",
+     [Number("share of the parameters", "share")],
+     Advice("give this parameter group a learning rate; if a scheduler set it to 0, look for an "
+            "integer division"),
+     not_advised="Any multiple of a learning rate of zero is zero.",
+     unless=lambda record: all(_rises(record, fact) for fact in record.found_by("rate-zero"))
+     )  # fmt: skip
 
 
 def _rises(record: Record, fact: Fact) -> bool:
@@ -210,9 +192,8 @@ told(__name__, "gradient-hooks", "Hooks that change the gradient", suffers,
      explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
-@loop_fault(
-    "left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING, acts_below=1.0
-)
+@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING,
+            acts_below=1.0)  # fmt: skip
 def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]

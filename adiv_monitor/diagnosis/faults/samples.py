@@ -35,19 +35,13 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
                     "a mean, a softmax, attention or a reshape over it")))  # fmt: skip
 
 
-@fault("reshape-scrambles", "A reshape that scrambles axes", explains=LEARNING, acts_below=1.0)
-def reshape_scrambles(record: Record) -> Iterator[Finding]:
-    """Find reshapes that were meant to exchange axes."""
-    if facts := record.found_by("reshape-scrambles"):
-        of, to = facts[0].words["of"], facts[0].words["to"]
-        # Positions that get to see later ones lower the loss, so that the run does not suffer.
-        leaks = bool(record.found_by("future-leak"))
-        yield Finding("reshape-scrambles", act_if(suffers(record) or leaks),
-            f"{facts[0].place} reshapes {of} to {to} across the axes, and mixes positions."
-            + " If a shift is intended, this is no fault." * (not facts[0].numbers["permutes"])
-            + " Later positions may reach earlier ones this way (future-leak)." * leaks,
-            (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
-            (Advice("exchange axes with permute, not with view"),))  # fmt: skip
+told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
+     # Positions that get to see later ones lower the loss, so that the run does not suffer.
+     lambda record: suffers(record) or record.found_by("future-leak"),
+     "{place} reshapes {of} to {to} across the axes, and mixes positions.",
+     [Number("reshapes that cut across axes")],
+     Advice("exchange axes with permute, not with view, unless a shift is intended"),
+     explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,

@@ -6,10 +6,10 @@ as it expects; and can the outputs, as they are, take the targets' values?
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.printable import quoted
 
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
@@ -141,25 +141,21 @@ told(__name__, "targets-out-of-range", "", suffers,
      where=lambda fact: not {"farthest", "sum"} & fact.words.keys())  # fmt: skip
 
 
-@fault("outputs-normalised", "Normalised outputs of a regression", explains=LEARNING,
-       acts_below=0.8)  # fmt: skip
-def outputs_normalised(record: Record) -> Iterator[Finding]:
-    """Find a regression whose outputs are normalised, though its targets are not."""
-    for fact in record.found_by("outputs-normalised"):
-        names = ("mean", "std", "target mean", "target std")
-        mean, std, target_mean, target_std = (fact.numbers[name] for name in names)
-        if not (std > 0 and target_std > 0):
-            continue
-        scale = max(std / target_std, target_std / std)
-        distance = abs(target_mean - mean) / max(std, target_std)
-        if scale > OTHER_SCALE or distance > OTHER_MEAN:
-            yield Finding("outputs-normalised", act_if(suffers(record)),
-                f"{fact.place} normalises the outputs, to a mean of {mean:.2g} and a deviation of "
-                f"{std:.2g}. The targets have {target_mean:.3g} and {target_std:.3g}.",
-                (Evidence("ratio of the standard deviations", scale, OTHER_SCALE),
-                 Evidence("distance of the means", distance, OTHER_MEAN)),
-                (Advice("remove the normalisation of the outputs", "outputs-without-norm"),
-                 Advice("standardise the targets")))  # fmt: skip
+def _differs(fact: Fact) -> bool:
+    """Return whether outputs have another deviation than their targets, or another mean."""
+    small, large = sorted((fact.numbers["std"], fact.numbers["target std"]))
+    distance = abs(fact.numbers["mean"] - fact.numbers["target mean"])
+    return small > 0 and (large > OTHER_SCALE * small or distance > OTHER_MEAN * large)
+
+
+told(__name__, "outputs-normalised", "Normalised outputs of a regression", suffers,
+     "{place} normalises the outputs, to a mean of {mean:.2g} and a deviation of {std:.2g}. The "
+     "targets have {target mean:.3g} and {target std:.3g}.",
+     [Number("standard deviation of the outputs", "std"),
+      Number("standard deviation of the targets", "target std")],
+     Advice("remove the normalisation of the outputs", "outputs-without-norm"),
+     Advice("standardise the targets"), where=_differs, explains=LEARNING,
+     acts_below=0.8)  # fmt: skip
 
 
 told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
