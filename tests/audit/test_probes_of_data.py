@@ -371,7 +371,7 @@ def moved(move: Any) -> Probed:
     ("move", "said"),
     [
         (lambda y: y.mT, "transposed"),
-        (lambda y: y.rot90(1, (1, 2)), "turned right"),
+        (lambda y: y.rot90(1, (1, 2)), "right"),
         (lambda y: y, ""),
         (lambda y: y[torch.arange(32).roll(1)], ""),  # of other images: no move fits
     ],
@@ -380,7 +380,7 @@ def test_targets_that_fit_transposed_or_flipped_are_named(move: Any, said: str) 
     (fact,) = moved(move).facts
     names = found("targets-moved", fact)
     assert bool(names) is bool(said)
-    assert not said or f"better {said}:" in names[0].summary
+    assert not said or f"moved ('{said}')" in names[0].summary
 
 
 class Both(nn.Module):

@@ -39,7 +39,6 @@ from adiv_monitor.diagnosis.faults import (
     data,
     initialisation,
     inputs,
-    numbers,
     optimizer,
     parameters,
     rates,
@@ -935,7 +934,7 @@ PICTURES: dict[str, Picture] = {
         {"smallest divisor over the median one":
             of_fact("unsafe-division", "close"),
          "largest result over the median one": of_fact("unsafe-division", "times")},
-        (numbers, ("CLOSE", "HUGE")),
+        (inputs, ("CLOSE", "HUGE")),
         with_model(lambda model: nn.Sequential(OverSum(by_sum=False), *model)),
     ),
     "target-leak": Picture(
