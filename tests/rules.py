@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.features import Features, OneHotFeatures
+from adiv_monitor.features.rows import Whole
 from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
-from adiv_monitor.features.whole import Whole
 
 
 def found(run: Callable[[], object], weights: Iterable[Tensor]) -> list[tuple[Use, Tensor]]:

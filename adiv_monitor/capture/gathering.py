@@ -35,11 +35,9 @@ from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
-from adiv_monitor.features.recurrent import Map, Returned, uses_of
-from adiv_monitor.features.recurrent_call import RecurrentCall
-from adiv_monitor.features.rows import Rows, behind_view
+from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, uses_of
+from adiv_monitor.features.rows import Rows, behind_view, hooks_keep, squares
 from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
-from adiv_monitor.features.whole import hooks_keep, squares
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness

@@ -9,8 +9,7 @@ from torch import Tensor
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.features.recurrent import Map, Returned, unroll
-from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, unroll
 from adiv_monitor.rerun.randomness import Randomness
 
 # (call of one of the layers, its map, the error of the map)

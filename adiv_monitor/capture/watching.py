@@ -20,8 +20,8 @@ from adiv_monitor.capture.trace import Called, Known, Record, versions
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
-from adiv_monitor.features.functions.tokens import REPEATING
-from adiv_monitor.features.recurrent_call import RECURRENT, read_call
+from adiv_monitor.features.functions.gains import REPEATING
+from adiv_monitor.features.recurrent import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in

@@ -18,8 +18,7 @@ from torch import Tensor
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.functions.conv import geometry_of, patch_squares, patches
 from adiv_monitor.features.registry import register_features
-from adiv_monitor.features.rows import Rows, to_compute_dtype
-from adiv_monitor.features.whole import Whole, squares
+from adiv_monitor.features.rows import Rows, Whole, squares, to_compute_dtype
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
 Corrected = AffineLikeLinear | NormLikeLinear | PatchNorm

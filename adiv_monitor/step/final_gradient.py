@@ -15,10 +15,8 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.capture.world import world_size
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import joined, to_compute_dtype
-from adiv_monitor.features.whole import Whole
+from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
+from adiv_monitor.features.rows import Whole, joined, to_compute_dtype
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN

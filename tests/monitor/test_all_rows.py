@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
-from adiv_monitor.features import whole
+from adiv_monitor.features import rows as of_rows
 from adiv_monitor.features.functions.conv import Geometry, patch_squares, patches
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.maths import totals
@@ -193,7 +193,7 @@ def test_all_rows_are_the_same_in_parts_and_at_once(
         parts.append(len(found))
         return found
 
-    monkeypatch.setattr(whole, "CHUNK", 40)
+    monkeypatch.setattr(of_rows, "CHUNK", 40)
     monkeypatch.setattr(torch, "split", split)
     in_parts = read()
     assert max(parts) == 7

@@ -13,8 +13,15 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.features.recurrent import Map, Returned, unroll
-from adiv_monitor.features.recurrent_call import CELLS, LAYERS, RecurrentCall, read_call
+from adiv_monitor.features.recurrent import (
+    CELLS,
+    LAYERS,
+    Map,
+    RecurrentCall,
+    Returned,
+    read_call,
+    unroll,
+)
 from adiv_monitor.rerun.randomness import Randomness
 
 K, H, P, B, T = 3, 4, 2, 3, 5
@@ -474,7 +481,7 @@ def test_keywords_are_read_as_positions_are() -> None:
         {"data": x[0], "batch_sizes": sizes, "hx": h, "params": params, **options},
     )
     assert (packed.layout, packed.batch_sizes) == ("packed", (3, 2))
-    assert packed.weights[0].hidden is params[1]
+    assert packed.weights[0][1].weight is params[1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -18,11 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.features.functions.blocks import BlockFeatures
-from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
+from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features
+from adiv_monitor.features.rows import (
+    Rows,
+    Whole,
+    compute_dtype,
+    squares,
+    to_compute_dtype,
+    to_device,
+)
 from adiv_monitor.features.uses import FunctionCall, Use
-from adiv_monitor.features.whole import Whole, squares
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,17 @@ from torch.nn import functional
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import (
     Index,
+    LateScales,
     Rows,
+    Whole,
     compute_dtype,
+    in_parts,
     shares_memory,
+    squares,
     to_compute_dtype,
     to_device,
 )
 from adiv_monitor.features.uses import FunctionCall, Use, uses
-from adiv_monitor.features.whole import LateScales, Whole, in_parts, squares
 
 
 @dataclass(frozen=True)
