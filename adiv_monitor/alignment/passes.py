@@ -351,10 +351,10 @@ class _Seeing(Watcher):
             if weight is not None:
                 names[part] = self._name(uses[part], weight)
         fed = sources
-        for first in range(0, len(call.weights), call.directions):
+        for first in range(0, len(call.maps), call.directions):
             gave = NONE
-            for of_direction in call.weights[first : first + call.directions]:
-                parts = [linear.name for linear in of_direction]
+            for of_direction in call.maps[first : first + call.directions]:
+                parts = [use.part for use in of_direction]
                 state = frozenset(names[part] for part in parts[2:] or parts if part in names)
                 inner = frozenset(names[part] for part in parts[:2] if part in names)
                 # The input map gets the layer's input, the other maps its state.

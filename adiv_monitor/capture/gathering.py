@@ -296,8 +296,8 @@ class Gathering:
         """Gather the rows of a call and return their features, untrained ones included."""
         layer, features = call.layer, use.features(call.rows)
         whole = use.whole() if layer.weight is not None else None
-        if whole is not None:
-            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        if whole is not None and layer.bias is None:
+            whole = whole.of_weight()
         late = use.late() if layer.weight is not None and whole is None else None
         if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
             late = None
@@ -343,7 +343,8 @@ class Gathering:
             return
         try:
             if not call.known:
-                self._look(call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+                of_rows = affine(linear.inputs, linear.use.weight, linear.use.bias)
+                self._look(call, of_rows, linear.z)
             self._on_gradient(as_it_is, call, linear.gradient)
         except Exception as failure:
             self._layers.failed(path, failure)

@@ -66,8 +66,8 @@ class LateRows:
             return
         maps, error = unroll(self._call, self._returned, self._gradients, self._random)
         for linear in maps:
-            if linear.name in self._calls:
-                self._receive(self._calls[linear.name], linear, error)
+            if linear.use.part in self._calls:
+                self._receive(self._calls[linear.use.part], linear, error)
         self._gradients, self._backward = [], -1
 
     def _arrive(self, output: int, gradient: Tensor) -> None:

@@ -29,7 +29,7 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
 
 # These functions overwrite an input that the rows need.
-_OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
+_OVERWRITE = ("mul_", "multiply_", "__imul__")
 _ATTRIBUTES = ("__get__", "__set__")
 # These functions are written in Python; the functions that they call use the parameters.
 OPENED = ("multi_head_attention_forward",)

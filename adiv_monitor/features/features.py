@@ -63,19 +63,13 @@ class Features:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if isinstance(value, Tensor)}
 
-    # --- products of the rows with their sum, for `common_share` ---------------------------------
-
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
-        """Return φ_W,r·Σ_k a_k φ_W,k of every row; None if it is not known."""
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
+        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
         return None
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
-        """Return Σ_k a_k φ_W,k as a vector; only if `mean_products` is not None."""
+        """Return Σ_k a_k φ_W,k as a vector; only if `common` is not None."""
         raise NotImplementedError(f"{type(self).__name__} must define weight_sum")
-
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_W,r‖ of every row; only if `mean_products` is not None."""
-        raise NotImplementedError(f"{type(self).__name__} must define weight_norms")
 
 
 @dataclass(frozen=True)
@@ -92,14 +86,14 @@ class JacobianFeatures(Features):
         """Return J_r Θ for a vector of parameters."""
         return self.move(weight)
 
-    def pick(self: F, rows: Tensor) -> F:
+    def pick(self, rows: Tensor) -> "JacobianFeatures":
         """Return the features of some of the rows."""
-        return replace(self, move=lambda vector: self.move(vector).index_select(0, rows))
+        return JacobianFeatures(lambda vector: self.move(vector).index_select(0, rows))
 
-    def joined(self: F, others: Sequence[Any]) -> F:
+    def joined(self, others: Sequence[Any]) -> "JacobianFeatures":
         """Return the features of these rows and those of other calls of the same layer."""
         every = (self, *others)
-        return replace(self, move=lambda vector: torch.cat([x.move(vector) for x in every]))
+        return JacobianFeatures(lambda vector: torch.cat([x.move(vector) for x in every]))
 
 
 @dataclass(frozen=True)
@@ -132,11 +126,9 @@ class DenseFeatures(Features):
                 f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
                 "weight, or a feature (rows, 1) for the bias of every row"
             )
-        for name, tensor, dims in (
-            *(("phi", self.phi, 3), ("bias", self.bias, 2)),
-            *(("weight_gain", self.weight_gain, 2), ("bias_gain", self.bias_gain, 2)),
-        ):
-            if tensor is not None and isinstance(tensor, Tensor) and tensor.ndim != dims:
+        for name, dims in ("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2):
+            tensor = getattr(self, name)
+            if isinstance(tensor, Tensor) and tensor.ndim != dims:
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"
@@ -168,8 +160,7 @@ class DenseFeatures(Features):
         if self.phi is None:
             return None
         _, groups, n_feat = self.phi.shape
-        if weight.dtype is not self.phi.dtype:
-            weight = weight.to(self.phi.dtype)
+        weight = weight.to(self.phi.dtype)
         if groups == 1:
             matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
             return self.phi.squeeze(1) @ matrix
@@ -237,23 +228,18 @@ class DenseFeatures(Features):
         bias = self.bias[:, 0] if isinstance(self.bias, Tensor) else self.bias
         return bias * v[width] if moved is None else moved + bias * v[width]
 
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
-        """Return φ_W,r·Σ_k a_k φ_W,k of every row, its product with the active rows' sum."""
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
+        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row, over all groups."""
         if self.phi is None:
             return None
-        rows = _flat(self.phi)
-        return rows @ (active @ rows)
+        # In memory order, without a copy.
+        rows = (self.phi.mT if _lies_across(self.phi) else self.phi).flatten(1)
+        return rows @ (active @ rows), torch.linalg.vector_norm(rows, dim=1)
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_W,k over all groups."""
         assert self.phi is not None
         return active @ self.phi.flatten(1)
-
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_W,r‖ of every row, over all groups."""
-        assert self.phi is not None
-        norms: Tensor = torch.linalg.vector_norm(_flat(self.phi), dim=1)
-        return norms
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
@@ -270,11 +256,6 @@ class DenseFeatures(Features):
 def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
     """Whether groups, not features, are adjacent in memory."""
     return phi.stride(1) < phi.stride(2)
-
-
-def _flat(phi: Float[Tensor, "rows groups n_feat"]) -> Float[Tensor, "rows features"]:
-    """Return all features of each row in memory order, without a copy."""
-    return (phi.mT if _lies_across(phi) else phi).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -304,18 +285,14 @@ class OneHotFeatures(Features):
         """Return self: the square of a one-hot vector is itself."""
         return self
 
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """Return the count of each row's token among the active rows."""
-        return self.weight_sum(active)[self.token] * self.trained
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return the count of each row's token among the active rows; and 1 if it is trained."""
+        return self.weight_sum(active)[self.token] * self.trained, self.trained
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
         """Return the count of each token among the active rows."""
         weights = active * self.trained
         return weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
-
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_W,r‖: 1 for every trained token, else 0."""
-        return self.trained
 
 
 @dataclass(frozen=True)
@@ -351,11 +328,10 @@ class BlockFeatures(Features):
         """Return features with φ² in place of φ."""
         return replace(self, phi=self.phi.square())
 
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """Return φ_r·Σ_k a_k φ_k of every row, with the sum over the rows of its block."""
-        summed = self._sums(active)
-        products: Tensor = torch.linalg.vecdot(self.phi, summed[self.block])
-        return products
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return φ_r·Σ_k a_k φ_k, with the sum over the rows of its block, and ‖φ_r‖."""
+        products = torch.linalg.vecdot(self.phi, self._sums(active)[self.block])
+        return products, torch.linalg.vector_norm(self.phi, dim=1)
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_k, block by block."""
@@ -363,11 +339,6 @@ class BlockFeatures(Features):
 
     def _sums(self, active: Float[Tensor, " rows"]) -> Float[Tensor, "count_plus_1 n_feat"]:
         return sums_of_blocks(self.phi * active[:, None], self.block, self.count)
-
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_r‖ of every row."""
-        norms: Tensor = torch.linalg.vector_norm(self.phi, dim=1)
-        return norms
 
     def sums_of_squares(self, gradient: Float[Tensor, "rows n_out"]) -> tuple[Tensor, Tensor]:
         """Return ΦᵀΦ, (count, n_feat, n_feat), and ΦᵀG, (count, n_feat, n_out), in G's dtype."""

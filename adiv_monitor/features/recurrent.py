@@ -7,6 +7,7 @@ to each map's own z = Wφ + b. A row is (time, sample): one use of the weights.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -22,10 +23,9 @@ from adiv_monitor.rerun.randomness import Randomness
 State = tuple[Tensor, ...]  # (h,); of an LSTM (h, c)
 Layout = Literal["time first", "batch first", "packed", "cell"]
 
-# The recurrent functions of torch: of whole sequences, and of single cells.
-LAYERS = frozenset({torch.rnn_tanh, torch.rnn_relu, torch.lstm, torch.gru})
+# The recurrent functions of torch: of single cells, and of whole sequences.
 CELLS = frozenset({torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.lstm_cell, torch.gru_cell})
-RECURRENT = LAYERS | CELLS
+RECURRENT = CELLS | {torch.rnn_tanh, torch.rnn_relu, torch.lstm, torch.gru}
 
 # The arguments that `nn.LSTM` and `nn.LSTMCell` pass to them. Unbatched input has a batch dimension
 # of one, initial states are in the order of a packed sequence, and zero by default.
@@ -36,22 +36,6 @@ _CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 
 
 # --- the call ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The tensor objects of one linear map that were passed to a recurrent call.
-
-    Attributes:
-        name: "input_l0", "hidden_l0", "projection_l0", "input_l0_reverse", …; of a cell "input" and
-            "hidden".
-        weight: W (N, K).
-        bias: b (N,), or None.
-    """
-
-    name: str
-    weight: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +49,9 @@ class RecurrentCall:
             cell.
         batch_sizes: number of samples at each time; never increases.
         states: initial h (layers × directions, B, size of h), and c (…, B, H) of an LSTM; detached.
-        weights: the maps of layer 0, of layer 0 in reverse, of layer 1, …: of the input, of h, and
-            perhaps of an LSTM's projection.
+        maps: the linear maps of layer 0, of layer 0 in reverse, of layer 1, …: of the input, of h,
+            and perhaps of an LSTM's projection. Their parts are named "input_l0", "hidden_l0",
+            "projection_l0", "input_l0_reverse", …; of a cell "input" and "hidden".
         precision: rounding of the coarsest dtype that the call computes in.
         directions: 1 or 2.
         dropout: probability of dropout between layers; 0.0 in evaluation and with one layer.
@@ -78,7 +63,7 @@ class RecurrentCall:
     layout: Layout
     batch_sizes: tuple[int, ...]
     states: State
-    weights: Sequence[Sequence[Weights]]
+    maps: Sequence[Sequence[Use]]
     precision: float
     directions: int = 1
     dropout: float = 0.0
@@ -108,10 +93,12 @@ def read_call(
         given = dict(zip(_CELL, args, strict=False)) | kwargs
         input, states = given["input"], tuple(state[None] for state in _state(given["hx"]))
         parts = [given["w_ih"], given["w_hh"], given.get("b_ih"), given.get("b_hh")]
-        sizes, maps = (len(input),), [_maps("", parts)]
+        sizes, maps = (len(input),), [_maps(mode, "", parts)]
         return RecurrentCall(mode, input.detach(), "cell", sizes, states, maps, _precision(input))
     # The second argument is a state, or the integers of a packed sequence.
-    packed = "batch_sizes" in kwargs or (len(args) > 1 and _are_integers(args[1]))
+    second = args[1] if len(args) > 1 else None
+    has_sizes = isinstance(second, Tensor) and not second.is_floating_point()
+    packed = has_sizes or "batch_sizes" in kwargs
     given = dict(zip(_PACKED if packed else _PADDED, args, strict=False)) | kwargs
     layout: Layout = "packed" if packed else "batch first" if given["batch_first"] else "time first"
     input = given["data" if packed else "input"]
@@ -128,7 +115,7 @@ def read_call(
         layout,
         sizes,
         states=_state(given["hx"]),
-        weights=list(_by_layer(given, directions)),
+        maps=list(_by_layer(mode, given, directions)),
         precision=_precision(input),
         directions=directions,
         dropout=dropout,
@@ -136,15 +123,11 @@ def read_call(
     )
 
 
-def _are_integers(second: object) -> bool:
-    return isinstance(second, Tensor) and not second.is_floating_point()
-
-
 def _state(hx: Tensor | Sequence[Tensor]) -> State:
     return tuple(state.detach() for state in ([hx] if isinstance(hx, Tensor) else hx))
 
 
-def _by_layer(given: dict[str, Any], directions: int) -> Iterator[Sequence[Weights]]:
+def _by_layer(mode: str, given: dict[str, Any], directions: int) -> Iterator[Sequence[Use]]:
     """Parse the flat list W_ih, W_hh[, b_ih, b_hh][, W_hr] of every layer and direction."""
     count = given["num_layers"] * directions
     each = len(given["params"]) // count
@@ -152,14 +135,19 @@ def _by_layer(given: dict[str, Any], directions: int) -> Iterator[Sequence[Weigh
         parts = list(given["params"][k * each : (k + 1) * each])
         if not given["has_biases"]:
             parts[2:2] = None, None
-        yield _maps(f"_l{k // directions}" + ("_reverse" if k % directions else ""), parts)
+        yield _maps(mode, f"_l{k // directions}" + ("_reverse" if k % directions else ""), parts)
 
 
-def _maps(suffix: str, parts: Sequence[Any]) -> Sequence[Weights]:
+def _maps(mode: str, suffix: str, parts: Sequence[Any]) -> Sequence[Use]:
     """Return the maps of one layer in one direction, from W_ih, W_hh, b_ih, b_hh[, W_hr]."""
     w_ih, w_hh, b_ih, b_hh, *projection = parts
-    found = [Weights(f"input{suffix}", w_ih, b_ih), Weights(f"hidden{suffix}", w_hh, b_hh)]
-    return found + [Weights(f"projection{suffix}", w_hr, None) for w_hr in projection]
+    maps = [("input", w_ih, b_ih), ("hidden", w_hh, b_hh)]
+    maps += [("projection", w_hr, None) for w_hr in projection]
+    return [Use(mode, w, b, _unknown, part=f"{name}{suffix}") for name, w, b in maps]
+
+
+def _unknown(rows: Rows) -> Features:
+    raise RuntimeError("the rows of a recurrent layer are known only after its call is unrolled")
 
 
 def _precision(input: Tensor) -> float:
@@ -206,45 +194,33 @@ class Returned:
         versions = tuple(tensor._version for tensor in detached)
         return cls(detached, versions, is_pair and given[0].grad_fn is not given[1].grad_fn)
 
-    @property
-    def unchanged(self) -> list[int]:
-        """Indices of the outputs that have not been written to since."""
-        pairs = zip(self.outputs, self.versions, strict=True)
-        return [i for i, (tensor, version) in enumerate(pairs) if tensor._version == version]
-
 
 # --- the maps ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Map(Weights):
+class Map:
     """One linear map of a recurrent call with all its rows: ∂L/∂W = gradientᵀ inputs.
 
     The precision is float32, or float64 if the call's was. All maps of a call have the same rows in
     the same order: by time, then sample. `inputs` may share memory with the call's input.
 
     Attributes:
+        use: the map, with the tensor objects that were passed.
         inputs: φ_W of all rows, (rows, K).
         z: Wφ_W + b, (rows, N): the output of this map alone, before the gates.
         gradient: ∂L/∂z, (rows, N).
     """
 
+    use: Use
     inputs: Tensor
     z: Tensor
     gradient: Tensor
 
 
-def uses_of(call: RecurrentCall) -> Iterator[Use]:
-    """Yield the linear maps of a call, named as those that `unroll` returns with their rows."""
-
-    def features(rows: Rows) -> Features:
-        raise RuntimeError(
-            "the rows of a recurrent layer are known only after its call is unrolled"
-        )
-
-    for maps in call.weights:
-        for linear in maps:
-            yield Use(call.mode, linear.weight, linear.bias, features, part=linear.name)
+def uses_of(call: RecurrentCall) -> list[Use]:
+    """Return the linear maps of a call, named as those that `unroll` returns with their rows."""
+    return [use for maps in call.maps for use in maps]
 
 
 def unroll(
@@ -276,16 +252,16 @@ def unroll(
         for output, gradient in zip(returned.outputs, gradients, strict=True)
     ]
     upstream = _laid_out(call, reached)
-    masks = _masks(call, returned.outputs[0].dtype, random)
     with torch.enable_grad(), torch.autocast(call.input.device.type, enabled=False):
-        maps, made = _run(call, masks)
+        maps, made = _run(call, returned.outputs[0].dtype, random)
         if returned.c_enters_h:
             made[1].register_hook(lambda _: upstream[1])  # type: ignore[no-untyped-call]
         found = torch.autograd.grad(made, [z for linear in maps for z in linear.z], upstream)
     taken = iter(found)
     closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
-    real = _laid_out(call, returned.outputs)
-    return closed, _distance(made, real, returned.unchanged)
+    versions = zip(returned.outputs, returned.versions, strict=True)
+    unchanged = [output._version == version for output, version in versions]
+    return closed, _distance(made, _laid_out(call, returned.outputs), unchanged)
 
 
 @torch.no_grad()
@@ -299,10 +275,9 @@ def maps_of(
         dtype: dtype of the call's output.
         random: see `unroll`.
     """
-    masks = _masks(call, dtype, random)
     with torch.autocast(call.input.device.type, enabled=False):
-        maps, _ = _run(call, masks)
-    return {x.of.name: (x.by_time(x.inputs), x.by_time(x.z)) for x in maps}
+        maps, _ = _run(call, dtype, random)
+    return {x.use.part: (x.by_time(x.inputs), x.by_time(x.z)) for x in maps}
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -328,11 +303,10 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
     if not call.draws:
         return []
     assert random is not None
-    device = call.input.device
     width = call.directions * call.states[0].shape[-1]
-    ones = torch.ones(call.rows, width, dtype=dtype, device=device)
+    ones = torch.ones(call.rows, width, dtype=dtype, device=call.input.device)
     with random.again():
-        between = len(call.weights) // call.directions - 1
+        between = len(call.maps) // call.directions - 1
         return [to_compute_dtype(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
 
 
@@ -340,14 +314,15 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
 class _OpenMap:
     """A linear map that collects its inputs and results, for all times at once or one by one."""
 
-    of: Weights
+    use: Use
     backwards: bool
     inputs: list[Tensor] = field(default_factory=list)
     z: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        bias = self.of.bias
-        self._weight = to_compute_dtype(self.of.weight.detach())
+        weight, bias = self.use.weight, self.use.bias
+        assert weight is not None
+        self._weight = to_compute_dtype(weight.detach())
         self._bias = None if bias is None else to_compute_dtype(bias.detach())
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -362,11 +337,14 @@ class _OpenMap:
     def closed(self, gradients: list[Tensor]) -> Map:
         """Return the map with all its rows, without the graph."""
         rows = (self.by_time(parts).detach() for parts in (self.inputs, self.z, gradients))
-        return Map(self.of.name, self.of.weight, self.of.bias, *rows)
+        return Map(self.use, *rows)
 
 
-def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list[Tensor]]:
+def _run(
+    call: RecurrentCall, dtype: torch.dtype, random: Randomness | None
+) -> tuple[list[_OpenMap], list[Tensor]]:
     """Run all layers; return maps, the output (rows, channels) unless a cell, and last states."""
+    masks = _masks(call, dtype, random)
     # The leaves require gradients so that every z is part of the graph.
     x, *states = (
         to_compute_dtype(tensor.detach()).requires_grad_() for tensor in (call.input, *call.states)
@@ -374,13 +352,13 @@ def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list
     x = _by_time(x, call.layout)
     maps: list[_OpenMap] = []
     ends: list[State] = []
-    for first in range(0, len(call.weights), call.directions):
+    for first in range(0, len(call.maps), call.directions):
         if first > 0 and masks:
             x = x * masks[first // call.directions - 1]
         sides = []
         for k in range(first, first + call.directions):
             state = tuple(of_all[k] for of_all in states)
-            opened, side, end = _layer(call, call.weights[k], x, state, backwards=k > first)
+            opened, side, end = _layer(call, call.maps[k], x, state, backwards=k > first)
             maps += opened
             sides.append(side)
             ends.append(end)
@@ -391,10 +369,10 @@ def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list
 
 
 def _layer(
-    call: RecurrentCall, weights: Sequence[Weights], x: Tensor, state: State, backwards: bool
+    call: RecurrentCall, uses: Sequence[Use], x: Tensor, state: State, backwards: bool
 ) -> tuple[list[_OpenMap], Tensor, State]:
     """Run a layer in one direction; return maps, outputs (rows, size of h) and last state."""
-    maps = [_OpenMap(linear, backwards) for linear in weights]
+    maps = [_OpenMap(use, backwards) for use in uses]
     enter, recur, *projection = maps
     z_input = torch.split(enter(x), list(call.batch_sizes))
     step = _STEPS[call.mode]
@@ -406,20 +384,18 @@ def _layer(
         if projection:
             new = (projection[0](new[0]), *new[1:])
         outputs.append(new[0])
-        state = tuple(_renewed(s, n) for s, n in zip(state, new, strict=True))
+        # Samples that have ended, or not begun, keep their state.
+        pairs = zip(new, state, strict=True)
+        state = tuple(n if len(n) == len(s) else torch.cat([n, s[len(n) :]]) for n, s in pairs)
     return maps, recur.by_time(outputs), state
 
 
-def _renewed(state: Tensor, new: Tensor) -> Tensor:
-    """Return the new state; samples that have ended, or not begun, keep the old one."""
-    return new if len(new) == len(state) else torch.cat([new, state[len(new) :]])
-
-
-def _distance(made: list[Tensor], real: list[Tensor], compared: list[int]) -> Tensor:
-    if not compared:
+def _distance(made: list[Tensor], real: list[Tensor], compared: list[bool]) -> Tensor:
+    if True not in compared:
         return made[0].new_zeros(())
     ours, theirs = (
-        torch.cat([tensors[i].detach().flatten() for i in compared]) for tensors in (made, real)
+        torch.cat([tensor.detach().flatten() for tensor in compress(tensors, compared)])
+        for tensors in (made, real)
     )
     length = torch.linalg.vector_norm(theirs).clamp(min=torch.finfo(theirs.dtype).tiny)
     distance: Tensor = torch.linalg.vector_norm(ours - theirs) / length

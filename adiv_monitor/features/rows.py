@@ -92,50 +92,43 @@ class Whole:
     """Scales of all rows of one call, and the sum of their features.
 
     Attributes:
-        weight_square: ‖φ_W‖² of every row; None if the weight is not trained.
+        weight_square: ‖φ_W‖² of every row.
         bias_square: φ_b² of every row, or one number for all rows; 0 without a trained bias.
         weight_sum: Σ_r φ_W,r, in any shape; None where it would take more than one pass.
         trained: 0 for rows without trained weights (padding tokens), which count as zero-gradient
             rows, else 1; None if all are trained.
     """
 
-    weight_square: Float[Tensor, " rows"] | None
+    weight_square: Float[Tensor, " rows"]
     bias_square: Float[Tensor, " rows"] | float
     weight_sum: Tensor | None
     trained: Float[Tensor, " rows"] | None = None
 
-    def restrict(self, *, weight: bool, bias: bool) -> "Whole":
-        """Return the scales and the feature sum for the trained parameters alone."""
-        if weight and bias:
-            return self
-        return replace(
-            self,
-            weight_square=self.weight_square if weight else None,
-            bias_square=self.bias_square if bias else 0.0,
-            weight_sum=self.weight_sum if weight else None,
-        )
+    def of_weight(self) -> "Whole":
+        """Return the scales for the weight alone."""
+        return replace(self, bias_square=0.0)
 
 
 class LateScales:
     """Scales of all rows and groups of one call, computed only when the gradient arrives.
 
-    There are as many scales as activations. They are computed from tensors that autograd keeps for
+    There are as many scales as activations. They are computed from an input that autograd keeps for
     the weight's gradient anyway, so they take no extra memory until then. This does not work where
-    hooks decide what is kept (checkpointing, offloading), or after writes to these tensors.
+    hooks decide what is kept (checkpointing, offloading), or after writes to the input.
 
     Args:
-        make: computes ‖φ_W‖², (rows, groups) in the layout of z, from the tensors, part by part, so
+        make: computes ‖φ_W‖², (rows, groups) in the layout of z, from the input, part by part, so
             that temporaries stay in a CPU's cache.
-        reads: the tensors.
+        input: the input.
         bias_square: φ_b²; 0 without a bias.
     """
 
     def __init__(
-        self, make: Callable[..., Iterable[Tensor]], reads: Sequence[Tensor], bias_square: float
+        self, make: Callable[[Tensor], Iterable[Tensor]], input: Tensor, bias_square: float
     ) -> None:
         self._make = make
-        self._reads = [tensor.detach() for tensor in reads]  # a graph would be kept alive
-        self._versions = [tensor._version for tensor in self._reads]
+        self._input = input.detach()  # a graph would be kept alive
+        self._version = self._input._version
         self._bias_square = bias_square
 
     def of_gradient(
@@ -143,18 +136,18 @@ class LateScales:
     ) -> Float[Tensor, "3 rows"] | None:
         """Return Σ_i g_ri², Σ_i s_ri g_ri² and Σ_i s_ri² g_ri² of every row.
 
-        None if the tensors were written to since.
+        None if the input was written to since.
 
         Args:
             gradient: the gradient of all rows.
             bias: whether the bias is trained.
         """
-        if [tensor._version for tensor in self._reads] != self._versions:
+        if self._input._version != self._version:
             return None
         found, end = [], 0
         by_entry = gradient.view(1, -1) if gradient.dim() == 1 else gradient
         positions = math.prod(by_entry.shape[1:-1])
-        for scale in self._make(*self._reads):
+        for scale in self._make(self._input):
             start, end = end, end + scale.shape[:-1].numel() // max(positions, 1)
             part = to_compute_dtype(by_entry[start:end])
             groups = scale.shape[-1]

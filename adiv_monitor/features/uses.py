@@ -150,8 +150,7 @@ def uses_in(
     There are also none if the rule does not accept the arguments: a function and a method of the
     same name may differ.
     """
-    opened = _RULES.get(f"{call.inside}.{function}") if call.inside else None
-    rule = opened or _RULES.get(function)
+    rule = _RULES.get(f"{call.inside}.{function}") or _RULES.get(function)
     if rule is None or not call.result.is_floating_point():
         return ()
     if not _takes(rule, len(args), tuple(kwargs)):

@@ -315,7 +315,7 @@ def _apart(part: Tensor | None, gradients: Collection[Tensor]) -> Tensor | None:
 
 def _all_rows(whole: Whole | None, squares: Tensor) -> AllRows:
     """Return the numbers of all rows of one call; see `Call.squares`."""
-    if whole is None or whole.weight_square is None or not squares.shape[1]:
+    if whole is None or not squares.shape[1]:
         return AllRows(None, 0.0, squares[0], squares[1:] if squares.shape[0] > 1 else None)
     bias, total = whole.bias_square, whole.weight_sum
     return AllRows(

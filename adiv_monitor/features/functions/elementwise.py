@@ -4,7 +4,7 @@ The rules recompute x̂ for the chosen rows only; they read the whole input only
 that the normaliser itself uses.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,9 +34,10 @@ def gain(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalised: Callable[[Rows], Tensor],
-    every: Callable[[Tensor], Iterable[Tensor]],
-    layout: Callable[[Tensor], Tensor] = channels_second,
+    normalise: Callable[[Tensor], Tensor],
+    normalised: Callable[[Rows], Tensor] | None = None,
+    *,
+    dims: int = 0,
 ) -> Use | None:
     """Return the use of γ and δ in γ⊙x̂ + δ; None if it is a weight that is standardised.
 
@@ -45,22 +46,30 @@ def gain(
         input: x.
         weight: γ.
         bias: δ.
-        normalised: returns x̂ of the chosen rows (rows, channels).
-        every: yields x̂ of all rows of x, in parts shaped like those of x.
-        layout: see `Use`.
+        normalise: returns x̂ of some samples of x.
+        normalised: returns x̂ of the chosen rows; None: rows can be normalised like samples.
+        dims: the number of dimensions, the last ones, that are normalised together; 0: channels are
+            in the second dimension.
     """
     if call.of_model(input):
         return None
 
+    def layout(tensor: Tensor) -> Tensor:
+        return tensor.flatten(-dims) if dims else channels_second(tensor)
+
     def features(rows: Rows) -> DenseFeatures:
-        return DenseFeatures(normalised(rows)[..., None], None if bias is None else 1.0)
+        if normalised is None:
+            found = normalise(rows.take(input if dims else channels_second(input)))
+        else:
+            found = normalised(rows)
+        return DenseFeatures(found.flatten(1)[..., None], None if bias is None else 1.0)
 
     def scales(x: Tensor) -> Iterator[Tensor]:
-        for part in every(x):
-            yield layout(part).square()
+        for part in in_parts(x, dims or 1):
+            yield layout(normalise(to_compute_dtype(part))).square()
 
     def late() -> LateScales:
-        return LateScales(scales, [input], 1.0)
+        return LateScales(scales, input, 1.0)
 
     return Use("gain", weight, bias, features, layout=layout, late=late)
 
@@ -76,7 +85,11 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) over the normalised dimensions."""
-    return _by_row(functional.layer_norm, call, input, normalized_shape, weight, bias, eps)
+
+    def normalise(x: Tensor) -> Tensor:
+        return functional.layer_norm(x, normalized_shape, eps=eps)
+
+    return gain(call, input, weight, bias, normalise, dims=len(normalized_shape))
 
 
 @uses("rms_norm")
@@ -89,33 +102,12 @@ def rms_norm(
 ) -> Use | None:
     """x̂ = x / √(mean x² + ε) over the normalised dimensions."""
     # With eps=None torch takes the smallest number of the dtype it computes in: the input's.
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return _by_row(functional.rms_norm, call, input, normalized_shape, weight, None, eps)
+    constant = torch.finfo(input.dtype).eps if eps is None else eps
 
+    def normalise(x: Tensor) -> Tensor:
+        return functional.rms_norm(x, normalized_shape, eps=constant)
 
-def _by_row(
-    normalise: Callable[..., Tensor],
-    call: FunctionCall,
-    input: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Use | None:
-    """Return the use of γ and δ where a function normalises every row by itself."""
-
-    def layout(tensor: Tensor) -> Tensor:
-        return tensor.flatten(-len(shape))
-
-    def normalised(rows: Rows) -> Tensor:
-        x = rows.take(layout(input))
-        return normalise(x, x.shape[1:], eps=eps)
-
-    def every(x: Tensor) -> Iterator[Tensor]:
-        for part in in_parts(x, len(shape)):
-            yield normalise(to_compute_dtype(part), shape, eps=eps)
-
-    return gain(call, input, weight, bias, normalised, every, layout)
+    return gain(call, input, weight, None, normalise, dims=len(normalized_shape))
 
 
 @uses("group_norm")
@@ -139,11 +131,10 @@ def group_norm(
         of_channels = of_rows.repeat_interleave(channels // num_groups, 2)
         return _normalised(rows.take(input.movedim(1, -1)), *of_channels)
 
-    def every(x: Tensor) -> Iterator[Tensor]:
-        for part in in_parts(x):
-            yield functional.group_norm(to_compute_dtype(part), num_groups, eps=eps)
+    def normalise(x: Tensor) -> Tensor:
+        return functional.group_norm(x, num_groups, eps=eps)
 
-    return gain(call, input, weight, bias, normalised, every)
+    return gain(call, input, weight, bias, normalise, normalised)
 
 
 @uses("instance_norm")
@@ -193,15 +184,10 @@ def batch_norm(
         mean, reciprocal = kept
         return mean, _parts_mean(by_channel, mean), reciprocal
 
-    def normalised(rows: Rows) -> Tensor:
-        return _normalised(rows.take(x.movedim(1, -1)), *moments())
+    def normalise(x: Tensor) -> Tensor:
+        return _normalised(x, *(of_all.view(-1, *(1,) * (x.dim() - 2)) for of_all in moments()))
 
-    def every(x: Tensor) -> Iterator[Tensor]:
-        of_channels = [moment.view(-1, *(1,) * (x.dim() - 2)) for moment in moments()]
-        for part in in_parts(x):
-            yield _normalised(to_compute_dtype(part), *of_channels)
-
-    return gain(call, input, weight, bias, normalised, every)
+    return gain(call, input, weight, bias, normalise)
 
 
 def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -1,13 +1,10 @@
 """Embedding look-ups: φ(x) = one-hot(token), scale 1; and of several rows at once, bags."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from adiv_monitor.features.features import Features, OneHotFeatures
 from adiv_monitor.features.rows import Rows, Whole, compute_dtype
@@ -66,35 +63,19 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
 
 @uses("__getitem__")
 def indexed(call: FunctionCall, input: Tensor, index: object) -> Use | None:
-    """Z = W[index] or W[:, index] with integer indices, as for a table of position biases."""
-    of_dims = index if isinstance(index, tuple) else (index,)
-    numbers = [d for d, of_dim in enumerate(of_dims) if isinstance(of_dim, Tensor)]
-    rest = [of_dim for of_dim in of_dims if not isinstance(of_dim, Tensor)]
-    if len(numbers) != 1 or any(of_dim != slice(None) for of_dim in rest):
+    """Z = W[index] with integer indices, as for a table of position biases."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
         return None
-    index = of_dims[numbers[0]]
-    is_view = call.result._base is not None  # the index is a single number
-    if is_view or not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+    if call.result._base is not None or not call.is_weight(input):  # the index is a single number
         return None
-    return selected(call, input, numbers[0], index)
-
-
-@uses("index_select")
-def selected(call: FunctionCall, input: Tensor, dim: int, index: Tensor) -> Use | None:
-    """Z = W[index] along a dimension: one row of W per index."""
-    if not call.is_weight(input):
-        return None
-    dim %= input.dim()
 
     def table(weight: Tensor) -> Tensor:
-        return weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
+        return weight.reshape(len(weight), -1)
 
     def layout(tensor: Tensor) -> Tensor:
-        places = range(dim, dim + index.dim())
-        tensor = tensor.movedim(tuple(places), tuple(range(index.dim())))
         return tensor.flatten(index.dim()) if tensor.dim() > index.dim() else tensor[..., None]
 
-    found = look_up(index % input.shape[dim], table(input))
+    found = look_up(index % len(input), table(input))
     return replace(found, weight=input, layout=layout, shaped=table)
 
 
@@ -103,85 +84,35 @@ class BagFeatures(Features):
     """Features that add up several rows of the weight: φ(bag) = Σ share · one-hot(token).
 
     Attributes:
-        token: (tokens,) int64, indices of the weight's rows.
-        bag: (tokens,) int64, index of each token's bag; ascending.
-        share: (tokens,), factor of each token; 0 for padding.
-        bags: number of bags.
-        rows: (rows,) int64, the sampled bags.
-        vocabulary: number of rows of the weight.
+        phi: (rows, vocabulary), sparse, with the share of every distinct token of a bag.
     """
 
-    token: Int[Tensor, " tokens"]
-    bag: Int[Tensor, " tokens"]
-    share: Float[Tensor, " tokens"]
-    bags: int
-    rows: Int[Tensor, " rows"]
-    vocabulary: int
+    phi: Tensor
 
     def scale(self) -> Float[Tensor, "rows 1"]:
-        """Return Σ (Σ share)² over the distinct tokens of every sampled bag."""
-        merged = self.squared()
-        return self._sums(merged.share, merged.bag)[self.rows][:, None]
+        """Return Σ (Σ share)² over the distinct tokens of every bag."""
+        every = torch.ones(self.phi.shape[1], 1, dtype=self.phi.dtype, device=self.phi.device)
+        return self.squared().phi @ every
 
     def squared(self) -> "BagFeatures":
-        """Return features with (Σ share)² of each distinct token of a bag in place of shares."""
-        keys, order = torch.sort(self.bag * self.vocabulary + self.token)
-        run = torch.zeros_like(keys)
-        run[1:] = (keys[1:] != keys[:-1]).cumsum(0)
-        # Entries after the last run are left over: they have share 0, in the last bag.
-        return replace(
-            self,
-            token=torch.zeros_like(keys).scatter_(0, run, self.token[order]),
-            bag=torch.full_like(keys, self.bags - 1).scatter_(0, run, self.bag[order]),
-            share=torch.zeros_like(self.share).index_add_(0, run, self.share[order]).square(),
-        )
+        """Return features with φ² in place of φ."""
+        return BagFeatures(self.phi.coalesce().pow(2))
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
-        """Return the weighted sum of the weight's rows for every sampled bag."""
-        first = torch.searchsorted(self.bag, torch.arange(self.bags, device=self.bag.device))
-        sums = functional.embedding_bag(
-            self.token, weight.to(self.share), first, mode="sum", per_sample_weights=self.share
-        )
-        return sums[self.rows]
+        """Return the weighted sum of the weight's rows for every bag."""
+        return self.phi @ weight.to(self.phi)
 
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """Return φ_r·Σ_k a_k φ_k of every row."""
-        products = self.share * self.weight_sum(active)[self.token]
-        return self._sums(products, self.bag)[self.rows]
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return φ_r·Σ_k a_k φ_k and ‖φ_r‖ of every row."""
+        return self.phi @ self.weight_sum(active), self.scale()[:, 0].sqrt()
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
         """Return Σ_k a_k φ_k."""
-        return self.sum(active.new_zeros(self.bags).index_add_(0, self.rows, active))
-
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_r‖ of every row."""
-        return self.scale()[:, 0].sqrt()
+        return self.phi.t() @ active
 
     def pick(self, rows: Tensor) -> "BagFeatures":
         """Return the features of some of the rows."""
-        return replace(self, rows=self.rows[rows])
-
-    def joined(self, others: Sequence[Any]) -> "BagFeatures":
-        """Return the features of these rows and those of other calls of the same layer."""
-        every: list[BagFeatures] = [self, *others]
-        starts = [sum(features.bags for features in every[:i]) for i in range(len(every))]
-        pairs = list(zip(every, starts, strict=True))
-        return replace(
-            self,
-            token=torch.cat([features.token for features in every]),
-            bag=torch.cat([features.bag + start for features, start in pairs]),
-            share=torch.cat([features.share for features in every]),
-            bags=sum(features.bags for features in every),
-            rows=torch.cat([features.rows + start for features, start in pairs]),
-        )
-
-    def sum(self, weights: Float[Tensor, " bags"]) -> Float[Tensor, " vocabulary"]:
-        """Return Σ_k a_k φ_k over all bags."""
-        shares = self.share * weights[self.bag]
-        return shares.new_zeros(self.vocabulary).index_add_(0, self.token, shares)
-
-    def _sums(self, x: Tensor, bag: Tensor) -> Float[Tensor, " bags"]:
-        return x.new_zeros(self.bags).index_add_(0, bag, x)
+        return BagFeatures(self.phi.index_select(0, rows))
 
 
 @uses("embedding_bag")
@@ -204,7 +135,6 @@ def embedding_bag(
         refuse_rescaled(scale_grad_by_freq, sparse)
     if mode == "max":
         raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
-    device = input.device
 
     def bags(rows: Tensor | None) -> BagFeatures:
         """Return some bags, None for all; bags of any length are all read, to know where one is."""
@@ -216,17 +146,19 @@ def embedding_bag(
             if rows is not None:
                 tokens, weights = tokens[rows], None if weights is None else weights[rows]
             count, length = tokens.shape
-            first = torch.arange(count, device=device) * length
+            first = torch.arange(count, device=tokens.device) * length
         tokens = tokens.reshape(-1)
-        bag = torch.searchsorted(first, torch.arange(len(tokens), device=device), right=True) - 1
+        places = torch.arange(len(tokens), device=tokens.device)
+        bag = torch.searchsorted(first, places, right=True) - 1
         share = trained(tokens, weight, padding_idx)
         if mode == "mean":
             sizes = share.new_zeros(count).index_add_(0, bag, share)
             share = share / sizes.clamp(min=1)[bag]
         if weights is not None:
             share = share * weights.reshape(-1)
-        every = torch.arange(count, device=device)
-        found = BagFeatures(tokens.long(), bag, share, count, every, len(weight))
+        entries, size = torch.stack([bag, tokens]), (count, len(weight))
+        phi = torch.sparse_coo_tensor(entries, share, size, check_invariants=False)
+        found = BagFeatures(phi.coalesce())
         return found if rows is None or offsets is None else found.pick(rows)
 
     def features(rows: Rows) -> BagFeatures:
@@ -234,6 +166,7 @@ def embedding_bag(
 
     def whole() -> Whole:
         every = bags(None)
-        return Whole(every.scale()[:, 0], 0.0, every.sum(every.share.new_ones(every.bags)))
+        scale = every.scale()[:, 0]
+        return Whole(scale, 0.0, every.weight_sum(torch.ones_like(scale)))
 
     return Use("embedding", weight, None, features, whole=whole)

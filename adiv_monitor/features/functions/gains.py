@@ -55,14 +55,12 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
             yield to_compute_dtype(part).square()
 
     def late() -> LateScales:
-        return LateScales(scales, [x], 0.0)
+        return LateScales(scales, x, 0.0)
 
     return Use("gain", parameter, None, features, layout, late=late)
 
 
-def offset(
-    parameter: Tensor, shape: Sequence[int], factor: float = 1, where: Tensor | None = None
-) -> Use | None:
+def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | None:
     """Z = factor · p, of the given shape: φ = factor, or ±one-hot(place) if p is a table.
 
     A table differs in several dimensions; its use is None if the factor is not ±1.
@@ -71,29 +69,21 @@ def offset(
         parameter: p.
         shape: shape of z.
         factor: the factor of p.
-        where: mask of the rows of z that contain p, broadcast to z; None: all. The other rows have
-            zero gradient.
     """
     own = own_dims(parameter, shape)
     channel = own[-1] if own else None
     dtype = compute_dtype(parameter)
 
     def layout(tensor: Tensor) -> Tensor:
-        if where is not None:
-            tensor = tensor.masked_fill(~where, 0)
         return tensor[..., None] if channel is None else tensor.movedim(channel, -1)
 
-    def is_there(rows: Rows) -> Tensor:
-        if where is None:
-            return torch.ones(rows.count, 1, dtype=dtype, device=rows.device)
-        there = where.expand(shape)
-        there = there[..., None] if channel is None else there.movedim(channel, -1)[..., :1]
-        return rows.take(there).to(dtype)
+    def ones(count: int) -> Tensor:
+        return torch.ones(count, dtype=dtype, device=parameter.device)
 
     if len(own) < 2:
 
         def constant(rows: Rows) -> DenseFeatures:
-            return DenseFeatures(None, factor * is_there(rows))
+            return DenseFeatures(None, factor * ones(rows.count)[:, None])
 
         return Use("offset", None, parameter, constant, layout)
 
@@ -104,13 +94,11 @@ def offset(
 
     def one_hot(rows: Rows) -> OneHotFeatures:
         index = np.ravel_multi_index([rows.positions[d] for d in places], sizes)
-        return OneHotFeatures(to_device(index, rows.device), is_there(rows)[:, 0], prod(sizes))
+        return OneHotFeatures(to_device(index, rows.device), ones(rows.count), prod(sizes))
 
     def whole() -> Whole:
-        ones = torch.ones(prod(shape) // shape[own[-1]], dtype=dtype, device=parameter.device)
-        if where is not None:
-            return Whole(ones, 0.0, None)
-        return Whole(ones, 0.0, ones.new_full((prod(sizes),), len(ones) / prod(sizes)))
+        every = ones(prod(shape) // shape[own[-1]])
+        return Whole(every, 0.0, every.new_full((prod(sizes),), len(every) / prod(sizes)))
 
     def table(tensor: Tensor) -> Tensor:
         return factor * tensor.reshape(prod(sizes), -1)
@@ -145,12 +133,6 @@ def product(call: FunctionCall, input: Tensor, other: Tensor) -> Found:
     return terms(call, (input, other), (input, other), (other, input))
 
 
-@uses("div", "divide", "true_divide", "__div__", "__truediv__")
-def quotient(call: FunctionCall, input: Tensor, other: Tensor) -> Found:
-    """Z = p/x; there is no use in x/p, which is not linear in p."""
-    return terms(call, (input, other), (input, 1 / other)) if call.is_weight(input) else []
-
-
 @uses("add", "__add__", "__radd__", "add_", "__iadd__")
 def total(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float = 1) -> Found:
     """Z = x + αp, or p + αx."""
@@ -163,12 +145,6 @@ def difference(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float
     return terms(call, (input, other), (input, 1), (other, -alpha))
 
 
-@uses("rsub", "__rsub__")
-def difference_to(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float = 1) -> Found:
-    """Z = p − αx, or x − αp, with the arguments in reverse order."""
-    return terms(call, (input, other), (input, -alpha), (other, 1))
-
-
 @uses("addcmul", "addcmul_")
 def added_product(
     call: FunctionCall, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
@@ -176,22 +152,6 @@ def added_product(
     """Z = x + v·a⊙b, linear in each of x, a and b."""
     a, b = (x if value == 1 else value * x for x in (tensor1, tensor2))
     return terms(call, (input, tensor1, tensor2), (input, 1), (tensor1, b), (tensor2, a))
-
-
-@uses("addcdiv", "addcdiv_")
-def added_quotient(
-    call: FunctionCall, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
-) -> Found:
-    """Z = x + v·a/b, linear in x and a."""
-    return terms(call, (input, tensor1, tensor2), (input, 1), (tensor1, value / tensor2))
-
-
-@uses("lerp", "lerp_")
-def mixture(call: FunctionCall, input: Tensor, end: Tensor, weight: Tensor | float) -> Found:
-    """Z = (1 − w)⊙a + w⊙b, linear in each of a, b and w."""
-    of_weight = end - input if call.is_weight(weight) else None
-    ends = (input, 1 - weight), (end, weight)
-    return terms(call, (input, end, weight), *ends, (weight, of_weight))
 
 
 @uses("prelu")
@@ -223,18 +183,14 @@ def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) ->
     return offset(input, shape)
 
 
-@uses("cat", "concat", "concatenate", "stack")
+@uses("cat", "concat", "concatenate")
 def concatenation(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -> Found:
-    """Z = p in its part of a concatenation with data, or at its index along a new dimension."""
+    """Z = p in its part of a concatenation with data."""
     start, found = 0, list[Use | None]()
-    is_stack = call.result.dim() > max(tensor.dim() for tensor in tensors)
     for tensor in tensors if call.has_data(*tensors) else ():
-        size = 1 if is_stack else tensor.shape[dim]
-        if is_stack:
-            place = partial(torch.select, dim=dim, index=start)
-        else:
-            place = partial(torch.narrow, dim=dim, start=start, length=size)
+        size = tensor.shape[dim]
         if call.is_weight(tensor):
+            place = partial(torch.narrow, dim=dim, start=start, length=size)
             found.append(_placed(tensor, tensor.shape, place))
         start += size
     return found
@@ -247,14 +203,6 @@ def choice(call: FunctionCall, condition: Tensor, input: object, other: object) 
         return []
     masks = (input, condition), (other, condition.logical_not())
     return [_masked(p, mask, call.result.shape) for p, mask in masks if call.is_weight(p)]
-
-
-@uses("masked_fill", "masked_fill_")
-def masked_fill(call: FunctionCall, input: Tensor, mask: Tensor, value: object) -> Use | None:
-    """Z = p where a mask is set."""
-    if not call.is_weight(value) or not call.has_data(input, mask):
-        return None
-    return _masked(value, mask, call.result.shape)
 
 
 @uses("__setitem__")
@@ -292,17 +240,12 @@ def _placed(
 
 
 def _masked(parameter: Tensor, mask: Tensor, shape: Sequence[int]) -> Use | None:
-    """Return the use of a parameter as an offset where a mask is set; other rows are untrained.
+    """Return the use of a parameter as an offset where a mask is set; other rows have no gradient.
 
-    If the mask differs within rows, it is the use of a gain of zeros and ones.
+    There is no use if the mask differs within rows.
     """
     own = own_dims(parameter, shape)
     dim = own[-1] - len(shape) if own else 0
-    if not own or mask.dim() < -dim or mask.shape[dim] == 1:
-        return offset(parameter, shape, where=mask)
-    entries = gain(parameter, mask, shape)
-
-    def layout(tensor: Tensor) -> Tensor:
-        return entries.layout(tensor.masked_fill(~mask, 0))
-
-    return replace(entries, kind="offset", layout=layout)
+    if own and mask.dim() >= -dim and mask.shape[dim] > 1:
+        return None
+    return _placed(parameter, shape, lambda tensor: tensor.masked_fill(~mask, 0))

@@ -1,33 +1,26 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
 from math import prod
-from string import ascii_uppercase
 
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.functions.contraction import Operand, contraction
 from adiv_monitor.features.rows import Rows, Whole, compute_dtype, squares
-from adiv_monitor.features.uses import Found, FunctionCall, Use, uses
+from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
 @uses("linear")
-def linear(call: FunctionCall, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
-    """Z = x Wᵀ + b: one row per sample or token; x may be the parameter and W data."""
-    has_weight = call.of_model(weight) or bias is not None
-    by_weight = affine(input, weight, bias) if has_weight else None
-    if not call.is_weight(input) or not call.has_data(weight):
-        return [by_weight]
-    rows = ascii_uppercase[: input.dim() - 1]
-    outputs = "j" if weight.dim() > 1 else ""
-    data = [Operand(weight, f"{outputs}k")]
-    return [by_weight, contraction(Operand(input, f"{rows}k"), data, rows + outputs)]
+def linear(
+    call: FunctionCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Use | None:
+    """Z = x Wᵀ + b: one row per sample or token."""
+    return affine(input, weight, bias) if call.of_model(weight) or bias is not None else None
 
 
 def affine(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     *,
     part: str = "",

@@ -5,7 +5,7 @@ All are sums over one or more shared dimensions (`contraction.py`), but those of
 
 from collections.abc import Sequence
 from functools import partial
-from string import ascii_letters, ascii_lowercase, ascii_uppercase
+from string import ascii_letters, ascii_uppercase
 
 import torch
 from torch import Tensor
@@ -25,36 +25,6 @@ def matmul(call: FunctionCall, input: Tensor, other: Tensor) -> list[Use]:
     right = _last(stack, other.dim() - 2) + ("kj" if other.dim() > 1 else "k")
     result = stack + ("i" if input.dim() > 1 else "") + ("j" if other.dim() > 1 else "")
     return contractions(call, [Operand(input, left), Operand(other, right)], result)
-
-
-@uses("tensordot")
-def tensordot(
-    call: FunctionCall,
-    a: Tensor,
-    b: Tensor,
-    dims: int | Sequence[Sequence[int]] = 2,
-    out: Tensor | None = None,
-) -> list[Use]:
-    """Z = Σ a b over some dimensions of each."""
-    left, right = list(ascii_uppercase[: a.dim()]), list(ascii_lowercase[: b.dim()])
-    pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
-    for of_a, of_b in zip(*pairs, strict=True):
-        right[of_b] = left[of_a]
-    operands = [Operand(a, "".join(left)), Operand(b, "".join(right))]
-    result = [c for c in left if c not in right] + [c for c in right if c not in left]
-    return contractions(call, operands, "".join(result))
-
-
-@uses("inner")
-def inner(call: FunctionCall, input: Tensor, other: Tensor) -> list[Use]:
-    """Z = Σ_k a_…k b_…k."""
-    return tensordot(call, input, other, ([-1], [-1]))
-
-
-@uses("outer", "ger")
-def outer(call: FunctionCall, input: Tensor, vec2: Tensor) -> list[Use]:
-    """Z = a bᵀ."""
-    return tensordot(call, input, vec2, 0)
 
 
 @uses("bilinear")
@@ -109,37 +79,23 @@ def added(
     beta: float = 1,
     alpha: float = 1,
 ) -> Found:
-    """Z = βx + α Σ ab, with the sums of an equation."""
+    """Z = βx + α Σ ab, with the sums of an equation; if b is a matrix, a vector x is its bias."""
     terms, result = spelled_out(equation, [a.dim(), b.dim()])
-    operands = [Operand(a, terms[0]), Operand(b, terms[1])]
-    found = contractions(call, operands, result, alpha)
-    if not call.is_weight(input) or not call.has_data(a, b):
-        return found
-    return [*found, offset(input, call.result.shape, beta)]
+    of_a, of_b = Operand(a, terms[0]), Operand(b, terms[1])
+    is_affine = call.of_model(input) and call.of_model(b) and not call.of_model(a)
+    if is_affine and b.dim() == 2 and input.shape == b.shape[1:]:
+        return [contraction(of_b, [of_a], result, factor=alpha, bias=input, bias_factor=beta)]
+    found = contractions(call, [of_a, of_b], result, alpha)
+    if call.is_weight(input) and call.has_data(a, b):
+        return [*found, offset(input, call.result.shape, beta)]
+    return found
 
 
+uses("addmm", "addmm_")(partial(added, "ik,kj->ij"))
 uses("addmv", "addmv_")(partial(added, "ik,k->i"))
 uses("addr", "addr_")(partial(added, "i,j->ij"))
 uses("baddbmm", "baddbmm_")(partial(added, "bik,bkj->bij"))
 uses("addbmm", "addbmm_")(partial(added, "bik,bkj->ij"))
-
-
-@uses("addmm", "addmm_")
-def added_matrices(
-    call: FunctionCall,
-    input: Tensor,
-    mat1: Tensor,
-    mat2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Found:
-    """Z = βb + αAB; if B is the weight, a vector b is its bias."""
-    of_columns = call.of_model(mat2) and not call.of_model(mat1)
-    if of_columns and call.of_model(input) and input.shape == mat2.shape[1:]:
-        weight, data = Operand(mat2, "kj"), [Operand(mat1, "ik")]
-        return [contraction(weight, data, "ij", factor=alpha, bias=input, bias_factor=beta)]
-    return added("ik,kj->ij", call, input, mat1, mat2, beta=beta, alpha=alpha)
 
 
 # --- experts in one weight tensor, with rows sorted by expert ------------------------------------
@@ -179,11 +135,7 @@ def grouped_product(
         x = input.masked_fill(nobody, 0)
         return Whole(squares(x), 0.0, sums_of_blocks(to_compute_dtype(x), every, count)[:count])
 
-    return Use("experts", mat2, None, features, layout, whole, shaped=_outputs_first)
-
-
-def _outputs_first(weight: Tensor) -> Tensor:
-    return weight.mT
+    return Use("experts", mat2, None, features, layout, whole, shaped=torch.adjoint)
 
 
 def _last(letters: str, count: int) -> str:
