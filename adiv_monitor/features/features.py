@@ -146,8 +146,7 @@ class DenseFeatures(Features):
             return None
         parts: list[Any] = []
         if self.phi is not None:
-            alone = self.phi.shape[2] == 1
-            squares = self.phi[..., 0].square() if alone else row_squares(self.phi)
+            squares = row_squares(self.phi)
             parts.append(squares if self.weight_gain is None else squares * self.weight_gain)
         if self.bias is not None:
             square: Tensor | float = self.bias**2
