@@ -39,8 +39,7 @@ KNOWN = ROOT / "tests" / "mutants.md"
 _MEASURED = ["test_against_reference", "test_invariants", "test_models"]
 _COURSE = [*_MEASURED, "test_gradients", "test_optimizers", "test_robustness"]
 _RULES = ["test_functions", "test_features", "test_corrected_layers", *_MEASURED]
-_FAMILIES = ["bags", "blocks", "broadcast", "contraction", "einsum", "experts", "gains", "offsets"]
-_FAMILIES += ["products", "tokens"]
+_FAMILIES = ["contraction", "gains", "products"]
 _FORMULAS = ["test_functional", "test_modules", "test_convolutions", "test_attention"]
 _BOOKS = ["test_bookkeeping", "test_sampling", *_COURSE]
 _MONITOR_TESTS = {
@@ -67,16 +66,14 @@ _MONITOR_TESTS = {
     ],
     "step/transfer.py": ["test_measures", *_MEASURED],
     "maths/ceiling.py": ["test_bookkeeping", "test_micro_batches", "test_functions", *_MEASURED],
-    "features/rows.py": ["test_features", "test_attention_measures", *_COURSE],
-    "features/whole.py": _RULES,
+    "features/rows.py": [*_RULES, "test_attention_measures", *_COURSE],
     "features/features.py": ["test_dense_features", *_RULES],
     "features/functions/linear.py": _RULES,
     "features/functions/conv.py": _RULES,
     "features/functions/embedding.py": ["test_bookkeeping", *_RULES],
     "features/functions/elementwise.py": _RULES,
     "features/corrected.py": _RULES,
-    "features/functions/attention.py": _RULES,
-    **{f"features/functions/{family}.py": ["test_functions"] for family in _FAMILIES},
+    **{f"features/functions/{name}.py": ["test_functions"] for name in _FAMILIES},
 }
 _LAYER_TESTS = {"functional.py": _FORMULAS, "forms.py": _FORMULAS}
 TESTS = {

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 import adiv_monitor
 from adiv_monitor import sinks
-from adiv_monitor.diagnosis.faults import FAULTS, RULES, optimizer
+from adiv_monitor.diagnosis.faults import FAULTS, RULES, optimizer, units
 from adiv_monitor.features import uses
 from adiv_monitor.features.functions import products
 from adiv_monitor.maths import measures
@@ -82,14 +82,18 @@ def test_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = loaded("audit/test_diagnosis.py")
     for name in ("HITS", "NEAR_MISSES", "WITHIN_ERRORS"):
         monkeypatch.setattr(tests, name, dict(getattr(tests, name)))
-    made = run("A finding", tmp_path, {**vars(optimizer), **vars(tests)})
+    known = {*FAULTS}, {*RULES}
     try:
-        tests.test_a_fault_is_named_first_and_to_be_acted_on("harmed-rows")
-        tests.test_what_is_near_is_no_hit("harmed-rows")
+        run("A finding", tmp_path, {**vars(units), **vars(optimizer), **vars(tests)})
+        for name in ("harmed-rows", "tiny-batches"):
+            tests.test_a_fault_is_named_first_and_to_be_acted_on(name)
+            tests.test_what_is_near_is_no_hit(name)
+            assert name not in tests.found(tests.record())
         tests.test_what_lies_within_errors_is_no_hit("harmed-rows")
-        assert "harmed-rows" not in tests.found(tests.record())
     finally:
-        del FAULTS["harmed-rows"], RULES[made["harmed_rows"]]
+        for registry, before in zip((FAULTS, RULES), known, strict=True):
+            for key in {*registry} - before:
+                del registry[key]
 
 
 def test_a_sink(tmp_path: Path) -> None:

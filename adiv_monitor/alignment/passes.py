@@ -21,10 +21,8 @@ from adiv_monitor.capture.watching import OPENED
 from adiv_monitor.capture.weights.pieces import Strides
 from adiv_monitor.capture.weights.tape import is_in_place, whole_of
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.functions.attention import part_of
-from adiv_monitor.features.functions.linear import affine
-from adiv_monitor.features.recurrent import maps_of, uses_of
-from adiv_monitor.features.recurrent_call import RECURRENT, read_call
+from adiv_monitor.features.functions.linear import affine, part_of
+from adiv_monitor.features.recurrent import RECURRENT, maps_of, read_call, uses_of
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, Use, name_of, uses_in
@@ -353,10 +351,10 @@ class _Seeing(Watcher):
             if weight is not None:
                 names[part] = self._name(uses[part], weight)
         fed = sources
-        for first in range(0, len(call.weights), call.directions):
+        for first in range(0, len(call.maps), call.directions):
             gave = NONE
-            for of_direction in call.weights[first : first + call.directions]:
-                parts = [part for part, _, _ in of_direction.maps]
+            for of_direction in call.maps[first : first + call.directions]:
+                parts = [use.part for use in of_direction]
                 state = frozenset(names[part] for part in parts[2:] or parts if part in names)
                 inner = frozenset(names[part] for part in parts[:2] if part in names)
                 # The input map gets the layer's input, the other maps its state.

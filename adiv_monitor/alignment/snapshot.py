@@ -19,8 +19,7 @@ from adiv_monitor.alignment.weights import Matrices, Weight
 from adiv_monitor.capture.selection import inside_wrappers, is_chosen
 from adiv_monitor.capture.weights.shards import is_parallel, is_shard, part_of, sharded_as
 from adiv_monitor.errors import AdivError
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.functions.blocks import BlockFeatures
+from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.rows import Rows
 
 

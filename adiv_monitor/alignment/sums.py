@@ -14,8 +14,7 @@ from adiv_monitor.alignment.ratio import (
     log_ratio,
     root_ratio,
 )
-from adiv_monitor.features.features import Features
-from adiv_monitor.features.functions.blocks import BlockFeatures
+from adiv_monitor.features.features import BlockFeatures, Features
 from adiv_monitor.report import AlignmentReading
 
 ROUTED = "experts"  # a layer of this kind has its rows in another order in each pass

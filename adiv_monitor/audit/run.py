@@ -22,13 +22,7 @@ from adiv_monitor.audit.training.batches import (
     loader_of,
     taken,
 )
-from adiv_monitor.audit.training.setup import (
-    Loss,
-    OptimizerFactory,
-    Setup,
-    differentiates,
-    seeded,
-)
+from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, differentiates, seeded
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
 from adiv_monitor.audit.training.train import Progress, each_warning_once
 from adiv_monitor.diagnosis import diagnose

@@ -35,11 +35,9 @@ from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
-from adiv_monitor.features.recurrent import Map, Returned, uses_of
-from adiv_monitor.features.recurrent_call import RecurrentCall
-from adiv_monitor.features.rows import Rows, behind_view
+from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, uses_of
+from adiv_monitor.features.rows import Rows, behind_view, hooks_keep, squares
 from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
-from adiv_monitor.features.whole import hooks_keep, squares
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
@@ -299,8 +297,8 @@ class Gathering:
         layer, features = call.layer, use.features(call.rows)
         has_scales = layer.weight is not None and layer.is_direct
         whole = use.whole() if has_scales else None
-        if whole is not None:
-            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        if whole is not None and layer.bias is None:
+            whole = whole.of_weight()
         late = use.late() if has_scales and whole is None else None
         if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
             late = None
@@ -346,7 +344,8 @@ class Gathering:
             return
         try:
             if not call.known:
-                self._look(call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+                of_rows = affine(linear.inputs, linear.use.weight, linear.use.bias)
+                self._look(call, of_rows, linear.z)
             self._on_gradient(as_it_is, call, linear.gradient)
         except Exception as failure:
             self._layers.failed(path, failure)

@@ -9,8 +9,7 @@ from torch import Tensor
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.features.recurrent import Map, Returned, unroll
-from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, unroll
 from adiv_monitor.rerun.randomness import Randomness
 
 # (call of one of the layers, its map, the error of the map)
@@ -67,8 +66,8 @@ class LateRows:
             return
         maps, error = unroll(self._call, self._returned, self._gradients, self._random)
         for linear in maps:
-            if linear.name in self._calls:
-                self._receive(self._calls[linear.name], linear, error)
+            if linear.use.part in self._calls:
+                self._receive(self._calls[linear.use.part], linear, error)
         self._gradients, self._backward = [], -1
 
     def _arrive(self, output: int, gradient: Tensor) -> None:

@@ -14,8 +14,7 @@ from adiv_monitor.capture.realised.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows, to_device
-from adiv_monitor.features.whole import LateScales, Whole
+from adiv_monitor.features.rows import LateScales, Rows, Whole, to_device
 from adiv_monitor.maths.ceiling import Ceiling
 
 # Calls whose gradient never arrives still hold rows. The waiting calls may therefore hold up to

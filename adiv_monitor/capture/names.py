@@ -9,7 +9,7 @@ from torch import nn
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.selection import Place, Selection, inside_wrappers
 from adiv_monitor.capture.weights.pieces import Source
-from adiv_monitor.features.functions.attention import part_of
+from adiv_monitor.features.functions.linear import part_of
 from adiv_monitor.features.uses import Use
 
 _MOST_PARAMETERS = 4  # in one layer name

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.whole_modules.outputs import Outputs
-from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.recurrent import RecurrentCall
 from adiv_monitor.features.uses import Use
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments

@@ -20,8 +20,8 @@ from adiv_monitor.capture.trace import Called, Known, Record, versions
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
-from adiv_monitor.features.functions.tokens import REPEATING
-from adiv_monitor.features.recurrent_call import RECURRENT, read_call
+from adiv_monitor.features.functions.gains import REPEATING
+from adiv_monitor.features.recurrent import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
@@ -29,7 +29,7 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
 
 # These functions overwrite an input that the rows need.
-_OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
+_OVERWRITE = ("mul_", "multiply_", "__imul__")
 _ATTRIBUTES = ("__get__", "__set__")
 # These functions are written in Python; the functions that they call use the parameters.
 OPENED = ("multi_head_attention_forward",)

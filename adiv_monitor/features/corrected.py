@@ -10,42 +10,49 @@ from adiv_layers.convolutions import (
     PatchNormConv1d,
     PatchNormConv2d,
     PatchNormConv3d,
+    padded,
 )
 from adiv_layers.forms import affine_like_constants, norm_like_gain
 from adiv_layers.modules import AffineLikeLinear, GradientOnlyLinear, NormLikeLinear
 from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.functions.conv import geometry_of, patch_squares, patches
+from adiv_monitor.features.functions.conv import Geometry, geometry_of, patch_squares, patches
 from adiv_monitor.features.registry import register_features
-from adiv_monitor.features.rows import Rows, to_compute_dtype
-from adiv_monitor.features.whole import Whole, squares
+from adiv_monitor.features.rows import Rows, Whole, squares, to_compute_dtype
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
 Corrected = AffineLikeLinear | NormLikeLinear | PatchNorm
 
 
+def _read(module: PatchNorm | GradientOnlyConv2d, input: Tensor) -> tuple[Geometry, Tensor]:
+    """Return what a convolution reads of its input, which it may have padded itself."""
+    input, padding = padded(module, input)
+    how = module.stride, padding, module.dilation, module.groups
+    return geometry_of(module.weight, *how), input
+
+
 def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Tensor:
-    return geometry_of(module).spatial_last(tensor)
+    return tensor.movedim(-1 - len(module.kernel_size), -1)
 
 
 def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> Whole:
     """Return scales and feature sum of all rows: φ_W is the input's row times a factor."""
     x = to_compute_dtype(input.reshape(-1, input.shape[-1]))
-    square = squares(x)
-    of_weight, of_bias = _factors(module, square)
-    bias_square = 0.0 if module.bias is None else of_bias.square()
-    return Whole(square * of_weight.square(), bias_square, of_weight @ x)
+    return _whole(module, squares(x), x)
 
 
 def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
     """Return the scales of all patches; the feature sum would take more than one pass."""
     if module.groups > 1:
         return None
-    square = patch_squares(geometry_of(module), input).flatten()
+    return _whole(module, patch_squares(*_read(module, input)).flatten())
+
+
+def _whole(module: Corrected, square: Tensor, x: Tensor | None = None) -> Whole:
     of_weight, of_bias = _factors(module, square)
     bias_square = 0.0 if module.bias is None else of_bias.square()
-    return Whole(square * of_weight.square(), bias_square, None)
+    return Whole(square * of_weight.square(), bias_square, None if x is None else of_weight @ x)
 
 
 @register_features(AffineLikeLinear, kind="affine-like", whole=_whole_linear)
@@ -67,7 +74,7 @@ def corrected(
 )
 def patch_norm(module: PatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """φ of the form for the patch, group by group."""
-    return _corrected(patches(geometry_of(module), rows, input), module)
+    return _corrected(patches(*_read(module, input), rows), module)
 
 
 def _corrected(x: Tensor, module: Corrected) -> DenseFeatures:
@@ -104,7 +111,7 @@ def gradient_only_linear(module: GradientOnlyLinear, rows: Rows, input: Tensor) 
 @register_features(GradientOnlyConv2d, kind="gradient-only", layout=_spatial_last)
 def gradient_only_conv(module: GradientOnlyConv2d, rows: Rows, input: Tensor) -> DenseFeatures:
     """φ of `gradient_only_linear` for the patch, group by group."""
-    return _gradient_only(patches(geometry_of(module), rows, input), module)
+    return _gradient_only(patches(*_read(module, input), rows), module)
 
 
 def _gradient_only(x: Tensor, module: GradientOnlyLinear | GradientOnlyConv2d) -> DenseFeatures:

@@ -1,18 +1,23 @@
 """The features φ of a layer's rows, with which its output is linear in its parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.features.whole import squares as row_squares
+from adiv_monitor.features.rows import squares as row_squares
+
+F = TypeVar("F", bound="Features")
 
 
 class Features:
-    """φ of some rows; Θ = [W | b], z = Θφ. By default there is one group, and only the weight."""
+    """φ of some rows; Θ = [W | b], z = Θφ. By default there is one group, and only the weight.
+
+    A subclass is a dataclass whose tensors have one entry per row, or defines `pick` and `joined`.
+    """
 
     @property
     def groups(self) -> int:
@@ -39,27 +44,56 @@ class Features:
         """Return the features of the trained parameters alone."""
         return self
 
-    def pick(self, rows: Tensor) -> "Features":
+    def pick(self: F, rows: Tensor) -> F:
         """Return the features of some of the rows."""
-        raise NotImplementedError(f"{type(self).__name__} must define pick")
+        tensors = {name: tensor[rows] for name, tensor in self._tensors.items()}
+        return replace(self, **tensors)  # type: ignore[type-var]
 
-    def joined(self, others: Sequence["Features"]) -> "Features":
+    def joined(self: F, others: Sequence[Any]) -> F:
         """Return the features of these rows and those of other calls of the same layer."""
-        raise NotImplementedError(f"{type(self).__name__} must define joined")
+        if not others:
+            return self
+        parts = [features._tensors for features in (self, *others)]
+        tensors = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        return replace(self, **tensors)  # type: ignore[type-var]
 
-    # --- products of the rows with their sum, for `common_share` ---------------------------------
+    @property
+    def _tensors(self) -> dict[str, Any]:
+        """The fields that have one entry per row."""
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return {name: value for name, value in named if isinstance(value, Tensor)}
 
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
-        """Return φ_W,r·Σ_k a_k φ_W,k of every row; None if it is not known."""
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
+        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
         return None
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
-        """Return Σ_k a_k φ_W,k as a vector; only if `mean_products` is not None."""
+        """Return Σ_k a_k φ_W,k as a vector; only if `common` is not None."""
         raise NotImplementedError(f"{type(self).__name__} must define weight_sum")
 
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_W,r‖ of every row; only if `mean_products` is not None."""
-        raise NotImplementedError(f"{type(self).__name__} must define weight_norms")
+
+@dataclass(frozen=True)
+class JacobianFeatures(Features):
+    """Features of rows that are not linear in the parameters: Δz_r = J_r ΔΘ is known, but no Φ.
+
+    Attributes:
+        move: a change of the parameters, as one vector (P,) → the move of the rows (rows, n_total).
+    """
+
+    move: Callable[[Tensor], Tensor]
+
+    def by_weight(self, weight: Tensor) -> Tensor:
+        """Return J_r Θ for a vector of parameters."""
+        return self.move(weight)
+
+    def pick(self, rows: Tensor) -> "JacobianFeatures":
+        """Return the features of some of the rows."""
+        return JacobianFeatures(lambda vector: self.move(vector).index_select(0, rows))
+
+    def joined(self, others: Sequence[Any]) -> "JacobianFeatures":
+        """Return the features of these rows and those of other calls of the same layer."""
+        every = (self, *others)
+        return JacobianFeatures(lambda vector: torch.cat([x.move(vector) for x in every]))
 
 
 @dataclass(frozen=True)
@@ -92,11 +126,9 @@ class DenseFeatures(Features):
                 f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
                 "weight, or a feature (rows, 1) for the bias of every row"
             )
-        for name, tensor, dims in (
-            *(("phi", self.phi, 3), ("bias", self.bias, 2)),
-            *(("weight_gain", self.weight_gain, 2), ("bias_gain", self.bias_gain, 2)),
-        ):
-            if tensor is not None and isinstance(tensor, Tensor) and tensor.ndim != dims:
+        for name, dims in ("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2):
+            tensor = getattr(self, name)
+            if isinstance(tensor, Tensor) and tensor.ndim != dims:
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"
@@ -114,8 +146,7 @@ class DenseFeatures(Features):
             return None
         parts: list[Any] = []
         if self.phi is not None:
-            alone = self.phi.shape[2] == 1
-            squares = self.phi[..., 0].square() if alone else row_squares(self.phi)
+            squares = row_squares(self.phi)
             parts.append(squares if self.weight_gain is None else squares * self.weight_gain)
         if self.bias is not None:
             square: Tensor | float = self.bias**2
@@ -128,8 +159,7 @@ class DenseFeatures(Features):
         if self.phi is None:
             return None
         _, groups, n_feat = self.phi.shape
-        if weight.dtype is not self.phi.dtype:
-            weight = weight.to(self.phi.dtype)
+        weight = weight.to(self.phi.dtype)
         if groups == 1:
             matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
             return self.phi.squeeze(1) @ matrix
@@ -166,18 +196,6 @@ class DenseFeatures(Features):
             return self
         return replace(self, phi=self.phi if weight else None, bias=self._column if bias else None)
 
-    def pick(self, rows: Tensor) -> "DenseFeatures":
-        """Return the features of some of the rows."""
-        return self._with({name: tensor[rows] for name, tensor in self._tensors().items()})
-
-    def joined(self, others: Sequence[Features]) -> "DenseFeatures":
-        """Return the features of these rows and those of other calls of the same layer."""
-        if not others:
-            return self
-        every = [self, *(other for other in others if isinstance(other, DenseFeatures))]
-        parts = [features._tensors() for features in every]
-        return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
-
     @property
     def _column(self) -> Float[Tensor, "rows groups_or_1"] | None:
         """φ_b of every row."""
@@ -209,30 +227,18 @@ class DenseFeatures(Features):
         bias = self.bias[:, 0] if isinstance(self.bias, Tensor) else self.bias
         return bias * v[width] if moved is None else moved + bias * v[width]
 
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
-        """Return φ_W,r·Σ_k a_k φ_W,k of every row, its product with the active rows' sum."""
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
+        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row, over all groups."""
         if self.phi is None:
             return None
-        rows = _flat(self.phi)
-        return rows @ (active @ rows)
+        # In memory order, without a copy.
+        rows = (self.phi.mT if _lies_across(self.phi) else self.phi).flatten(1)
+        return rows @ (active @ rows), torch.linalg.vector_norm(rows, dim=1)
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_W,k over all groups."""
         assert self.phi is not None
         return active @ self.phi.flatten(1)
-
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_W,r‖ of every row, over all groups."""
-        assert self.phi is not None
-        norms: Tensor = torch.linalg.vector_norm(_flat(self.phi), dim=1)
-        return norms
-
-    def _tensors(self) -> dict[str, Tensor]:
-        named = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {name: value for name, value in named if isinstance(value, Tensor)}
-
-    def _with(self, tensors: dict[str, Any]) -> "DenseFeatures":
-        return replace(self, **tensors)
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
@@ -249,11 +255,6 @@ class DenseFeatures(Features):
 def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
     """Whether groups, not features, are adjacent in memory."""
     return phi.stride(1) < phi.stride(2)
-
-
-def _flat(phi: Float[Tensor, "rows groups n_feat"]) -> Float[Tensor, "rows features"]:
-    """Return all features of each row in memory order, without a copy."""
-    return (phi.mT if _lies_across(phi) else phi).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -283,28 +284,73 @@ class OneHotFeatures(Features):
         """Return self: the square of a one-hot vector is itself."""
         return self
 
-    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """Return the count of each row's token among the active rows."""
-        return self.weight_sum(active)[self.token] * self.trained
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return the count of each row's token among the active rows; and 1 if it is trained."""
+        return self.weight_sum(active)[self.token] * self.trained, self.trained
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
         """Return the count of each token among the active rows."""
         weights = active * self.trained
         return weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
 
-    def weight_norms(self) -> Float[Tensor, " rows"]:
-        """Return ‖φ_W,r‖: 1 for every trained token, else 0."""
-        return self.trained
 
-    def pick(self, rows: Tensor) -> "OneHotFeatures":
-        """Return the features of some of the rows."""
-        return replace(self, token=self.token[rows], trained=self.trained[rows])
+@dataclass(frozen=True)
+class BlockFeatures(Features):
+    """Features that are a vector of numbers and the index of the block that multiplies it.
 
-    def joined(self, others: Sequence[Features]) -> "OneHotFeatures":
-        """Return the features of these rows and those of other calls of the same layer."""
-        every = [self, *(other for other in others if isinstance(other, OneHotFeatures))]
-        return replace(
-            self,
-            token=torch.cat([f.token for f in every]),
-            trained=torch.cat([f.trained for f in every]),
+    A weight of several blocks of which every row uses one (experts, matrices of heads) is one
+    layer with φ = one-hot(block) ⊗ x. No product gathers a weight per row: there is one product
+    per block, over all rows.
+
+    Attributes:
+        phi: (rows, n_feat); zero for rows that use no block.
+        block: (rows,) int64, below `count`; `count` for rows that use no block.
+        count: number of blocks of the weight, (count, n_out, n_feat).
+    """
+
+    phi: Float[Tensor, "rows n_feat"]
+    block: Int[Tensor, " rows"]
+    count: int
+
+    def scale(self) -> Float[Tensor, "rows 1"]:
+        """Return ‖φ_r‖² of every row."""
+        return row_squares(self.phi)[:, None]
+
+    def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_out"]:
+        """Return x_r W[block_r]ᵀ of every row."""
+        moved = self.phi.new_zeros(len(self.phi), weight.shape[1])
+        for block, matrix in enumerate(weight.to(self.phi.dtype)):
+            moved.addmm_(self.phi * (self.block == block)[:, None], matrix.t())
+        return moved
+
+    def squared(self) -> "BlockFeatures":
+        """Return features with φ² in place of φ."""
+        return replace(self, phi=self.phi.square())
+
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return φ_r·Σ_k a_k φ_k, with the sum over the rows of its block, and ‖φ_r‖."""
+        products = torch.linalg.vecdot(self.phi, self._sums(active)[self.block])
+        return products, torch.linalg.vector_norm(self.phi, dim=1)
+
+    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
+        """Return Σ_k a_k φ_k, block by block."""
+        return self._sums(active)[: self.count].flatten()
+
+    def _sums(self, active: Float[Tensor, " rows"]) -> Float[Tensor, "count_plus_1 n_feat"]:
+        return sums_of_blocks(self.phi * active[:, None], self.block, self.count)
+
+    def sums_of_squares(self, gradient: Float[Tensor, "rows n_out"]) -> tuple[Tensor, Tensor]:
+        """Return ΦᵀΦ, (count, n_feat, n_feat), and ΦᵀG, (count, n_feat, n_out), in G's dtype."""
+        phi = self.phi.to(gradient.dtype)
+        parts = [phi * (self.block == block)[:, None] for block in range(self.count)]
+        return (
+            torch.stack([part.t() @ part for part in parts]),
+            torch.stack([part.t() @ gradient for part in parts]),
         )
+
+
+def sums_of_blocks(
+    x: Float[Tensor, "rows n"], block: Int[Tensor, " rows"], count: int
+) -> Float[Tensor, "count_plus_1 n"]:
+    """Return Σ x over the rows of each block, and last over the rows that use no block."""
+    return x.new_zeros(count + 1, x.shape[1]).index_add_(0, block, x)

@@ -7,72 +7,166 @@ to each map's own z = Wφ + b. A row is (time, sample): one use of the weights.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, Literal
 
 import torch
+from adiv_layers.autocast import autocast_dtype
 from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.recurrent_call import CellWeights, Layout, Mode, RecurrentCall, State
 from adiv_monitor.features.rows import Rows, joined, to_compute_dtype
 from adiv_monitor.features.uses import Use
 from adiv_monitor.rerun.randomness import Randomness
 
-Step = Callable[..., State]  # (input map's z, hidden map's z, *state) → the next state
+State = tuple[Tensor, ...]  # (h,); of an LSTM (h, c)
+Layout = Literal["time first", "batch first", "packed", "cell"]
+
+# The recurrent functions of torch: of single cells, and of whole sequences.
+CELLS = frozenset({torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.lstm_cell, torch.gru_cell})
+RECURRENT = CELLS | {torch.rnn_tanh, torch.rnn_relu, torch.lstm, torch.gru}
+
+# The arguments that `nn.LSTM` and `nn.LSTMCell` pass to them. Unbatched input has a batch dimension
+# of one, initial states are in the order of a packed sequence, and zero by default.
+_OPTIONS = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
+_PADDED = ("input", "hx", *_OPTIONS, "batch_first")
+_PACKED = ("data", "batch_sizes", "hx", *_OPTIONS)
+_CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 
 
-def _rnn_tanh(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
-    return (torch.tanh(z_input + z_hidden),)
-
-
-def _rnn_relu(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
-    return (torch.relu(z_input + z_hidden),)
-
-
-def _lstm(z_input: Tensor, z_hidden: Tensor, h: Tensor, c: Tensor) -> State:
-    i, f, g, o = (z_input + z_hidden).chunk(4, -1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def _gru(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
-    input_r, input_z, input_n = z_input.chunk(3, -1)
-    hidden_r, hidden_z, hidden_n = z_hidden.chunk(3, -1)
-    n = torch.tanh(input_n + (input_r + hidden_r).sigmoid() * hidden_n)
-    return (n + (input_z + hidden_z).sigmoid() * (h - n),)
-
-
-_STEPS: dict[Mode, Step] = {
-    "rnn_tanh": _rnn_tanh,
-    "rnn_relu": _rnn_relu,
-    "lstm": _lstm,
-    "gru": _gru,
-}
+# --- the call ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Map:
-    """One linear map of a recurrent call with all its rows: ∂L/∂W = gradientᵀ inputs.
-
-    The precision is float32, or float64 if the call's was. All maps of a call have the same rows in
-    the same order: by time, then sample. `inputs` may share memory with the call's input.
+class RecurrentCall:
+    """One call of a recurrent function: padded, packed, or of a single cell.
 
     Attributes:
-        name: "input_l0", "hidden_l0", "projection_l0", "input_l0_reverse", …; of a cell "input" and
-            "hidden".
-        weight: W (N, K), the tensor object that was passed.
-        bias: b (N,), the tensor object that was passed, or None; ∂L/∂b = Σ_r gradient_r.
-        inputs: φ_W of all rows, (rows, K).
-        z: Wφ_W + b, (rows, N): the output of this map alone, before the gates.
-        gradient: ∂L/∂z, (rows, N).
+        mode: the cell's equations: "rnn_tanh", "rnn_relu", "lstm" or "gru".
+        input: the input as it was passed, detached.
+        layout: layout of input and output: (T, B, …), (B, T, …), packed (rows, …), or (B, …) of a
+            cell.
+        batch_sizes: number of samples at each time; never increases.
+        states: initial h (layers × directions, B, size of h), and c (…, B, H) of an LSTM; detached.
+        maps: the linear maps of layer 0, of layer 0 in reverse, of layer 1, …: of the input, of h,
+            and perhaps of an LSTM's projection. Their parts are named "input_l0", "hidden_l0",
+            "projection_l0", "input_l0_reverse", …; of a cell "input" and "hidden".
+        precision: rounding of the coarsest dtype that the call computes in.
+        directions: 1 or 2.
+        dropout: probability of dropout between layers; 0.0 in evaluation and with one layer.
+        refusal: why this call can't be unrolled, or None.
     """
 
-    name: str
-    weight: Tensor
-    bias: Tensor | None
-    inputs: Tensor
-    z: Tensor
-    gradient: Tensor
+    mode: str
+    input: Tensor
+    layout: Layout
+    batch_sizes: tuple[int, ...]
+    states: State
+    maps: Sequence[Sequence[Use]]
+    precision: float
+    directions: int = 1
+    dropout: float = 0.0
+    refusal: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of each linear map: samples, summed over time."""
+        return sum(self.batch_sizes)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the call draws random numbers; `unroll` then needs a `Randomness`."""
+        return self.dropout > 0
+
+
+def read_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> RecurrentCall:
+    """Parse `function(*args, **kwargs)`, for a function of `RECURRENT`.
+
+    This must be called when the call is made: whether cuDNN takes it may change later. Nothing is
+    copied.
+    """
+    mode = function.__name__.removesuffix("_cell")
+    if function in CELLS:
+        given = dict(zip(_CELL, args, strict=False)) | kwargs
+        input, states = given["input"], tuple(state[None] for state in _state(given["hx"]))
+        parts = [given["w_ih"], given["w_hh"], given.get("b_ih"), given.get("b_hh")]
+        sizes, maps = (len(input),), [_maps(mode, "", parts)]
+        return RecurrentCall(mode, input.detach(), "cell", sizes, states, maps, _precision(input))
+    # The second argument is a state, or the integers of a packed sequence.
+    second = args[1] if len(args) > 1 else None
+    has_sizes = isinstance(second, Tensor) and not second.is_floating_point()
+    packed = has_sizes or "batch_sizes" in kwargs
+    given = dict(zip(_PACKED if packed else _PADDED, args, strict=False)) | kwargs
+    layout: Layout = "packed" if packed else "batch first" if given["batch_first"] else "time first"
+    input = given["data" if packed else "input"]
+    if packed:
+        sizes = tuple(given["batch_sizes"].tolist())
+    else:
+        samples, times = input.shape[:2] if given["batch_first"] else input.shape[1::-1]
+        sizes = (samples,) * times
+    directions = 2 if given["bidirectional"] else 1
+    dropout = given["dropout"] if given["train"] and given["num_layers"] > 1 else 0.0
+    return RecurrentCall(
+        mode,
+        input.detach(),
+        layout,
+        sizes,
+        states=_state(given["hx"]),
+        maps=list(_by_layer(mode, given, directions)),
+        precision=_precision(input),
+        directions=directions,
+        dropout=dropout,
+        refusal=_refusal(input) if dropout > 0 else None,
+    )
+
+
+def _state(hx: Tensor | Sequence[Tensor]) -> State:
+    return tuple(state.detach() for state in ([hx] if isinstance(hx, Tensor) else hx))
+
+
+def _by_layer(mode: str, given: dict[str, Any], directions: int) -> Iterator[Sequence[Use]]:
+    """Parse the flat list W_ih, W_hh[, b_ih, b_hh][, W_hr] of every layer and direction."""
+    count = given["num_layers"] * directions
+    each = len(given["params"]) // count
+    for k in range(count):
+        parts = list(given["params"][k * each : (k + 1) * each])
+        if not given["has_biases"]:
+            parts[2:2] = None, None
+        yield _maps(mode, f"_l{k // directions}" + ("_reverse" if k % directions else ""), parts)
+
+
+def _maps(mode: str, suffix: str, parts: Sequence[Any]) -> Sequence[Use]:
+    """Return the maps of one layer in one direction, from W_ih, W_hh, b_ih, b_hh[, W_hr]."""
+    w_ih, w_hh, b_ih, b_hh, *projection = parts
+    maps = [("input", w_ih, b_ih), ("hidden", w_hh, b_hh)]
+    maps += [("projection", w_hr, None) for w_hr in projection]
+    return [Use(mode, w, b, _unknown, part=f"{name}{suffix}") for name, w, b in maps]
+
+
+def _unknown(rows: Rows) -> Features:
+    raise RuntimeError("the rows of a recurrent layer are known only after its call is unrolled")
+
+
+def _precision(input: Tensor) -> float:
+    """Return the rounding of the coarser of the input's and autocast's dtypes."""
+    cast = autocast_dtype(input)
+    return max(torch.finfo(dtype).eps for dtype in (input.dtype, cast) if dtype is not None)
+
+
+def _refusal(input: Tensor) -> str | None:
+    """Return why the dropout masks between the layers can't be drawn again, or None."""
+    device = input.device.type
+    plain_cuda = torch.version.hip is None and not torch.cudnn_is_acceptable(input)
+    if device == "cpu" or (device == "cuda" and plain_cuda):
+        return None
+    return (
+        f"the fused kernel on {device} (cuDNN's, for one) draws the masks of dropout between "
+        "recurrent layers itself, so they can't be drawn again: put nn.Dropout between one-layer "
+        "networks, or set dropout=0, or torch.backends.cudnn.enabled = False"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,31 +189,38 @@ class Returned:
     def of(cls, call: RecurrentCall, result: Tensor | Sequence[Tensor]) -> "Returned":
         """Record the tensors that the call has just returned; copies of them do not work."""
         given = (result,) if isinstance(result, Tensor) else tuple(result)
-        c_enters_h = False
-        if call.layout == "cell" and len(given) == 2:
-            h, c = given
-            c_enters_h = h.grad_fn is not c.grad_fn
+        is_pair = call.layout == "cell" and len(given) == 2
         detached = tuple(tensor.detach() for tensor in given)
-        return cls(detached, tuple(tensor._version for tensor in detached), c_enters_h)
-
-    @property
-    def unchanged(self) -> list[int]:
-        """Indices of the outputs that have not been written to since."""
-        pairs = zip(self.outputs, self.versions, strict=True)
-        return [i for i, (tensor, version) in enumerate(pairs) if tensor._version == version]
+        versions = tuple(tensor._version for tensor in detached)
+        return cls(detached, versions, is_pair and given[0].grad_fn is not given[1].grad_fn)
 
 
-def uses_of(call: RecurrentCall) -> Iterator[Use]:
-    """Yield the linear maps of a call, named as those that `unroll` returns with their rows."""
+# --- the maps ------------------------------------------------------------------------------------
 
-    def features(rows: Rows) -> Features:
-        raise RuntimeError(
-            "the rows of a recurrent layer are known only after its call is unrolled"
-        )
 
-    for weights in call.weights:
-        for name, weight, bias in weights.maps:
-            yield Use(call.mode, weight, bias, features, part=name)
+@dataclass(frozen=True, eq=False)
+class Map:
+    """One linear map of a recurrent call with all its rows: ∂L/∂W = gradientᵀ inputs.
+
+    The precision is float32, or float64 if the call's was. All maps of a call have the same rows in
+    the same order: by time, then sample. `inputs` may share memory with the call's input.
+
+    Attributes:
+        use: the map, with the tensor objects that were passed.
+        inputs: φ_W of all rows, (rows, K).
+        z: Wφ_W + b, (rows, N): the output of this map alone, before the gates.
+        gradient: ∂L/∂z, (rows, N).
+    """
+
+    use: Use
+    inputs: Tensor
+    z: Tensor
+    gradient: Tensor
+
+
+def uses_of(call: RecurrentCall) -> list[Use]:
+    """Return the linear maps of a call, named as those that `unroll` returns with their rows."""
+    return [use for maps in call.maps for use in maps]
 
 
 def unroll(
@@ -151,16 +252,16 @@ def unroll(
         for output, gradient in zip(returned.outputs, gradients, strict=True)
     ]
     upstream = _laid_out(call, reached)
-    masks = _masks(call, returned.outputs[0].dtype, random)
     with torch.enable_grad(), torch.autocast(call.input.device.type, enabled=False):
-        maps, made = _run(call, masks)
+        maps, made = _run(call, returned.outputs[0].dtype, random)
         if returned.c_enters_h:
             made[1].register_hook(lambda _: upstream[1])  # type: ignore[no-untyped-call]
         found = torch.autograd.grad(made, [z for linear in maps for z in linear.z], upstream)
     taken = iter(found)
     closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
-    real = _laid_out(call, returned.outputs)
-    return closed, _distance(made, real, returned.unchanged)
+    versions = zip(returned.outputs, returned.versions, strict=True)
+    unchanged = [output._version == version for output, version in versions]
+    return closed, _distance(made, _laid_out(call, returned.outputs), unchanged)
 
 
 @torch.no_grad()
@@ -174,10 +275,9 @@ def maps_of(
         dtype: dtype of the call's output.
         random: see `unroll`.
     """
-    masks = _masks(call, dtype, random)
     with torch.autocast(call.input.device.type, enabled=False):
-        maps, _ = _run(call, masks)
-    return {x.name: (x.by_time(x.inputs), x.by_time(x.z)) for x in maps}
+        maps, _ = _run(call, dtype, random)
+    return {x.use.part: (x.by_time(x.inputs), x.by_time(x.z)) for x in maps}
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -203,11 +303,10 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
     if not call.draws:
         return []
     assert random is not None
-    device = call.input.device
     width = call.directions * call.states[0].shape[-1]
-    ones = torch.ones(call.rows, width, dtype=dtype, device=device)
+    ones = torch.ones(call.rows, width, dtype=dtype, device=call.input.device)
     with random.again():
-        between = len(call.weights) // call.directions - 1
+        between = len(call.maps) // call.directions - 1
         return [to_compute_dtype(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
 
 
@@ -215,16 +314,16 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
 class _OpenMap:
     """A linear map that collects its inputs and results, for all times at once or one by one."""
 
-    name: str
-    weight: Tensor
-    bias: Tensor | None
-    backwards: bool = False
+    use: Use
+    backwards: bool
     inputs: list[Tensor] = field(default_factory=list)
     z: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._weight = to_compute_dtype(self.weight.detach())
-        self._bias = None if self.bias is None else to_compute_dtype(self.bias.detach())
+        weight, bias = self.use.weight, self.use.bias
+        assert weight is not None
+        self._weight = to_compute_dtype(weight.detach())
+        self._bias = None if bias is None else to_compute_dtype(bias.detach())
 
     def __call__(self, x: Tensor) -> Tensor:
         self.inputs.append(x)
@@ -238,11 +337,14 @@ class _OpenMap:
     def closed(self, gradients: list[Tensor]) -> Map:
         """Return the map with all its rows, without the graph."""
         rows = (self.by_time(parts).detach() for parts in (self.inputs, self.z, gradients))
-        return Map(self.name, self.weight, self.bias, *rows)
+        return Map(self.use, *rows)
 
 
-def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list[Tensor]]:
+def _run(
+    call: RecurrentCall, dtype: torch.dtype, random: Randomness | None
+) -> tuple[list[_OpenMap], list[Tensor]]:
     """Run all layers; return maps, the output (rows, channels) unless a cell, and last states."""
+    masks = _masks(call, dtype, random)
     # The leaves require gradients so that every z is part of the graph.
     x, *states = (
         to_compute_dtype(tensor.detach()).requires_grad_() for tensor in (call.input, *call.states)
@@ -250,13 +352,13 @@ def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list
     x = _by_time(x, call.layout)
     maps: list[_OpenMap] = []
     ends: list[State] = []
-    for first in range(0, len(call.weights), call.directions):
+    for first in range(0, len(call.maps), call.directions):
         if first > 0 and masks:
             x = x * masks[first // call.directions - 1]
         sides = []
         for k in range(first, first + call.directions):
             state = tuple(of_all[k] for of_all in states)
-            opened, side, end = _layer(call, call.weights[k], x, state, backwards=k > first)
+            opened, side, end = _layer(call, call.maps[k], x, state, backwards=k > first)
             maps += opened
             sides.append(side)
             ends.append(end)
@@ -267,10 +369,10 @@ def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list
 
 
 def _layer(
-    call: RecurrentCall, weights: CellWeights, x: Tensor, state: State, backwards: bool
+    call: RecurrentCall, uses: Sequence[Use], x: Tensor, state: State, backwards: bool
 ) -> tuple[list[_OpenMap], Tensor, State]:
     """Run a layer in one direction; return maps, outputs (rows, size of h) and last state."""
-    maps = [_OpenMap(*linear, backwards) for linear in weights.maps]
+    maps = [_OpenMap(use, backwards) for use in uses]
     enter, recur, *projection = maps
     z_input = torch.split(enter(x), list(call.batch_sizes))
     step = _STEPS[call.mode]
@@ -282,21 +384,45 @@ def _layer(
         if projection:
             new = (projection[0](new[0]), *new[1:])
         outputs.append(new[0])
-        state = tuple(_renewed(s, n) for s, n in zip(state, new, strict=True))
+        # Samples that have ended, or not begun, keep their state.
+        pairs = zip(new, state, strict=True)
+        state = tuple(n if len(n) == len(s) else torch.cat([n, s[len(n) :]]) for n, s in pairs)
     return maps, recur.by_time(outputs), state
 
 
-def _renewed(state: Tensor, new: Tensor) -> Tensor:
-    """Return the new state; samples that have ended, or not begun, keep the old one."""
-    return new if len(new) == len(state) else torch.cat([new, state[len(new) :]])
-
-
-def _distance(made: list[Tensor], real: list[Tensor], compared: list[int]) -> Tensor:
-    if not compared:
+def _distance(made: list[Tensor], real: list[Tensor], compared: list[bool]) -> Tensor:
+    if True not in compared:
         return made[0].new_zeros(())
     ours, theirs = (
-        torch.cat([tensors[i].detach().flatten() for i in compared]) for tensors in (made, real)
+        torch.cat([tensor.detach().flatten() for tensor in compress(tensors, compared)])
+        for tensors in (made, real)
     )
     length = torch.linalg.vector_norm(theirs).clamp(min=torch.finfo(theirs.dtype).tiny)
     distance: Tensor = torch.linalg.vector_norm(ours - theirs) / length
     return distance
+
+
+# --- their equations -----------------------------------------------------------------------------
+
+Step = Callable[..., State]  # (input map's z, hidden map's z, *state) → the next state
+
+
+def _lstm(z_input: Tensor, z_hidden: Tensor, h: Tensor, c: Tensor) -> State:
+    i, f, g, o = (z_input + z_hidden).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
+    input_r, input_z, input_n = z_input.chunk(3, -1)
+    hidden_r, hidden_z, hidden_n = z_hidden.chunk(3, -1)
+    n = torch.tanh(input_n + (input_r + hidden_r).sigmoid() * hidden_n)
+    return (n + (input_z + hidden_z).sigmoid() * (h - n),)
+
+
+_STEPS: dict[str, Step] = {
+    "rnn_tanh": lambda z_input, z_hidden, h: (torch.tanh(z_input + z_hidden),),
+    "rnn_relu": lambda z_input, z_hidden, h: (torch.relu(z_input + z_hidden),),
+    "lstm": _lstm,
+    "gru": _gru,
+}

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.rows import Whole
 from adiv_monitor.features.uses import Use
-from adiv_monitor.features.whole import Whole
 
 FeatureFunction = Callable[..., Features]
 WholeFunction = Callable[..., Whole | None]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.whole import LateScales, Whole
+from adiv_monitor.features.rows import LateScales, Rows, Whole
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -112,7 +111,8 @@ class FunctionCall:
         return isinstance(value, Tensor) and value.requires_grad and self.of_model(value)
 
 
-FunctionRule = Callable[..., Use | Sequence[Use] | None]
+Found = Sequence[Use | None]
+FunctionRule = Callable[..., Use | Found | None]
 R = TypeVar("R", bound=FunctionRule)
 
 _RULES: dict[str, FunctionRule] = {}
@@ -131,7 +131,7 @@ def uses(*names: str) -> Callable[[R], R]:
     """Register the decorated rule for functions of these names, or `opened function.name`.
 
     A rule gets the `FunctionCall` and the function's arguments. It returns one use, several, or
-    None if no parameter is in an argument in which the function is linear.
+    None where no parameter is in an argument in which the function is linear.
     """
 
     def decorate(rule: R) -> R:
@@ -150,18 +150,14 @@ def uses_in(
     There are also none if the rule does not accept the arguments: a function and a method of the
     same name may differ.
     """
-    opened = _RULES.get(f"{call.inside}.{function}") if call.inside else None
-    rule = opened or _RULES.get(function)
+    rule = _RULES.get(f"{call.inside}.{function}") or _RULES.get(function)
     if rule is None or not call.result.is_floating_point():
         return ()
-    if "out" in kwargs and kwargs["out"] is None:
-        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     if not _takes(rule, len(args), tuple(kwargs)):
         return ()
     found = rule(call, *args, **kwargs)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, Use) else found
+    several = found if isinstance(found, Sequence) else (found,)
+    return [use for use in several if use is not None]
 
 
 @cache

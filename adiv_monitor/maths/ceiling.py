@@ -4,8 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.functions.blocks import BlockFeatures
+from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features, OneHotFeatures
 
 KNOWN = DenseFeatures | OneHotFeatures | BlockFeatures
 

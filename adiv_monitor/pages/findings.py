@@ -61,10 +61,9 @@ _FAMILIES: Mapping[str, tuple[str, str, Callable[[Record], str] | None]] = {
         lambda r: "the loss of a constant prediction (not known)" * (r.chance is None),
     ),
     "data": ("Data", "Do they differ? Are they shuffled? Do labels belong to inputs?", None),
-    "numbers": ("Finite values", "Are losses, activations and gradients finite?", None),
     "inputs": (
-        "Inputs",
-        "Are they of a suitable scale and centred, and rows of similar length?",
+        "Inputs and values",
+        "Are all finite? Are inputs of a suitable scale and centred, rows of similar length?",
         lambda r: "inputs (no floating-point input was seen)" * (not r.inputs),
     ),
     "initialisation": (

@@ -14,10 +14,8 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.capture.world import world_size
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import joined, to_compute_dtype
-from adiv_monitor.features.whole import Whole
+from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
+from adiv_monitor.features.rows import Whole, joined, to_compute_dtype
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN
@@ -296,7 +294,7 @@ def _apart(part: Tensor | None, gradients: Collection[Tensor]) -> Tensor | None:
 
 def _all_rows(whole: Whole | None, squares: Tensor) -> AllRows:
     """Return the numbers of all rows of one call; see `Call.squares`."""
-    if whole is None or whole.weight_square is None or not squares.shape[1]:
+    if whole is None or not squares.shape[1]:
         return AllRows(None, 0.0, squares[0], squares[1:] if squares.shape[0] > 1 else None)
     bias, total = whole.bias_square, whole.weight_sum
     return AllRows(

@@ -141,9 +141,5 @@ class LayerInProgress:
         """Return the sums for `common_share`: how alike the features of the active rows are."""
         features = self.features
         active = products[:, column_of(pairs_of(named), Vector.G, Vector.G)].sign()  # of ‖g_r‖²
-        of_mean = features.mean_products(active)
-        if of_mean is None:
-            return None
-        return Common(
-            of_mean, features.weight_norms(), None if is_alone else features.weight_sum(active)
-        )
+        found = features.common(active)
+        return found and Common(*found, None if is_alone else features.weight_sum(active))

@@ -169,13 +169,6 @@ CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows]
         WIDTH,
         7,
     ),
-    "tensordot": (
-        "w",
-        lambda: built(lambda m, x: torch.tensordot(x, m.w, ([1], [0])), w=weight(WIDTH, 7)),
-        lambda m, x: alone(m.w.t(), x),
-        WIDTH,
-        7,
-    ),
     "bilinear": (
         "w",
         lambda: built(lambda m, x: functional.bilinear(x, x[:, :3], m.w), w=weight(5, WIDTH, 3)),

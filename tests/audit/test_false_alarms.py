@@ -287,4 +287,4 @@ def test_a_loss_of_energies_may_be_meant() -> None:
     report = audited((mlp(16, 64, 6), blobs(), loss))
     (finding,) = [f for f in report.findings if f.name == "loss-reversed"]
     assert finding.strength == "watch"
-    assert "distances or energies" in finding.summary
+    assert "distances or energies" in finding.advice[0].text

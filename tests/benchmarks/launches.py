@@ -43,7 +43,7 @@ from write_up import heading, parser, table, write
 
 import adiv_monitor
 from adiv_monitor.capture.forwards import FunctionToCall
-from adiv_monitor.features import whole
+from adiv_monitor.features import rows
 from adiv_monitor.maths import dots
 
 # Bounds set beforehand: kernels of the whole measured step, or the monitor's own per layer.
@@ -233,7 +233,7 @@ def count_task(
     """Count the third step of a task; return the count, and the number of measured layers."""
     # A CPU takes parts that fit into its cache, in as many operations; a GPU takes the whole.
     large = {"new": 2**62}
-    with mock.patch.object(whole, "CHUNK", **large), mock.patch.object(dots, "_STACKED", **large):
+    with mock.patch.object(rows, "CHUNK", **large), mock.patch.object(dots, "_STACKED", **large):
         trainer = Trainer(task, monitor)
         for _ in range(2):
             trainer.step()

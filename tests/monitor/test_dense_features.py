@@ -61,8 +61,8 @@ def test_features_are_what_they_are_written_out(features: DenseFeatures) -> None
     active = torch.rand(ROWS, dtype=torch.float64).round()
     together = (active[:, None, None] * phi).sum(0)
     torch.testing.assert_close(features.weight_sum(active), together.flatten())
-    torch.testing.assert_close(features.mean_products(active), (phi * together).sum((1, 2)))
-    torch.testing.assert_close(features.weight_norms(), phi.square().sum((1, 2)).sqrt())
+    norms = phi.square().sum((1, 2)).sqrt()
+    torch.testing.assert_close(features.common(active), ((phi * together).sum((1, 2)), norms))
 
 
 @pytest.mark.parametrize("features", [case for case in CASES if case.has_gram])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from adiv_layers.convolutions import padded
 from rules import assert_of_all_rows, found, layouts
 from torch import Tensor, nn
 
@@ -112,12 +113,13 @@ def test_patches_of_a_module_that_pads_by_itself(dims: int, padding: str | int, 
     build, shape = LAYERS[f"conv{dims}d-{padding}-{mode}"]
     module = build().double()
     assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.bias is not None
-    geometry = geometry_of(module)
     x = torch.randn(shape, dtype=torch.float64)
+    read, padding = padded(module, x)
+    geometry = geometry_of(module.weight, module.stride, padding, module.dilation)
     z = geometry.spatial_last(module(x).detach())
     for chosen in (None, np.arange(0, z[..., 0].numel(), 3)):
         rows = Rows(tuple(z.shape[:-1]), chosen)
-        features = DenseFeatures(patches(geometry, rows, x), 1.0)
+        features = DenseFeatures(patches(geometry, read, rows), 1.0)
         found = features.by_weight(module.weight.detach()) + features.by_bias(module.bias.detach())
         torch.testing.assert_close(found, rows.take(z), rtol=0, atol=1e-12)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.whole import squares
+from adiv_monitor.features.rows import squares
 from adiv_monitor.maths import dots, measures, readings
 from adiv_monitor.maths.attention_sums import AttentionSums, MoveSums, RerunErrors
 from adiv_monitor.maths.estimates import (

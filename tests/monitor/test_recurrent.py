@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture import gathering, late_rows, watching
-from adiv_monitor.features import recurrent_call
+from adiv_monitor.features import recurrent
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.rerun.randomness import Randomness
 
@@ -610,7 +610,7 @@ def test_a_replay_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("realised", [False, True])
 def test_masks_that_cannot_be_drawn_again(realised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rerun draws them either; that of the other layers goes on."""
-    monkeypatch.setattr(recurrent_call, "_refusal", lambda input: "the kernel draws them itself")
+    monkeypatch.setattr(recurrent, "_refusal", lambda input: "the kernel draws them itself")
     fused, _ = nets("gru", num_layers=2, dropout=0.5)
     report = one_step(fused, lambda net: net(padded()).backward(), realised=realised)
     assert report.layers.keys() == {"head"}

@@ -13,8 +13,14 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.features.recurrent import Map, Returned, unroll
-from adiv_monitor.features.recurrent_call import CELLS, LAYERS, RecurrentCall, read_call
+from adiv_monitor.features.recurrent import (
+    RECURRENT,
+    Map,
+    RecurrentCall,
+    Returned,
+    read_call,
+    unroll,
+)
 from adiv_monitor.rerun.randomness import Randomness
 
 K, H, P, B, T = 3, 4, 2, 3, 5
@@ -60,7 +66,7 @@ class Replays(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function not in LAYERS and function not in CELLS:
+        if function not in RECURRENT:
             return function(*args, **(kwargs or {}))
         call = read_call(function, args, kwargs or {})
         state = Randomness([torch.device("cpu")]) if call.draws else None
@@ -130,12 +136,12 @@ def assert_adds_up(module: nn.Module, found: Unrolled, tolerance: float = 1e-9) 
     parameters = dict(module.named_parameters())
     part = {"input": "ih", "hidden": "hh", "projection": "hr"}
     for linear in found.maps:
-        kind, _, suffix = linear.name.partition("_")
+        kind, _, suffix = linear.use.part.partition("_")
         suffix = f"_{suffix}" if suffix else ""
         weight = parameters.pop(f"weight_{part[kind]}{suffix}")
         bias = parameters.pop(f"bias_{part[kind]}{suffix}", None)
-        assert linear.weight is weight
-        assert linear.bias is bias
+        assert linear.use.weight is weight
+        assert linear.use.bias is bias
         for tensor in (linear.inputs, linear.z, linear.gradient):
             assert not tensor.requires_grad
         assert_near(linear.gradient.T @ linear.inputs, weight.grad, tolerance)
@@ -323,9 +329,9 @@ def test_every_row_is_what_a_single_sample_says(kind: str) -> None:
     ]
     loss_of((output, *ends)).backward()
 
-    assert {linear.name for linear in found.maps} == set(probed.used)
+    assert {linear.use.part for linear in found.maps} == set(probed.used)
     for linear in found.maps:
-        truth = probed.used[linear.name]
+        truth = probed.used[linear.use.part]
         inputs = torch.stack([truth[row][0] for row in rows])
         gradient = torch.stack([truth[row][1].grad for row in rows])
         assert_near(linear.inputs, inputs, 1e-12)
@@ -352,7 +358,7 @@ def test_cells(cell: Callable[..., nn.Module], batch: tuple[int, ...], bias: boo
     h = torch.randn(*batch, H, dtype=F64)
     state = (h, torch.randn(*batch, H, dtype=F64)) if isinstance(module, nn.LSTMCell) else h
     found = replayed(module, torch.randn(*batch, K, dtype=F64), state)
-    assert [linear.name for linear in found.maps] == ["input", "hidden"]
+    assert [linear.use.part for linear in found.maps] == ["input", "hidden"]
     assert found.error < 1e-14
     assert_adds_up(module, found)
 
@@ -474,7 +480,7 @@ def test_keywords_are_read_as_positions_are() -> None:
         {"data": x[0], "batch_sizes": sizes, "hx": h, "params": params, **options},
     )
     assert (packed.layout, packed.batch_sizes) == ("packed", (3, 2))
-    assert packed.weights[0].hidden is params[1]
+    assert packed.maps[0][1].weight is params[1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -22,8 +22,7 @@ from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
-from adiv_monitor.features.recurrent import maps_of, uses_of
-from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.recurrent import RecurrentCall, maps_of, uses_of
 from adiv_monitor.features.rows import Rows, joined
 from adiv_monitor.features.uses import Use
 from adiv_monitor.rerun.randomness import Randomness

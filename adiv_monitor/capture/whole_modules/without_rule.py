@@ -18,7 +18,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.whole_modules.graph import leaves_of, nodes_above
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
-from adiv_monitor.features.jacobian import JacobianFeatures
+from adiv_monitor.features.features import JacobianFeatures
 from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance

@@ -2,9 +2,16 @@
 
 from dataclasses import replace
 from importlib import import_module
-from types import FunctionType
 
-from adiv_monitor.diagnosis.faults.fault import FAULTS, LEARNING, RULES, Fault, fault, finds
+from adiv_monitor.diagnosis.faults.fault import (
+    FAULTS,
+    LEARNING,
+    RULES,
+    Fault,
+    family_of,
+    fault,
+    finds,
+)
 from adiv_monitor.diagnosis.finding import RATES, Finding
 from adiv_monitor.diagnosis.record import Record
 
@@ -12,7 +19,7 @@ from adiv_monitor.diagnosis.record import Record
 # not caused by the learning rate. `states` come last: whatever hinders training makes a higher
 # learning rate look better.
 FAMILY_NAMES = (
-    *("parameters", "could_train", "samples", "targets", "loss", "data", "numbers", "inputs"),
+    *("parameters", "could_train", "samples", "targets", "loss", "data", "inputs"),
     *("initialisation", "optimizer", "rates", "units", "states"),
 )
 for _name in FAMILY_NAMES:
@@ -26,7 +33,8 @@ def found(record: Record) -> list[Finding]:
     """
     findings: list[Finding] = []
     this = "audit" if record.is_audited else "monitor"
-    for rule in sorted((rule for rule, of in RULES.items() if of in ("", this)), key=_place):
+    asked = [rule for rule, of in RULES.items() if of in ("", this)]
+    for rule in sorted(asked, key=lambda rule: _place(family_of(rule))):
         findings += rule(record)
     rest = [f for rule, of in RULES.items() if of == "rest" for f in rule(record, findings)]
     return [_completed(finding, record) for finding in findings + rest]
@@ -46,14 +54,12 @@ def _completed(finding: Finding, record: Record) -> Finding:
 
 def could_show(record: Record) -> list[str]:
     """Return the names of the faults that the record of a monitor's run could show."""
-    order = sorted(FAULTS, key=lambda name: FAMILY_NAMES.index(FAULTS[name].family))
+    order = sorted(FAULTS, key=lambda name: _place(FAULTS[name].family))
     return [name for name in order if FAULTS[name].shown_by(record)]
 
 
-def _place(rule: FunctionType) -> tuple[int, int]:
-    family = rule.__module__.rpartition(".")[2]
-    place = FAMILY_NAMES.index(family) if family in FAMILY_NAMES else len(FAMILY_NAMES)
-    return place, rule.__code__.co_firstlineno
+def _place(family: str) -> int:
+    return {name: i for i, name in enumerate(FAMILY_NAMES)}.get(family, len(FAMILY_NAMES))
 
 
 __all__ = ["FAULTS", "RULES", "Fault", "could_show", "fault", "finds", "found"]

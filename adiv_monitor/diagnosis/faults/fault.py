@@ -1,17 +1,19 @@
 """The registry of faults: how each is called, what follows from it, and the rules that find it."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from adiv_monitor.diagnosis.finding import Finding, Strength
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.readings import by_layer
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Fact, Record
+from adiv_monitor.report.wording import listed
 
 _R = TypeVar("_R", bound=Callable[..., Iterable[Finding]])
 FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
 FEWEST_REPORTS = 3  # fewest reports that show typical values
+_SHOWN = 5  # layers whose values are evidence
 Condition = Callable[[Record], object]
 # The runs of which a rule is asked: all, audits, monitors' runs; or all, given all other findings.
 Of = Literal["", "audit", "monitor", "rest"]
@@ -58,7 +60,7 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
-RULES: dict[FunctionType, Of] = {}
+RULES: dict[Callable[..., Iterable[Finding]], Of] = {}  # within a family in the order of its file
 
 
 def several(record: Record) -> bool:
@@ -97,7 +99,7 @@ def fault(name: str, title: str, of: Of = "", **attributes: Any) -> Callable[[_R
     def register(rule: _R) -> _R:
         if name in FAULTS:
             raise ValueError(f"fault: got {name!r} twice, expected a name for each: use `finds`")
-        FAULTS[name] = Fault(title, rule.__module__.rpartition(".")[2], **attributes)
+        FAULTS[name] = Fault(title, family_of(rule), **attributes)
         return finds(of)(rule)
 
     return register
@@ -112,8 +114,99 @@ def finds(of: Of = "") -> Callable[[_R], _R]:
     """Register one more rule; its faults are registered elsewhere."""
 
     def register(rule: _R) -> _R:
-        assert isinstance(rule, FunctionType)
         RULES[rule] = of
         return rule
 
     return register
+
+
+def family_of(rule: Callable[..., object]) -> str:
+    """Return the family of a rule, the name of its file."""
+    return rule.__module__.rpartition(".")[2]
+
+
+class Number(NamedTuple):
+    """A number of a fact, which is evidence of a fault.
+
+    Attributes:
+        measure: what it measures.
+        name: its name in the fact; "": the number of facts.
+        above: only a larger number shows the fault; None: it has no such limit.
+        below: only a smaller number shows the fault; None: it has no such limit.
+    """
+
+    measure: str
+    name: str = ""
+    above: float | None = None
+    below: float | None = None
+
+    @property
+    def limit(self) -> float | None:
+        """The limit, if there is one."""
+        return self.below if self.above is None else self.above
+
+    def shows(self, fact: Fact) -> bool:
+        """Return whether the number of a fact is beyond the limit."""
+        value = fact.numbers.get(self.name, math.nan) if self.name else 1.0
+        return (self.above is None or value > self.above) and (
+            self.below is None or value < self.below
+        )
+
+
+def told(file: str, name: str, title: str, strength: Strength | Condition, said: str,
+         numbers: Sequence[Number], *advice: Advice, not_advised: str = "",
+         against: tuple[str, ...] = RATES, where: Callable[[Fact], object] = lambda fact: True,
+         unless: Condition = lambda record: False, of_modules: bool = False,
+         **attributes: Any) -> None:  # fmt: skip
+    """Register a fault that facts tell, those that the question of its name found.
+
+    Its one finding is about the worst of the facts, by the first number, and names all places.
+
+    Args:
+        file: the module of its family: `__name__`.
+        name: the stable name of its findings, and of the question.
+        title: the title of the `Fault`; "": it is registered already, by other facts of it.
+        strength: of its finding; or the condition on which that is "act" instead of "watch".
+        said: the sentence, with `{place}` or `{all_places}`, and the fact's numbers and words by
+            their names.
+        numbers: the evidence; all must be beyond their limits.
+        advice: what to do.
+        not_advised: what would not help.
+        against: the fixes that `not_advised` is about.
+        where: the facts that count.
+        unless: the condition on which nothing is found.
+        of_modules: whether the places are paths of modules, which are the finding's layers.
+        attributes: others of the `Fault`.
+    """
+
+    def rule(record: Record) -> Iterator[Finding]:
+        facts = [f for f in record.found_by(name) if where(f) and all(n.shows(f) for n in numbers)]
+        if not facts or unless(record):
+            return
+        main, found = numbers[0], float(len(facts))
+        facts.sort(key=lambda f: f.numbers.get(main.name, 0.0), reverse=main.below is None)
+        worst, *rest = facts
+        module = worst.place if of_modules else None
+        others = [f for f in rest if f.place and "{all_places}" not in said]
+        yield Finding(name,
+            strength if isinstance(strength, str) else act_if(strength(record)),
+            said.format(place=worst.place, all_places=places(facts), **worst.numbers, **worst.words)
+            + f" It is alike at {places(others)}." * bool(others),
+            tuple(Evidence(n.measure, worst.numbers.get(n.name, found), n.limit, module)
+                  for n in numbers),
+            advice, not_advised, layers=tuple(f.place for f in facts) * of_modules,
+            since=0, against=against)  # fmt: skip
+
+    rule.__module__ = file
+    register = fault(name, title, **attributes) if title else finds()
+    register(rule)
+
+
+def places(facts: Iterable[Fact]) -> str:
+    """Return the places of facts in quotes: three of them, and the number of further ones."""
+    return listed([f"'{fact.place}'" for fact in facts])
+
+
+def of_layers(measure: str, values: Mapping[str, float], limit: float) -> tuple[Evidence, ...]:
+    """Return the values of the first layers, which are the worst ones, as evidence."""
+    return tuple(Evidence(measure, values[p], limit, p) for p in [*values][:_SHOWN])

@@ -1,18 +1,20 @@
-"""Are inputs, targets and rows of a scale that initialisations and learning rates expect?
+"""Are values finite, and of a scale that initialisations and learning rates expect?
 
-The inputs' scale first, then their mean, the targets' scale, and the lengths of rows. What was not
-observed of the inputs, the first layer's readings tell.
+First what is not finite, or may soon not be; then the inputs' scale and mean, the targets' scale,
+and the lengths of rows. What was not observed of the inputs, the first layer's readings tell. What
+became not finite in training is asked about in `states`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from adiv_monitor.diagnosis.course import is_unbounded, start
-from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
-from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import (
     Typical,
     by_layer,
@@ -25,6 +27,12 @@ from adiv_monitor.diagnosis.readings import (
 )
 from adiv_monitor.diagnosis.record import InputStatistics, Record
 
+STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
+# Smallest size of divisors of both signs, over their median: 0.02 in 64 normal numbers, 1 for
+# divisors of one size.
+CLOSE = 0.1
+HUGE = 30.0  # largest result of a division over the median one; 6 for 4,096 normal numbers
+DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2
 FAR_TOO_LARGE = 50.0  # at 30 to 100 AdamW's loss, too, is 1.2 to 2 times that at 1 (thresholds.md)
@@ -52,35 +60,105 @@ _AFFINE_LIKE = Advice(
 )
 
 
-@fault(
-    "input-scale",
-    "Inputs of an unsuitable scale",
-    about="inputs",
-    shown_by=entering,
-    acts_below=1.0,
-)
+@fault("non-finite", "Values that are not finite", certain=True, shown_by=lambda record: True)
+def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
+    """Find values that are not finite in the data, the initial weights or the first loss."""
+    if is_broken(record) and not by_training(record):
+        yield non_finite(record)
+
+
+def is_broken(record: Record) -> bool:
+    """Return whether some value is not finite."""
+    return record.first_non_finite is not None or not all(map(math.isfinite, record.losses))
+
+
+def by_training(record: Record) -> bool:
+    """Return whether values became not finite in training; other findings are likely the cause."""
+    if record.first_non_finite == DATA:
+        return False
+    if record.is_audited:
+        return len(record.losses) > 1
+    return record.non_finite_since != 0 or (record.first_non_finite or "").startswith(STEP)
+
+
+def non_finite(record: Record) -> Finding:
+    """Return the finding of the first value that is not finite."""
+    where = record.first_non_finite or "loss"
+    losses = dict(zip(record.steps_of_losses, record.losses, strict=False))
+    bad = next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
+    step = bad if record.non_finite_since is None else record.non_finite_since
+    before = [r.step for r in record.reports if r.step < (step or 0)]
+    at = f" at {clip_norm(record):.2g}" * bool(record.gradient_norms)
+    by_steps = (
+        Advice("lower the learning rate", "rate*0.1"),
+        Advice(f"clip the gradient's norm{at}", "clip"),
+    )
+    return Finding("non-finite", "act",
+        f"Step {step or 0:,} is the first with values that are not finite. The first one is in: "
+        f"{where}."
+        # Values between measured steps are unknown.
+        + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else ""),
+        (Evidence(where, math.nan if bad is None else losses[bad], step=step),),
+        (*by_steps * by_training(record),
+         Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}, and "
+                "for log(0), x/0, sqrt(0) and half precision in the place named here")),
+        "Replacing NaN by 0 (nan_to_num) hides where they come from.", since=step,
+        against=())  # fmt: skip
+
+
+told(__name__, "unsafe-division", "Division by numbers close to zero",
+     lambda record: suffers(record) or any(f.strength == "act" for f in row_spread(record)),
+     "{place} divides by numbers of both signs, some of them close to zero: the largest result is "
+     "{times:.3g} times the median one.",
+     [Number("smallest divisor over the median one", "close", below=CLOSE),
+      Number("largest result over the median one", "times", above=HUGE)],
+     Advice("divide by something positive, such as a norm"),
+     not_advised="A small constant added to the divisors only moves the zero.", against=(),
+     explains=(*LEARNING, "exploding", "non-finite", "row-spread"))  # fmt: skip
+
+
+@fault("input-scale", "Inputs of an unsuitable scale", about="inputs", shown_by=entering,
+       acts_below=1.0)  # fmt: skip
 def input_scale(record: Record) -> Iterator[Finding]:
     """Find inputs, or features of them, far larger or smaller than initialisations assume."""
-    first = maps(record)[:1]
-    for name, seen in record.inputs.items():
-        evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
+    for name, seen in _inputs(record).items():
+        evidence, std = [], seen.std / _long_rows(record)
+        if std > LARGE_STD:
+            evidence = [Evidence("input std", seen.std, LARGE_STD, name)]
+        elif 0 < seen.std < SMALL_STD and seen.std * seen.std * seen.features < SHORT_ROW:
+            evidence = [Evidence("input std", seen.std, SMALL_STD, name)]
+        if seen.feature_std_ratio > UNEVEN_FEATURES:
+            ratio = seen.feature_std_ratio
+            evidence.append(Evidence("feature std ratio", ratio, UNEVEN_FEATURES, name))
         if evidence and _is_read(record, seen):
-            large = seen.std / _long_rows(record) > LARGE_STD
-            yield _scale_finding(first, act_if(_costs(record)), f"input {name!r}", evidence, large)
+            said = " and ".join(f"{found.measure} {found.value:.3g}" for found in evidence)
+            yield Finding("input-scale", act_if(_costs(record, seen.std)),
+                f"The entries of input {name!r} have an unsuitable scale ({said}): "
+                "initialisations and learning rates expect a standard deviation of about 1 in each "
+                "feature.", tuple(evidence),
+                (Advice("standardise the inputs: subtract the mean of each feature (channel), and "
+                        "divide by its standard deviation", "standardise-inputs"),
+                 Advice("divide the inputs by one constant", "scale-inputs"), _AFFINE_LIKE),
+                "A lower learning rate suits the first layer, and slows down all others."
+                * (std > LARGE_STD), layers=maps(record)[:1], against=LOWER_RATES)  # fmt: skip
+
+
+def _inputs(record: Record) -> Mapping[str, InputStatistics]:
+    """Return the statistics of the inputs by name; if none was observed, of the first layer's rows.
+
+    The layer's path is then the name. The rows' mean counts only if it is most of their mean
+    square.
+    """
     if record.inputs or (found := entering(record)) is None:
-        return
+        return record.inputs
     path, rms = found
-    length, common = typical(record, path, "scale_mean"), _mostly_mean(record, path)
-    std = rms.value * (1 if common is None else math.sqrt(max(0.0, 1 - common.value)))
-    large = std / _long_rows(record) > LARGE_STD
-    short = length is not None and length.value < 1 + SHORT_ROW
-    if large or (short and 0 < rms.value < SMALL_STD):
-        far = large and rms.value > FAR_TOO_LARGE and not _is_normalised(record, path)
-        limit = LARGE_STD if large else SMALL_STD
-        yield _scale_finding((path,), act_if(far or suffers(record)), "the first layer",
-            (Evidence("rms of the inputs", rms.value, limit, path),
-             *([] if length is None else [Evidence("scale_mean", length.value, None, path)])),
-            large)  # fmt: skip
+    # Later, units may have died: the few rows that still get a gradient are alike.
+    began = replace(record, reports=record.reports[:1])
+    common = typical(began, path, "common_share")
+    share = common.value if common is not None and common.above(MOSTLY_MEAN) else 0.0
+    mean, std = rms.value * math.sqrt(share), rms.value * math.sqrt(max(0.0, 1 - share))
+    features = next(iter(readings(record, path).values())).features or 0
+    return {path: InputStatistics(mean, std, *[math.nan] * 2, 0.0, *[math.nan] * 2, features)}
 
 
 def _is_read(record: Record, seen: InputStatistics) -> bool:
@@ -106,28 +184,6 @@ def _long_rows(record: Record) -> float:
     return max(1.0, math.sqrt(mean / middle)) if mean >= 0 and middle > 0 else 1.0
 
 
-def _scale_finding(
-    first: tuple[str, ...], strength: Strength, of: str, seen: tuple[Evidence, ...], large: bool
-) -> Finding:
-    said = " and ".join(f"{evidence.measure} {evidence.value:.3g}" for evidence in seen)
-    return Finding("input-scale", strength,
-        f"The entries of {of} have an unsuitable scale ({said}): initialisations and learning "
-        "rates expect a standard deviation of about 1 in each feature.", seen,
-        (Advice("standardise the inputs: subtract the mean of each feature (channel), and divide "
-                "by its standard deviation", "standardise-inputs"),
-         Advice("divide the inputs by one constant", "scale-inputs"), _AFFINE_LIKE),
-        "A lower learning rate suits the first layer, and slows down all others." * large,
-        layers=first, against=LOWER_RATES)  # fmt: skip
-
-
-def _mostly_mean(record: Record, first: str) -> Typical | None:
-    """Return the first layer's `common_share` if it is most of the rows' mean square, else None."""
-    # Later, units may have died: the few rows that still get a gradient are alike.
-    began = replace(record, reports=record.reports[:1])
-    common = typical(began, first, "common_share")
-    return common if common is not None and common.above(MOSTLY_MEAN) else None
-
-
 def _is_normalised(record: Record, layer: str) -> bool:
     """Return whether the layer right behind holds the gain of a normalisation."""
     for report in record.reports:
@@ -138,27 +194,20 @@ def _is_normalised(record: Record, layer: str) -> bool:
     return False
 
 
-def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
-    if seen.std / long_rows > LARGE_STD:
-        yield Evidence("input std", seen.std, LARGE_STD, name)
-    elif 0 < seen.std < SMALL_STD and seen.std * seen.std * seen.features < SHORT_ROW:
-        yield Evidence("input std", seen.std, SMALL_STD, name)
-    if seen.feature_std_ratio > UNEVEN_FEATURES:
-        yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
-
-
-def _costs(record: Record) -> bool:
+def _costs(record: Record, std: float = 0.0) -> bool:
     """Return whether the first layer trains badly, which makes an unusual input a fault.
 
     It does not if a normalisation right behind it removes the scale, or if the optimizer's step
-    does not depend on the scale while the loss begins where it should and falls.
+    does not depend on the scale while the loss begins where it should and falls. If inputs were not
+    observed, the loss tells, or entries that are far too large for any optimizer.
     """
-    if any(_is_normalised(record, first) for first in maps(record)[:1]):
-        return False
+    normalised = any(_is_normalised(record, first) for first in maps(record)[:1])
+    if not record.inputs:
+        return suffers(record) or (std > FAR_TOO_LARGE and not normalised)
     known = record.chance is not None and bool(record.losses)
     bad_start = known and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
     harmed = bad_start or suffers(record) or dead_share(record) > DEAD_ACT
-    return harmed or not scale_free(record.facts)
+    return not normalised and (harmed or not scale_free(record.facts))
 
 
 @fault("input-mean", "Inputs that are not centred", about="inputs", shown_by=entering)
@@ -167,32 +216,19 @@ def input_mean(record: Record) -> Iterator[Finding]:
     shares = by_layer(record, "common_share").values()
     # A model may centre inputs: then the rows of no layer share much of their length.
     centred = bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
-    for name, seen in record.inputs.items():
+    for name, seen in _inputs(record).items():
         share = common_share(seen)
         if share > COMMON_SHARE_WATCH and _is_read(record, seen) and not centred:
-            # Which layer reads which of several inputs is not known.
-            first = maps(record)[:1] if len(record.inputs) == 1 else ()
-            harms = share > COMMON_SHARE_ACT and _costs(record)
-            yield _mean_finding(first, act_if(harms), share, f"input {name!r}",
-                Evidence("common share", share, COMMON_SHARE_WATCH, name))  # fmt: skip
-    if not record.inputs and (found := entering(record)) is not None:
-        path, _ = found
-        if (common := _mostly_mean(record, path)) is not None:
-            yield _mean_finding((path,), act_if(suffers(record)), common.value,
-                "the first layer's inputs",
-                Evidence("common_share", common.value, MOSTLY_MEAN, path))  # fmt: skip
-
-
-def _mean_finding(
-    first: tuple[str, ...], strength: Strength, share: float, of: str, evidence: Evidence
-) -> Finding:
-    return Finding("input-mean", strength,
-        f"{share:.0%} of the mean square of {of} is due to the mean, which all samples share: each "
-        "step moves all samples in the same direction.", (evidence,),
-        (Advice("subtract the mean of each feature (channel)", "centre-inputs"),
-         Advice("standardise the inputs", "standardise-inputs")),
-        "Dividing by a constant or by each row's length does not remove the mean.",
-        layers=first, against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
+            yield Finding("input-mean", act_if(share > COMMON_SHARE_ACT and _costs(record)),
+                f"{share:.0%} of the mean square of input {name!r} is due to the mean, "
+                "which all samples share: each step moves all samples in the same direction.",
+                (Evidence("common share", share, COMMON_SHARE_WATCH, name),),
+                (Advice("subtract the mean of each feature (channel)", "centre-inputs"),
+                 Advice("standardise the inputs", "standardise-inputs")),
+                "Dividing by a constant or by each row's length does not remove the mean.",
+                # Which layer reads which of several inputs is not known.
+                layers=maps(record)[:1] if len(record.inputs) < 2 else (),
+                against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
 
 
 def common_share(seen: InputStatistics) -> float:
@@ -226,21 +262,19 @@ def target_scale(record: Record) -> Iterator[Finding]:
 def row_spread(record: Record) -> Iterator[Finding]:
     """Find rows of very different length, of which the long ones determine the step."""
     first = maps(record)[:1]
-    spread = typical(record, first[0], "scale_cv") if first else None
     lengths = [seen.length_cv for seen in record.inputs.values()]
-    if spread is None and lengths:
-        spread = Typical(max(lengths), 0.0)
-    if spread is None or not spread.above(LENGTH_CV_WATCH):
-        return
-    far = spread.above(LENGTH_CV_ACT)
-    yield Finding("row-spread", "act" if far else "watch" if suffers(record) else "note",
-        f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its mean"
-        + ": a few long rows determine each step, and the others hardly count" * far + ".",
-        (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, next(iter(first), None), spread.since),
-         *(Evidence("length_cv of inputs", cv) for cv in lengths)),
-        (_AFFINE_LIKE,
-         Advice("look at the longest samples: they may be outliers"),
-         Advice("use a norm-like layer as the first layer", "norm-like")),
-        "Neither one constant scale nor another learning rate makes the rows more alike.",
-        layers=first, since=spread.since,
-        against=("scale-inputs", *RATES))  # fmt: skip
+    spread = typical(record, first[0], "scale_cv") if first else None
+    spread = spread or Typical(max(lengths, default=0.0), 0.0)
+    if spread.above(LENGTH_CV_WATCH):
+        far = spread.above(LENGTH_CV_ACT)
+        yield Finding("row-spread", "act" if far else "watch" if suffers(record) else "note",
+            f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its mean"
+            + ": a few long rows determine each step, and the others hardly count" * far + ".",
+            (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, *first, step=spread.since),
+             *(Evidence("length_cv of inputs", cv) for cv in lengths)),
+            (_AFFINE_LIKE,
+             Advice("look at the longest samples: they may be outliers"),
+             Advice("use a norm-like layer as the first layer", "norm-like")),
+            "Neither one constant scale nor another learning rate makes the rows more alike.",
+            layers=first, since=spread.since,
+            against=("scale-inputs", *RATES))  # fmt: skip

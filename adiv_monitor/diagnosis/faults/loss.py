@@ -15,14 +15,20 @@ from adiv_monitor.diagnosis.course import (
     is_measure,
     is_unbounded,
 )
-from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, act_if, fault, finds
+from adiv_monitor.diagnosis.faults.fault import (
+    LEARNING,
+    LONG_STEPS,
+    Number,
+    act_if,
+    fault,
+    finds,
+    told,
+)
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.states import cannot_overfit
-from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 
-# ε of label smoothing; 0.1 is usual. From 0.5 on, at most about half of a target's weight is left
-# for the right class.
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
 # of counts in place of their inverses. Weights for other reasons correlate less with the counts.
 GROWS, CORRELATED = 0.5, 0.9
@@ -39,62 +45,50 @@ STUCK = 0.2
 AGAINST, ALIKE = -0.95, 0.5
 
 
-@fault("zero-slope", "A function that stops the gradient",
-       explains=(*LEARNING, "stands-still", "target-scale", "vanishing"))  # fmt: skip
-def zero_slope(record: Record) -> Iterator[Finding]:
-    """Find functions of zero slope that keep the gradient from what comes before them."""
-    facts = record.found_by("zero-slope")
-    if steps := [fact for fact in facts if fact.words["kind"] == "step"]:
-        yield Finding("zero-slope", act_if(record.wiring.zero_gradient),
-            f"The slope of {steps[0].place} is zero everywhere: no gradient passes it.",
-            (Evidence("functions whose slope is zero", len(steps), 0.0, step=0),),
-            (Advice("use a smooth function, or pass gradients: x + (f(x) - x).detach()"),),
-            layers=record.wiring.zero_gradient)  # fmt: skip
-    for fact in facts:
-        if (share := fact.numbers.get("share", 0.0)) > STUCK:
-            yield Finding("zero-slope", act_if(suffers(record)),
-                f"{fact.place} clips the outputs: after training, {share:.0%} of the outputs with "
-                "a gradient are clipped although the loss would pull them back into the range.",
-                (Evidence("share of the entries that get no gradient back", share, STUCK),),
-                (Advice("clip outputs only where they are used, not in the loss"),))  # fmt: skip
+told(__name__, "zero-slope", "A function that stops the gradient",
+     lambda record: record.wiring.zero_gradient,
+     "The slope of {place} is zero everywhere: no gradient passes it.",
+     [Number("functions whose slope is zero")],
+     Advice("use a smooth function, or pass gradients: x + (f(x) - x).detach()"),
+     where=lambda fact: fact.words["kind"] == "step",
+     explains=(*LEARNING, "stands-still", "target-scale", "vanishing"))  # fmt: skip
+told(__name__, "zero-slope", "", suffers,
+     "{place} clips the outputs: after training, {share:.0%} of the outputs with a gradient are "
+     "clipped although the loss would pull them back into the range.",
+     [Number("share of the entries that get no gradient back", "share", above=STUCK)],
+     Advice("clip outputs only where they are used, not in the loss"))  # fmt: skip
 
 
 @fault("zero-gradient", "Gradients of exactly zero", certain=True)
 def zero_gradient(record: Record) -> Iterator[Finding]:
-    """Find a loss, or one of its terms, whose gradient is zero for all parameters."""
-    norms, facts = record.gradient_norms, record.found_by("zero-gradient")
-    # If no parameter is reached, it is another finding.
-    whole = len(norms) >= FEWEST and not any(norms) and bool(record.wiring.zero_gradient)
-    if whole or (facts and any(norms)):
+    """Find a loss whose gradient is zero for all parameters; that none is reached is another."""
+    norms = record.gradient_norms
+    if len(norms) >= FEWEST and not any(norms) and record.wiring.zero_gradient:
         yield Finding("zero-gradient", "act",
-            f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps."
-            * whole + " " * (whole and bool(facts))
-            + (f"{facts[0].place} compares a tensor with itself: it teaches nothing." if facts
-               else ""),
-            (Evidence("largest norm of a gradient", 0.0, 0.0) if whole else
-             Evidence("losses that compare a tensor with itself", len(facts), 0.0),),
-            (Advice("compare the outputs with the targets of the batch") if facts else
-             Advice("look in the loss for rounding, clamps, margins that are satisfied"),),
+            f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps.",
+            (Evidence("largest norm of a gradient", 0.0, 0.0),),
+            (Advice("look in the loss for rounding, clamps, margins that are satisfied"),),
             since=0)  # fmt: skip
 
 
-def _of_weights(record: Record) -> Strength:
-    """Return "act" if the run suffers, or can't even overfit one small batch."""
+told(__name__, "zero-gradient", "", "act",
+     "{place} compares a tensor with itself: it teaches nothing.",
+     [Number("losses that compare a tensor with itself")],
+     Advice("compare the outputs with the targets of the batch"))  # fmt: skip
+
+
+def _lasts(record: Record) -> bool:
+    """Return whether the run suffers, or can't even overfit one small batch."""
     stays = any(finding.strength == "act" for finding in cannot_overfit(record))
-    return act_if(suffers(record) or stays)
+    return suffers(record) or stays
 
 
-@fault("class-weights", "Class weights that grow with the counts", explains=LEARNING)
-def class_weights(record: Record) -> Iterator[Finding]:
-    """Find weights of classes that grow with their counts, so that rare classes count even less."""
-    for fact in record.found_by("class-weights"):
-        numbers, words = fact.numbers, fact.words
-        if numbers["slope"] > GROWS and numbers["correlation"] > CORRELATED:
-            yield Finding("class-weights", _of_weights(record),
-                f"{fact.place} weights class {words['common']} {numbers['times']:.3g} times as "
-                f"much as class {words['rare']}, which is {numbers['more']:.3g} times as rare.",
-                (Evidence("slope of log weight over log count", numbers["slope"], GROWS),),
-                (Advice("weight each class by the inverse of its count"),))  # fmt: skip
+told(__name__, "class-weights", "Class weights that grow with the counts", _lasts,
+     "{place} weights class {common} {times:.3g} times as much as class {rare}, which is "
+     "{more:.3g} times as rare.",
+     [Number("slope of log weight over log count", "slope", above=GROWS),
+      Number("correlation of the two", "correlation", above=CORRELATED)],
+     Advice("weight each class by the inverse of its count"), explains=LEARNING)  # fmt: skip
 
 
 @fault("class-untaught", "Classes without a gradient", explains=LEARNING)
@@ -103,39 +97,30 @@ def class_untaught(record: Record) -> Iterator[Finding]:
     if facts := record.found_by("class-untaught"):
         named = ", ".join(f"{fact.numbers['class']:g}" for fact in facts)
         samples = sum(fact.numbers["samples"] for fact in facts)
-        yield Finding("class-untaught", _of_weights(record),
+        yield Finding("class-untaught", act_if(_lasts(record)),
             f"No sample with label {named} has a gradient at the outputs, neither before nor after "
             f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
             (Advice("check which labels the loss expects, and masks leave out"),))  # fmt: skip
 
 
-@fault("padding-counts", "Padding counts in the loss")
-def padding_counts(record: Record) -> Iterator[Finding]:
-    """Find padding that counts in the loss as the other places do."""
-    for fact in record.found_by("padding-counts"):
-        if (share := fact.numbers["share"]) > PADDING:
-            yield Finding("padding-counts", "watch",
-                f"{share:.0%} of the places that count in the loss are padding, whose targets are "
-                "all the same: the loss is lower than that of the real places.",
-                (Evidence("share of padding in the places that count", share, PADDING, step=0),),
-                (Advice("leave padding out of the loss, as by ignore_index"),),
-                since=0)  # fmt: skip
+told(__name__, "padding-counts", "Padding counts in the loss", "watch",
+     "{share:.0%} of the places that count in the loss are padding, whose targets are all the "
+     "same: the loss is lower than that of the real places.",
+     [Number("share of padding in the places that count", "share", above=PADDING)],
+     Advice("leave padding out of the loss, as by ignore_index"))  # fmt: skip
 
 
-@fault("penalty-dominates", "A penalty dominates the loss", explains=LEARNING)
-def penalty_dominates(record: Record) -> Iterator[Finding]:
-    """Find a penalty that keeps the terms beside it from learning anything of the inputs."""
-    for fact in record.found_by("penalty-dominates"):
-        numbers = fact.numbers
-        run, copy = numbers["with"], numbers["without"]
-        if copy > LEARNABLE * abs(numbers["others"]) and run < LEARNT * copy:
-            yield Finding("penalty-dominates", _of_weights(record),
-                f"A penalty, {numbers['penalty']:.3g} at first, keeps other terms from learning "
-                "which input belongs to which target: with inputs exchanged between samples, they "
-                f"rise by {run:.2g}, but by {copy:.2g} if trained without the penalty.",
-                (Evidence("rise of the other terms with exchanged inputs", run, LEARNT * copy),),
-                (Advice("give the penalty a far smaller weight, or one that rises"),))  # fmt: skip
+told(__name__, "penalty-dominates", "A penalty dominates the loss", _lasts,
+     "A penalty, {penalty:.3g} at first, keeps other terms from learning which input belongs to "
+     "which target: with inputs exchanged between samples, they rise by {with:.2g}, but by "
+     "{without:.2g} if trained without the penalty.",
+     [Number("rise of the other terms with exchanged inputs", "with"),
+      Number("the same, trained without the penalty", "without")],
+     Advice("give the penalty a far smaller weight, or one that rises"),
+     where=lambda fact: fact.numbers["with"] < LEARNT * fact.numbers["without"]
+     and fact.numbers["without"] > LEARNABLE * abs(fact.numbers["others"]),
+     explains=LEARNING)  # fmt: skip
 
 
 @fault("unbounded-loss", "A loss without a lower bound", of="monitor",
@@ -160,68 +145,51 @@ def unbounded(record: Record) -> Iterator[Finding]:
     """
     if not any(map(math.isfinite, record.losses)) or not is_unbounded(record):
         return
-    facts = record.found_by("unbounded-loss")
-    far = min(filter(math.isfinite, record.losses))
-    limit = -FAR_BELOW * max(1.0, abs(record.losses[0]))
-    where = "the end, ever faster"
-    if facts and not falls_ever_faster(record):
-        limit, far = 0.0, facts[0].numbers["loss"]
-        where = f"weights that move {facts[0].numbers['times']:.0f} times as far"
+    numbers = next((fact.numbers for fact in record.found_by("unbounded-loss")), {})
+    negative = int(numbers.get("negative", 0))
+    first, far = record.losses[0], min(filter(math.isfinite, record.losses))
+    limit, where = -FAR_BELOW * max(1.0, abs(first)), "the end, ever faster"
+    if numbers and not falls_ever_faster(record):
+        limit, far = 0.0, numbers["loss"]
+        where = f"weights that move {numbers['times']:.0f} times as far"
     elif not falls_ever_faster(record):
-        rate = min(record.rates, key=lambda factor: record.rates[factor].loss)
-        far, where = record.rates[rate].loss, f"{rate:g} times the learning rate"
-    negative = int(facts[0].numbers.get("negative", 0)) if facts else 0
-    have = "sample of the first batch has" if negative == 1 else "samples of the first batch have"
+        rate, trial = min(record.rates.items(), key=lambda tried: tried[1].loss)
+        far, where = trial.loss, f"{rate:g} times the learning rate"
     yield Finding("unbounded-loss", act_if(not negative),
-        f"The loss has no lower bound: {record.losses[0]:.3g} at first, {far:.3g} at {where}."
-        + f" {negative} {have} a negative weight." * bool(negative),
+        f"The loss has no lower bound: {first:.3g} at first, {far:.3g} at {where}."
+        + f" Samples of the first batch with a negative weight: {negative}." * bool(negative),
         (Evidence("loss", far, limit),),
-        (Advice("if the weights are rewards or advantages, judge the training by the mean reward, "
-                "and bound the change of the policy (PPO); else look where the signs come from"
-                if negative else
-                "look for a term with the wrong sign (an error or a penalty that is subtracted "
+        (*[Advice("if the weights are rewards or advantages, judge the training by the mean "
+                  "reward, and bound the change of the policy (PPO)")] * bool(negative),
+         Advice("look for a term with the wrong sign (an error or a penalty that is subtracted "
                 "instead of added), and for a learnt variance or temperature without a lower "
-                "limit"),))  # fmt: skip
+                "limit")))  # fmt: skip
 
 
-@fault("loss-reversed", "The loss rewards wrong outputs", certain=True,
-       explains=(*LEARNING, "vanishing"))  # fmt: skip
-def loss_reversed(record: Record) -> Iterator[Finding]:
-    """Find a loss that is lower, the more the outputs contradict the targets."""
-    for fact in record.found_by("loss-reversed"):
-        right, wrong = fact.numbers["right"], fact.numbers["wrong"]
-        is_signed = fact.words["outputs"] == "signed"
-        yield Finding("loss-reversed", act_if(is_signed),
-            f"The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if "
-            "they agree with all."
-            + " That may be meant, if they are distances or energies." * (not is_signed),
-            (Evidence("loss of outputs that contradict all targets", wrong, right),),
-            (Advice("look for a wrong sign, and for labels the wrong way round"),))  # fmt: skip
+told(__name__, "loss-reversed", "The loss rewards wrong outputs",
+     lambda record: record.found_by("loss-reversed")[0].words["outputs"] == "signed",
+     "The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if they agree "
+     "with all.",
+     [Number("loss of outputs that contradict all targets", "wrong"),
+      Number("loss of outputs that agree with all", "right")],
+     Advice("look for a wrong sign, and for labels the wrong way round, unless the outputs are "
+            "distances or energies"),
+     certain=True, explains=(*LEARNING, "vanishing"))  # fmt: skip
+
+told(__name__, "term-without-graph", "A term of the loss without a gradient",
+     lambda record: suffers(record) or is_unbounded(record),
+     "{place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on the "
+     "parameters, but has no gradient.",
+     [Number("value of the term that has no gradient", "value")],
+     Advice("compute the term with a graph (no detach(), item() or no_grad(), and "
+            "create_graph=True in torch.autograd.grad()), or leave it out"),
+     explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
 
 
-@fault("term-without-graph", "A term of the loss without a gradient",
-       explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
-def term_without_graph(record: Record) -> Iterator[Finding]:
-    """Find terms of the loss that depend on parameters and have no gradient."""
-    for fact in record.found_by("term-without-graph"):
-        value, loss = fact.numbers["value"], fact.numbers["loss"]
-        yield Finding("term-without-graph", act_if(suffers(record) or is_unbounded(record)),
-            f"{fact.place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on "
-            "the parameters, but has no gradient.",
-            (Evidence("value of the term that has no gradient", value, step=0),),
-            (Advice("compute the term with a graph (no detach(), item() or no_grad(), and "
-                    "create_graph=True in torch.autograd.grad()), or leave it out"),))  # fmt: skip
-
-
-@fault("terms-opposed", "Terms of the loss that cancel each other", explains=LEARNING)
-def terms_opposed(record: Record) -> Iterator[Finding]:
-    """Find two terms of the loss whose gradients cancel each other."""
-    for fact in record.found_by("terms-opposed"):
-        numbers = fact.numbers
-        if numbers["largest"] < AGAINST and numbers["ratio"] > ALIKE:
-            yield Finding("terms-opposed", "act",
-                f"Two terms of the loss are opposed, from {fact.place} and {fact.words['other']}: "
-                f"the cosine of their gradients is {numbers['cosine']:.3g}.",
-                (Evidence("largest cosine of the two", numbers["largest"], AGAINST),),
-                (Advice("give each player its own loss (detach generated samples), or look for a "
-                        "term that is added with both signs"),))  # fmt: skip
+told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act",
+     "Two terms of the loss are opposed, from {place} and {other}: the cosine of their gradients "
+     "is {cosine:.3g}.",
+     [Number("largest cosine of the two", "largest", below=AGAINST),
+      Number("length of the shorter gradient over the longer", "ratio", above=ALIKE)],
+     Advice("give each player its own loss (detach generated samples), or look for a term that is "
+            "added with both signs"), explains=LEARNING)  # fmt: skip

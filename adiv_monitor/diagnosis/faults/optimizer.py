@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.fault import act_if, fault, stepped
+from adiv_monitor.diagnosis.faults.fault import act_if, fault, of_layers, stepped
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import USUAL, less_momentum
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
@@ -77,11 +77,8 @@ def _setting(record: Record, name: str) -> float:
     return float(setting) if isinstance(setting, int | float) else 0.0
 
 
-@fault(
-    "projection-fights",
-    "Other code changes the weights",
-    shown_by=lambda record: by_layer(record, "projection_cosine"),
-)
+@fault("projection-fights", "Other code changes the weights",
+       shown_by=lambda record: by_layer(record, "projection_cosine"))  # fmt: skip
 def projection_fights(record: Record) -> Iterator[Finding]:
     """Find code besides the optimizer that changes the weights, after its step or within it.
 
@@ -95,10 +92,9 @@ def projection_fights(record: Record) -> Iterator[Finding]:
     hidden = len(within) > len(kept) / 2 and not first_pull(record) > DECAY_ACT
     if not undone and not hidden:
         return
-    cosines, limit = (undone, PROJECTED) if undone else (within, FIRST_STEP)
-    measure = "projection_cosine" if undone else "parameter_cosine"
-    applied = by_layer(record, "applied_cosine")
-    layers = worst_first({path: -cosine for path, cosine in cosines.items()})
+    measure, limit = ("projection", PROJECTED) if undone else ("parameter", FIRST_STEP)
+    cosines = dict(sorted((undone or within).items(), key=lambda of_layer: of_layer[1]))
+    applied, layers = by_layer(record, "applied_cosine"), tuple(cosines)
     uphill = any(p in applied and applied[p].below(0) for p in layers)
     where, cosine = named(record, layers[0]), cosines[layers[0]]
     yield Finding("projection-fights", act_if(uphill or suffers(record)),
@@ -106,7 +102,7 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         f"change that remains has a cosine of {cosine:.3g} with the optimizer's step." if undone
         else f"Code that runs within the step changes the weights of {where}, unless the optimizer "
         f"turns it: the first step has a cosine of {cosine:.3g} with its gradient.",
-        tuple(Evidence(measure, cosines[p], limit, p, None if undone else 0) for p in layers[:3]),
+        of_layers(f"{measure}_cosine", cosines, limit),
         (Advice("train without the code that changes the weights (a trial can remove hooks of the "
                 "optimizer and max_norm)", "no-projection"),
          Advice("project the gradient onto the constraint before the step")),
@@ -163,34 +159,24 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
 
 def _straightened(record: Record) -> Iterator[Advice]:
     """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
-    momentum, wrong_sign = _momentum(record), _sign_is_wrong(record)
-    if wrong_sign:
+    momentum = _momentum(record)
+    if wrong_sign := _sign_is_wrong(record):
         yield Advice("look for maximize=True, or for code that turns the gradient round")
-    if momentum or record.facts.optimizer != "SGD":
-        less = (
-            f" of {less_momentum(momentum):g}, at the same long-run learning rate"
-            if momentum
-            else " (a smaller β₁)"
-        )
-        yield Advice(f"use less momentum{less}", "less-momentum")
+    if momentum:
+        yield Advice(f"use less momentum of {less_momentum(momentum):g}, at the same long-run "
+                     "learning rate", "less-momentum")  # fmt: skip
         if "momentum" in record.facts.settings and momentum > USUAL:
             yield Advice(f"use a momentum of {USUAL:g} at the same learning rate", "usual-momentum")
-        # Another optimizer's learning rate does not carry over to plain gradient descent.
-        rate = " with learning rate 0.1" * (record.facts.optimizer != "SGD")
-        yield Advice(f"use plain gradient descent{rate}")
     elif not wrong_sign:
         yield Advice("look for code that changes gradients or weights before the step")
 
 
 def _sign_is_wrong(record: Record) -> bool:
     """Return whether the first step already goes uphill, which no momentum can explain."""
-    if record.facts.settings.get("maximize") is True:
-        return True
-    if not (first := _first_cosines(record)):
-        return False
-    descent = record.reports[0].descent
-    uphill = descent is not None and descent < 0
-    return uphill or median(t.value for t in first.values()) < 0
+    first, maximize = _first_cosines(record), record.facts.settings.get("maximize") is True
+    return maximize or (bool(first) and (
+        (record.reports[0].descent or 0.0) < 0 or median(t.value for t in first.values()) < 0
+    ))  # fmt: skip
 
 
 def _momentum(record: Record) -> float:

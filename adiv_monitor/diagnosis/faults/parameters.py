@@ -17,15 +17,17 @@ from adiv_monitor.diagnosis.faults.could_train import (
 )
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
+    Number,
     act_if,
     fault,
     finds,
     loop_fault,
     reported,
     several,
+    told,
 )
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.samples import cuts, places
+from adiv_monitor.diagnosis.faults.samples import cuts
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import learning_rate, these
 from adiv_monitor.diagnosis.record import Fact, Record
@@ -45,14 +47,8 @@ ROUNDED_AWAY = 0.5
 CHANGED_LENGTH, TURNED = 10.0, 0.9
 
 
-@fault(
-    "not-held",
-    "Parameters that the optimizer does not hold",
-    shown_by=reported("trainable"),
-    about="loop",
-    certain=True,
-    explains=LEARNING,
-)
+@fault("not-held", "Parameters that the optimizer does not hold", shown_by=reported("trainable"),
+       about="loop", certain=True, explains=LEARNING)  # fmt: skip
 def not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that are in no group, or that no measured step changed."""
     names, audited = record.wiring.not_held, record.is_audited
@@ -69,33 +65,23 @@ def not_held(record: Record) -> Iterator[Finding]:
              layers=paths or names)  # fmt: skip
 
 
-@fault("hidden-parameters", "Parameters that are not registered", certain=True, explains=LEARNING)
-def hidden_parameters(record: Record) -> Iterator[Finding]:
-    """Find parameters in plain lists or tensors, and parameters that forward() makes anew."""
-    facts = record.found_by("hidden-parameters")
-    anew = [fact for fact in facts if "made" in fact.words]
-    for found, said, advice in (
-        (anew, "that forward() makes anew in each step, with random values",
-         Advice("make the module or the parameter once, in __init__(), then the optimizer")),
-        ([fact for fact in facts if fact not in anew], "that the model does not register, as in "
-         "plain lists, dictionaries and tensors",
-         Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into nn.Parameter, "
-                "then make the optimizer")),
-    ):  # fmt: skip
-        if found:
-            yield Finding("hidden-parameters", "act",
-                f"No step trains the parameters of {places(found)}, {said}.",
-                (Evidence("share of all parameters", sum(f.numbers["share"] for f in found), 0),),
-                (advice,))  # fmt: skip
+told(__name__, "hidden-parameters", "Parameters that are not registered", "act",
+     "No step trains the parameters of {all_places}, that the model does not register, as in plain "
+     "lists, dictionaries and tensors.",
+     [Number("share of all parameters", "share")],
+     Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into nn.Parameter, then "
+            "make the optimizer"),
+     where=lambda fact: "made" not in fact.words, certain=True, explains=LEARNING)  # fmt: skip
+told(__name__, "hidden-parameters", "", "act",
+     "No step trains the parameters of {all_places}, that forward() makes anew in each step, with "
+     "random values.",
+     [Number("share of all parameters", "share")],
+     Advice("make the module or the parameter once, in __init__(), then the optimizer"),
+     where=lambda fact: "made" in fact.words)  # fmt: skip
 
 
-@loop_fault(
-    "unreached",
-    "Parameters that no gradient reaches",
-    shown_by=reported("trainable"),
-    certain=True,
-    explains=LEARNING,
-)
+@loop_fault("unreached", "Parameters that no gradient reaches", shown_by=reported("trainable"),
+       certain=True, explains=LEARNING)  # fmt: skip
 def cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
     paths, share = share_of(record, "cut_off", record.reports)
@@ -131,8 +117,7 @@ def unreached(record: Record) -> Iterator[Finding]:
 
 
 def _several(names: tuple[str, ...]) -> str:
-    quoted = listed([f"'{name}'" for name in names])
-    return f"the {'parameters' if len(names) > 1 else 'parameter'} {quoted}"
+    return "the parameters " + listed([f"'{name}'" for name in names])
 
 
 @fault("frozen", "Frozen parameters", certain=True, explains=("cannot-overfit", "behind-reference"))
@@ -163,19 +148,14 @@ def rates_zero(record: Record) -> Iterator[Finding]:
             (Advice("give the optimizer a learning rate above zero"),))  # fmt: skip
 
 
-@finds()
-def rate_zero(record: Record) -> Iterator[Finding]:
-    """Find parameter groups whose learning rate is zero and stays zero."""
-    facts = [fact for fact in record.found_by("rate-zero") if not _rises(record, fact)]
-    if facts:
-        share = sum(fact.numbers["share"] for fact in facts)
-        scheduled = any(fact.numbers["initial_lr"] > 0 for fact in facts)
-        yield Finding("rate-zero", "act",
-            f"The learning rate is 0 for {share:.0%} of the parameters ({places(facts)})."
-            + " A scheduler set it to 0: look for an integer division." * scheduled,
-            (Evidence("share of the parameters", share, 0),),
-            (Advice("give this parameter group a learning rate"),),
-            "Any multiple of a learning rate of zero is zero.")  # fmt: skip
+told(__name__, "rate-zero", "", "act",
+     "The learning rate is 0 for {share:.0%} of the parameters ({all_places}).",
+     [Number("share of the parameters", "share")],
+     Advice("give this parameter group a learning rate; if a scheduler set it to 0, look for an "
+            "integer division"),
+     not_advised="Any multiple of a learning rate of zero is zero.",
+     unless=lambda record: all(_rises(record, fact) for fact in record.found_by("rate-zero"))
+     )  # fmt: skip
 
 
 def _rises(record: Record, fact: Fact) -> bool:
@@ -184,52 +164,36 @@ def _rises(record: Record, fact: Fact) -> bool:
     return any(any(report.learning_rates[group : group + 1]) for report in record.reports)
 
 
-@fault("rounded-away", "Steps lost to rounding", explains=LEARNING, acts_below=1.0)
-def rounded_away(record: Record) -> Iterator[Finding]:
-    """Find 16-bit weights whose steps are smaller than their last digit."""
-    for fact in record.found_by("rounded-away"):
-        if (share := fact.numbers["share"]) > ROUNDED_AWAY:
-            yield Finding("rounded-away", act_if(suffers(record)),
-                f"A step leaves {share:.0%} of the entries that have a gradient unchanged to the "
-                f"last bit: it is smaller than the last digit of {fact.words['dtype']} weights.",
-                (Evidence("share of entries that a step leaves unchanged", share, ROUNDED_AWAY),),
-                (Advice("keep the weights in float32, under torch.autocast", "float32-weights"),),
-                "A lower learning rate makes even more steps too small.",
-                against=LOWER_RATES)  # fmt: skip
+told(__name__, "rounded-away", "Steps lost to rounding", suffers,
+     "A step leaves {share:.0%} of the entries that have a gradient unchanged to the last bit: it "
+     "is smaller than the last digit of {dtype} weights.",
+     [Number("share of entries that a step leaves unchanged", "share", above=ROUNDED_AWAY)],
+     Advice("keep the weights in float32, under torch.autocast", "float32-weights"),
+     not_advised="A lower learning rate makes even more steps too small.", against=LOWER_RATES,
+     explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
-@fault("epsilon-dominates", "Steps shortened by the optimizer's epsilon", explains=LEARNING,
-       acts_below=1.0)  # fmt: skip
-def epsilon_dominates(record: Record) -> Iterator[Finding]:
-    """Find an epsilon that is larger than the roots it is added to, so that it sets the step."""
-    for fact in record.found_by("epsilon-dominates"):
-        share, epsilon, root = (fact.numbers[name] for name in ("share", "epsilon", "root"))
-        if share > EPSILON:
-            yield Finding("epsilon-dominates", act_if(suffers(record)),
-                f"The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, "
-                f"its ε ({epsilon:g}) is larger than √v (typically {root:.2g}).",
-                (Evidence("share of entries whose root is below ε", share, EPSILON),),
-                (Advice("use the default eps of 1e-8", "usual-epsilon"),))  # fmt: skip
+told(__name__, "epsilon-dominates", "Steps shortened by the optimizer's epsilon", suffers,
+     "The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, its ε "
+     "({epsilon:g}) is larger than √v (typically {root:.2g}).",
+     [Number("share of entries whose root is below ε", "share", above=EPSILON)],
+     Advice("use the default eps of 1e-8", "usual-epsilon"),
+     explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
-@fault("gradient-hooks", "Hooks that change the gradient", explains=LEARNING, acts_below=1.0)
-def gradient_hooks(record: Record) -> Iterator[Finding]:
-    """Find hooks that change the gradient between the backward pass and the step."""
-    for fact in record.found_by("gradient-hooks"):
-        ratio, cosine = fact.numbers["ratio"], fact.numbers["cosine"]
-        limit = CHANGED_LENGTH if ratio > 1 else 1 / CHANGED_LENGTH
-        if not 1 / CHANGED_LENGTH <= ratio <= CHANGED_LENGTH or cosine < TURNED:
-            yield Finding("gradient-hooks", act_if(suffers(record)),
-                "Hooks change the gradient between backward() and the optimizer's step: its length "
-                f"becomes {ratio:.3g} times as large, with a cosine of {cosine:.3g}.",
-                (Evidence("gradient's length after the hooks, over before", ratio, limit),
-                 Evidence("cosine of the gradients before and after", cosine, TURNED)),
-                (Advice("remove the hooks that change gradients", "without-hooks"),))  # fmt: skip
+told(__name__, "gradient-hooks", "Hooks that change the gradient", suffers,
+     "Hooks change the gradient between backward() and the optimizer's step: its length becomes "
+     "{ratio:.3g} times as large, with a cosine of {cosine:.3g}.",
+     [Number("gradient's length after the hooks, over before", "ratio"),
+      Number("cosine of the gradients before and after", "cosine")],
+     Advice("remove the hooks that change gradients", "without-hooks"),
+     where=lambda fact: fact.numbers["cosine"] < TURNED
+     or not 1 / CHANGED_LENGTH <= fact.numbers["ratio"] <= CHANGED_LENGTH,
+     explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
-@loop_fault(
-    "left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING, acts_below=1.0
-)
+@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING,
+            acts_below=1.0)  # fmt: skip
 def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
@@ -244,21 +208,15 @@ def whole_model_in_eval(record: Record) -> Iterator[Finding]:
             layers=paths, since=last[-1].step)  # fmt: skip
 
 
-@finds()
-def left_in_eval(record: Record) -> Iterator[Finding]:
-    """Find normalisations that run with their initial statistics and so normalise nothing."""
-    facts = record.found_by("left-in-eval")
-    running = [fact for fact in facts if not fact.numbers["given"]]
-    if running:
-        yield Finding("left-in-eval", act_if(suffers(record)),
-            f"These normalisations are in eval mode while the model trains: {places(running)}. "
-            "Their running mean is still 0 and their variance 1, so they normalise nothing.",
-            (Evidence("normalisations in eval mode", len(running), 0),),
-            (Advice("call train() on these modules before training", "train-mode"),),
-            layers=tuple(fact.place for fact in running))  # fmt: skip
-    elif facts:
-        yield Finding("left-in-eval", "watch",
-            "The model is in eval mode, with normalisations whose running mean and variance are "
-            "still 0 and 1. The audit trained it in training mode.",
-            (Evidence("normalisations in eval mode", len(facts), 0),),
-            (Advice("call model.train() at the beginning of the training loop"),))  # fmt: skip
+told(__name__, "left-in-eval", "", suffers,
+     "These normalisations are in eval mode while the model trains: {all_places}. Their running "
+     "mean is still 0 and their variance 1, so they normalise nothing.",
+     [Number("normalisations in eval mode")],
+     Advice("call train() on these modules before training", "train-mode"),
+     where=lambda fact: not fact.numbers["given"], of_modules=True)  # fmt: skip
+told(__name__, "left-in-eval", "", "watch",
+     "The model is in eval mode, with normalisations whose running mean and variance are still 0 "
+     "and 1. The audit trained it in training mode.",
+     [Number("normalisations in eval mode")],
+     Advice("call model.train() at the beginning of the training loop"),
+     where=lambda fact: fact.numbers["given"])  # fmt: skip

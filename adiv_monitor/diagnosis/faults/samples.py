@@ -4,17 +4,16 @@ In the order of the model: are samples or axes mixed, is the gradient cut, are a
 or attention without effect, and are parts of the inputs, or their order, ignored?
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import is_opposed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed
 
-PLACED = 0.5  # share of the outputs that depend on the place in the batch
 OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
@@ -24,32 +23,25 @@ TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 def samples_mixed(record: Record) -> Iterator[Finding]:
     """Find predictions for one sample that change with another sample's input, or its place."""
     for fact in record.found_by("samples-mixed"):
-        placed, share = fact.words.get("by") == "place", fact.numbers["share"]
-        limit = PLACED if placed else 1.2 * fact.numbers["independent"]
-        by = "its place in the batch" if placed else "another sample's input"
-        batch_first = Advice("set batch_first=True", "batch-first")  # fmt: skip
+        share = fact.numbers["share"]
+        by = "its place in the batch" if "by" in fact.words else "another sample's input"
         yield Finding("samples-mixed", act_if(suffers(record)),
             f"The predictions for a sample change with {by} ({share:.0%} of the outputs do)."
             + f" The first function that mixes samples is {fact.place}." * bool(fact.place),
-            (Evidence("share of outputs that change", share, limit),),
-            (*[batch_first] * ("batch_first" in fact.words),
+            (Evidence("share of outputs that change", share,
+                      1.2 * fact.numbers.get("independent", 0.0)),),
+            (*[Advice("set batch_first=True", "batch-first")] * ("batch_first" in fact.words),
              Advice("look in forward() for a table along axis 0, the axis of the samples, and for "
                     "a mean, a softmax, attention or a reshape over it")))  # fmt: skip
 
 
-@fault("reshape-scrambles", "A reshape that scrambles axes", explains=LEARNING, acts_below=1.0)
-def reshape_scrambles(record: Record) -> Iterator[Finding]:
-    """Find reshapes that were meant to exchange axes."""
-    if facts := record.found_by("reshape-scrambles"):
-        of, to = facts[0].words["of"], facts[0].words["to"]
-        # Positions that get to see later ones lower the loss, so that the run does not suffer.
-        leaks = bool(record.found_by("future-leak"))
-        yield Finding("reshape-scrambles", act_if(suffers(record) or leaks),
-            f"{facts[0].place} reshapes {of} to {to} across the axes, and mixes positions."
-            + " If a shift is intended, this is no fault." * (not facts[0].numbers["permutes"])
-            + " Later positions may reach earlier ones this way (future-leak)." * leaks,
-            (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
-            (Advice("exchange axes with permute, not with view"),))  # fmt: skip
+told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
+     # Positions that get to see later ones lower the loss, so that the run does not suffer.
+     lambda record: suffers(record) or record.found_by("future-leak"),
+     "{place} reshapes {of} to {to} across the axes, and mixes positions.",
+     [Number("reshapes that cut across axes")],
+     Advice("exchange axes with permute, not with view, unless a shift is intended"),
+     explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
@@ -66,11 +58,6 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
             "parameters that the loss depends on.",
             (Evidence("cosine with the gradient without it", facts[0].numbers["cosine"], TURNED),),
             (Advice("remove the detach() there, unless it is intended", "uncut"),))  # fmt: skip
-
-
-def places(facts: Sequence[Fact]) -> str:
-    """Return the places of facts in quotes: three of them, and the number of further ones."""
-    return listed([f"'{fact.place}'" for fact in facts])
 
 
 def cuts(record: Record) -> list[Fact]:
@@ -100,17 +87,12 @@ def no_activation(record: Record) -> Iterator[Finding]:
              * bool(affine)))  # fmt: skip
 
 
-@fault("attention-axis", "Attention weights summed over another axis", explains=LEARNING,
-       acts_below=0.95)  # fmt: skip
-def attention_axis(record: Record) -> Iterator[Finding]:
-    """Find attention weights that sum to 1 along another axis than the one that is summed over."""
-    if facts := record.found_by("attention-axis"):
-        place, words = facts[0].place, facts[0].words
-        yield Finding("attention-axis", "watch",
-            f"{place} makes weights of shape {words['shape']} that sum to 1 along axis "
-            f"{words['axis']}, but {words['product']} sums over axis {words['over']}.",
-            (Evidence("softmaxes over another axis than their product", len(facts), 0.0, step=0),),
-            (Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),))  # fmt: skip
+told(__name__, "attention-axis", "Attention weights summed over another axis", "watch",
+     "{place} makes weights of shape {shape} that sum to 1 along axis {axis}, but {product} sums "
+     "over axis {over}.",
+     [Number("softmaxes over another axis than their product")],
+     Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),
+     explains=LEARNING, acts_below=0.95)  # fmt: skip
 
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",),
@@ -132,16 +114,9 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 
 
-@fault("order-ignored", "The order of positions is ignored", acts_below=0.8, often_meant=True)
-def order_ignored(record: Record) -> Iterator[Finding]:
-    """Find places whose order makes no difference.
-
-    The inputs may be sets, so it should be acted on only if positions help.
-    """
-    for fact in record.found_by("order-ignored"):
-        count = fact.numbers["places"]
-        yield Finding("order-ignored", "watch",
-            f"The outputs do not depend on the order of the {count:.0f} positions of an input.",
-            (Evidence("positions whose order does not matter", count, step=0),),
-            (Advice("add position embeddings, unless the inputs are sets", "positions"),),
-            since=0)  # fmt: skip
+# The inputs may be sets, so it should be acted on only if positions help.
+told(__name__, "order-ignored", "The order of positions is ignored", "watch",
+     "The outputs do not depend on the order of the {places:.0f} positions of an input.",
+     [Number("positions whose order does not matter", "places")],
+     Advice("add position embeddings, unless the inputs are sets", "positions"),
+     acts_below=0.8, often_meant=True)  # fmt: skip

@@ -12,8 +12,15 @@ from statistics import median
 
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.data import BEHIND, EXPLAINS
-from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, act_if, fault, finds, stepped
-from adiv_monitor.diagnosis.faults.numbers import by_training, is_broken, non_finite
+from adiv_monitor.diagnosis.faults.fault import (
+    FEWEST_REPORTS,
+    act_if,
+    fault,
+    finds,
+    of_layers,
+    stepped,
+)
+from adiv_monitor.diagnosis.faults.inputs import by_training, is_broken, non_finite
 from adiv_monitor.diagnosis.faults.rates import (
     better_rate,
     by_trial,
@@ -37,7 +44,6 @@ from adiv_monitor.diagnosis.readings import (
     middle,
     named,
     of_same_rows,
-    readings,
     still_rises,
     these,
     worst_first,
@@ -57,15 +63,15 @@ OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
 LOW, HIGH = HEALTH["update_ratio"].healthy
 _WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large) → words
-    ("update_ratio", True): "the activations of {} move by more than {} times their length",
-    (GRADIENT, False): "the gradient at {} is less than {} times that at the last layer",
-    (GRADIENT, True): "the gradient at {} is more than {} times that at the last layer",
-    ("idle_share", True): "more rows of {} than a share of {} have no gradient (padding, masked "
+    ("update_ratio", True): "the activations of {} move by more than {:g} times their length",
+    (GRADIENT, False): "the gradient at {} is less than {:g} times that at the last layer",
+    (GRADIENT, True): "the gradient at {} is more than {:g} times that at the last layer",
+    ("idle_share", True): "more rows of {} than a share of {:g} have no gradient (padding, masked "
     "tokens, dead units)",
-    ("scale_cv", True): "the row scales of {} have a standard deviation of more than {} times "
+    ("scale_cv", True): "the row scales of {} have a standard deviation of more than {:g} times "
     "their mean",
-    ("projection_cosine", False): "the change of the weights of {} has a cosine below {} with the "
-    "optimizer's update",
+    ("projection_cosine", False): "the change of the weights of {} has a cosine below {:g} with "
+    "the optimizer's update",
 }
 LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
 ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
@@ -77,10 +83,6 @@ SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NO
 HARDLY_MOVES = 3e-3
 # Share of the first loss that is left after overfitting one small batch.
 NOT_BY_HEART = 0.5
-_NO_MEASURE = (
-    " That is no fault of generative adversarial networks, of reinforcement learning, or of a run "
-    "that was resumed."
-)
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 RISES_YET = "The learning rate still rises: measurements at its peak will be clearer."
 AUDIT = Advice("run adiv-audit: it looks for the cause, and tries fixes")
@@ -101,8 +103,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
     shares = SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE
     limits = dict(zip(STRENGTHS, shares, strict=True))
     strength = next((name for name, limit in limits.items() if share < limit), None)
-    moves = [move.value for move in by_layer(at_peak(record), "update_ratio").values()]
-    if strength == "act" and moves and median(moves) >= LOW:
+    if strength == "act" and median(_moves(record).values() or [0.0]) >= LOW:
         strength = "watch"  # a run that is slow at first only looks like that, too
     if strength is not None:
         yield Finding("rate-too-low", strength, said_of_rates(factor, trial)
@@ -112,26 +113,27 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
             other_rates([factor, *(f for f in (10.0, 3.0) if f != factor)]))  # fmt: skip
 
 
+def _moves(record: Record) -> dict[str, float]:
+    """Return how far each layer's activations typically move near the peak of the rate."""
+    return {p: t.value for p, t in by_layer(at_peak(record), "update_ratio").items()}
+
+
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
-    moves = by_layer(at_peak(record), "update_ratio")
-    if still_rises(record.reports) or (course.is_long_enough(record) and course.fell(record)):
+    moves, is_long = by_layer(at_peak(record), "update_ratio"), course.is_long_enough(record)
+    if still_rises(record.reports) or (is_long and course.fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
-    began = at_first(record, "update_ratio")
-    if (
-        began
-        and not course.is_long_enough(record)
-        and all(t.value >= LOW for t in began[0].values())
-    ):
+    began = at_first(record, "update_ratio")[:1]
+    if not is_long and any(all(t.value >= LOW for t in step.values()) for step in began):
         return  # they moved well at first, so the training has probably come to its end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
-        path = worst_first({path: move.value for path, move in moves.items()})[0]
+        path = worst_first(_moves(record))[0]
         largest = moves[path].value
         # Reports alone don't distinguish a training that never began from one that has ended.
-        unsure = " That is usual at the end of a training."
+        unsure = " That is usual at the end of a training." * (not record.is_audited)
         factor = usual_factor([largest]) or 10.0
         yield Finding("rate-too-low", act_if(record.is_audited and suffers(record)),
             f"In a typical step, no layer's activations move by more than {largest:.3g} times "
-            f"their length (limit {HARDLY_MOVES:g}).{unsure * (not record.is_audited)}",
+            f"their length (limit {HARDLY_MOVES:g}).{unsure}",
             (Evidence("update_ratio", largest, HARDLY_MOVES, path),),
             other_rates([factor, factor / 10 if factor > 10 else 3.0]))  # fmt: skip
 
@@ -158,17 +160,22 @@ def became_non_finite(record: Record) -> Iterator[Finding]:
 @fault("cannot-overfit", "The model can't overfit one small batch", about="last", certain=True)
 def cannot_overfit(record: Record) -> Iterator[Finding]:
     """Find a model that can't even overfit one small batch."""
-    trial, first = record.overfit, course.start(record)
-    if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(first):
-        return
-    if first > 0 and trial.loss / first > NOT_BY_HEART and not course.tells_nothing(record):
+    trial, left = record.overfit, _left_of_one_batch(record)
+    if trial is not None and left > NOT_BY_HEART and not course.tells_nothing(record):
         yield Finding("cannot-overfit", act_if(not trial.falls),
             f"After {trial.steps} steps on one small batch, the loss of this batch is still "
             f"{trial.loss:.3g}{', and falling' * trial.falls}.",
-            (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * first),),
+            (Evidence("share of the first loss that is left", left, NOT_BY_HEART),),
             (Advice("print the inputs and outputs of each function, from batch to loss"),),
             "More data do not help a model that can't learn a few samples." * (not trial.falls),
             against=())  # fmt: skip
+
+
+def _left_of_one_batch(record: Record) -> float:
+    """Return the share of the first loss that is left after overfitting one batch; NaN: unknown."""
+    trial, first = record.overfit, course.start(record)
+    is_known = trial is not None and trial.steps >= LEAST_STEPS and first > 0
+    return trial.loss / first if trial is not None and is_known else math.nan
 
 
 @fault("behind-reference", "The model learns less than a small network", about="last")
@@ -197,80 +204,62 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     and this optimizer alone trains, from the first step; else the finding is a note. So it is if
     the loss fell a little: much of it may be what no model can predict.
     """
-    if (
-        not course.is_long_enough(record)
-        or not math.isfinite(course.end(record))
-        or course.tells_nothing(record)
-    ):
+    start, end, audited = course.start(record), course.end(record), record.is_audited
+    if not course.is_known(record) or course.tells_nothing(record):
         return
-    no_lower = course.end(record) > (1 - course.STILL) * course.start(record) > 0
-    unclear = course.may_have_fallen(record) and not no_lower
-    if (course.fell(record) and not no_lower) or (unclear and not record.is_audited):
+    stays, fell = end > (1 - course.STILL) * start > 0, course.fell(record)
+    unclear = course.may_have_fallen(record) and not stays
+    if (fell and not stays) or (unclear and not audited):
         return
-    rises, little = (
-        still_rises(record.reports),
-        not record.is_audited and course.fell_little(record),
-    )
-    factor = usual_factor(move.value for move in by_layer(at_peak(record), "update_ratio").values())
-    factors = [10.0, 0.1] if record.is_audited else []
-    if course.end(record) > (1 + course.STILL) * record.losses[0] > 0:
+    little, rises = not audited and course.fell_little(record), still_rises(record.reports)
+    told = audited or course.is_measure(record)
+    factor = usual_factor(_moves(record).values()) or 1.0
+    factors = [10.0, 0.1] if audited else []
+    if end > (1 + course.STILL) * record.losses[0] > 0:
         factors = [0.1]
-    if factor is not None and factor > 10:  # layers hardly move, whatever the loss does
+    if factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
     advice = other_rates(factors) or (AUDIT,)
-    if rises:
-        advice = ()
-    elif unclear:
-        advice = (Advice("train for more steps: the mean over more batches has less noise"),)
-    told = record.is_audited or course.is_measure(record)
-    overfit = record.overfit is not None and record.overfit.loss < NOT_BY_HEART * course.start(
-        record
-    )
     if unclear:
         said = f"may fall, but differs by {course.noise(record):.3g} from batch to batch"
+        advice = (Advice("train for more steps: the mean over more batches has less noise"),)
     elif course.rose(record):
         said = "rises"
     elif little:
         said = f"falls by less than {course.STILL:.0%}"
-    elif (course.fell(record) or course.may_have_fallen(record)) and course.start(
-        record
-    ) == record.chance:
-        said = f"ends no lower than {record.chance:.3g}, the loss of a constant prediction"
+    elif (fell or course.may_have_fallen(record)) and start == record.chance:
+        said = f"ends no lower than {start:.3g}, the loss of a constant prediction"
     else:
         said = "does not fall"
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
-        f"The loss {said}: {record.losses[0]:.3g} at first, {course.end(record):.3g} at the end."
-        + " However, the model overfits one small batch." * overfit
-        + f" {RISES_YET}" * rises + _NO_MEASURE * (not told),
-        (Evidence("loss", course.end(record), course.start(record)),), advice)  # fmt: skip
+        f"The loss {said}: {record.losses[0]:.3g} at first, {end:.3g} at the end."
+        + " However, the model overfits one small batch."
+        * (_left_of_one_batch(record) < NOT_BY_HEART)
+        + f" {RISES_YET}" * rises
+        + " That is no fault of generative adversarial networks, of reinforcement learning, or of "
+        "a run that was resumed." * (not told),
+        (Evidence("loss", end, start),), advice * (not rises))  # fmt: skip
 
 
-@fault(
-    "interference",
-    "Direction lost to interference between rows",
-    shown_by=lambda record: by_layer(record, "attainable_cosine"),
-)
+@fault("interference", "Direction lost to interference between rows",
+       shown_by=lambda record: by_layer(record, "attainable_cosine"))  # fmt: skip
 def interference(record: Record) -> Iterator[Finding]:
     """Find layers whose gradient step has a low cosine although a better step exists."""
-    ceilings = by_layer(record, "attainable_cosine")
-    lost = {
-        path: cosine.value
-        for path, cosine in by_layer(record, "gradient_cosine").items()
-        if path in ceilings
-        and cosine.below(LOW_COSINE)
-        and ceilings[path].above(ROOM * abs(cosine.value))
-    }
+    cosines, ceilings = (by_layer(record, f"{of}_cosine") for of in ("gradient", "attainable"))
+    lost = [p for p in sorted(cosines, key=lambda p: cosines[p].value)
+            if p in ceilings and cosines[p].below(LOW_COSINE)
+            and ceilings[p].above(ROOM * abs(cosines[p].value))]  # fmt: skip
     if lost:
-        worst, *_ = layers = tuple(sorted(lost, key=lambda path: lost[path]))
+        cosine, ceiling = cosines[lost[0]].value, ceilings[lost[0]].value
         # If rows may be tokens, batch normalisation would mix later into earlier ones.
         tokens = any(r.kind == "embedding" for x in record.reports for r in x.layers.values())
         yield Finding("interference", "note",
-            f"In {named(record, worst)}, the rows of a batch disturb each other: a gradient step "
-            f"has a cosine of {lost[worst]:.3g}, the best possible {ceilings[worst].value:.3g}.",
-            (Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),),
-            () if tokens else
-            (Advice("add batch normalisation in front of these layers", "batch-norm"),),
-            "Corrected layers remove differences in scale, not interference.", layers=layers,
+            f"In {named(record, lost[0])}, the rows of a batch disturb each other: a gradient step "
+            f"has a cosine of {cosine:.3g}, the best possible {ceiling:.3g}.",
+            (Evidence("gradient_cosine", cosine, LOW_COSINE, lost[0]),),
+            (Advice("add batch normalisation in front of these layers", "batch-norm"),)
+            * (not tokens),
+            "Corrected layers remove differences in scale, not interference.", layers=tuple(lost),
             against=("affine-like", "norm-like"))  # fmt: skip
 
 
@@ -283,7 +272,7 @@ def _spoken_for(found: Sequence[Finding], measure: str) -> set[str]:
 @fault("stands-still", "Layers that hardly move", "rest", about="symptom", shown_by=stepped)
 @fault("settled", "Layers that move less than at first", "rest", about="course")
 def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Find layers that hardly move, typically or lately, or whose move is not known.
+    """Find layers that hardly move, typically or lately.
 
     Those with a healthy move in a step of the first quarter have settled, unless the loss did not
     fall. One such step is enough, so that the result hardly depends on how many are measured.
@@ -291,15 +280,10 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     spoken_for = _spoken_for(found, "update_ratio")
     if record.rates or "*" in spoken_for:
         return
-    parts, late = [at_peak(record)], _quarter(record, last=True)
-    if len(late.reports) >= FEWEST_REPORTS:
-        parts.append(late)
-    little = {
-        path: move
-        for part in parts
-        for path, move in by_layer(part, "update_ratio").items()
-        if move.below(LOW) and path not in spoken_for
-    }
+    late, little = _quarter(record, last=True), {}
+    for part in (at_peak(record), *[late] * (len(late.reports) >= FEWEST_REPORTS)):
+        moves = by_layer(part, "update_ratio")
+        little |= {p: t for p, t in moves.items() if t.below(LOW) and p not in spoken_for}
     began: set[str] = set()
     if not course.is_long_enough(record) or course.fell(record):
         for report in _quarter(record, last=False).reports:
@@ -312,39 +296,26 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     if settled:
         yield _little(record, "settled", "note", settled,
                       "At first they did. That is usual as a loss falls.", ())  # fmt: skip
-    told = by_layer(record, "update_ratio")
-    if silent := tuple(
-        path
-        for path in maps(record)
-        if path not in told and path not in spoken_for
-        and all(r.update_ratio is not None and not r.non_finite
-                for r in readings(record, path).values())
-    ):  # fmt: skip
-        yield Finding("stands-still", _of_readings(record),
-            f"The move of the activations of {these(record, silent)} is not known: in no measured "
-            "step were both their gradients and their outputs nonzero.", (),
-            (Advice("check whether gradients are zero, or are cleared before the step"),),
-            layers=silent)  # fmt: skip
 
 
 def _quarter(record: Record, *, last: bool) -> Record:
     """Return the record of the first, or the last, quarter of the steps at the peak."""
     reports = at_peak(record).reports
-    steps = [report.step for report in reports]
-    length = (steps[-1] - steps[0]) / 4 if steps else 0
-    kept = [r for r in reports
-            if (r.step >= steps[-1] - length if last else r.step <= steps[0] + length)]  # fmt: skip
+    first, end = (reports[0].step, reports[-1].step) if reports else (0, 0)
+    length = (end - first) / 4
+    kept = [r for r in reports if (r.step >= end - length if last else r.step <= first + length)]
     return replace(record, reports=tuple(kept))
 
 
 def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     strength, said = _of_readings(record), ""
-    factor = max(3.0, usual_factor(move.value for move in layers.values()) or 0.0)
+    moves = [move.value for move in layers.values()]
     advice: tuple[Advice, ...] = (
-        Advice(f"use a learning rate {factor:g} times as high, for these layers or for all, unless "
-               "pretrained weights should stay close to their values"),
+        Advice(f"use a learning rate {max(3.0, usual_factor(moves) or 0.0):g} times as high, for "
+               "these layers or for all, unless pretrained weights should stay close to their "
+               "values"),
     )  # fmt: skip
-    if not any(move.value for move in layers.values()):
+    if not any(moves):
         said = "The learning rate is zero, or other code resets the weights."
         advice = (Advice("give these layers a learning rate above zero"),)
     elif still_rises(record.reports):
@@ -354,28 +325,15 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     return _little(record, "stands-still", strength, layers, said, advice)
 
 
-def _little(
-    record: Record, name: str, strength: Strength, layers: Mapping[str, Typical], said: str,
-    advice: tuple[Advice, ...]
-) -> Finding:  # fmt: skip
-    paths = tuple(sorted(layers, key=lambda path: layers[path].value))
+def _little(record: Record, name: str, strength: Strength, layers: Mapping[str, Typical],
+            said: str, advice: tuple[Advice, ...]) -> Finding:  # fmt: skip
+    moves = {p: layers[p].value for p in sorted(layers, key=lambda path: layers[path].value)}
     return Finding(name, strength,
-        f"In a typical step, the activations of {these(record, paths)} move by at most "
-        f"{layers[paths[-1]].value:.3g} times their length. Healthy layers that train from scratch "
+        f"In a typical step, the activations of {these(record, [*moves])} move by at most "
+        f"{max(moves.values()):.3g} times their length. Healthy layers that train from scratch "
         f"move by at least {LOW:g}. {said}".rstrip(),
-        tuple(Evidence("update_ratio", layers[p].value, LOW, p) for p in paths[:5]), advice,
-        layers=paths, since=min(t.since or 0 for t in layers.values()))  # fmt: skip
-
-
-def typical_values(record: Record, measure: str) -> dict[str, Typical]:
-    """Return layer → typical reading of a measure of the pictures, its median over the steps."""
-    seen: dict[str, list[tuple[int, float, float]]] = {}
-    for report in record.reports:
-        for path, value in value_of(record, report, measure).items():
-            if math.isfinite(value):
-                error = report.layers[path].standard_error.get(measure, 0.0)
-                seen.setdefault(path, []).append((report.step, value, error))
-    return {path: middle(values) for path, values in seen.items()}
+        of_layers("update_ratio", moves, LOW), advice,
+        layers=tuple(moves), since=min(t.since or 0 for t in layers.values()))  # fmt: skip
 
 
 def _of_readings(record: Record) -> Strength:
@@ -403,26 +361,32 @@ def limits(record: Record, measure: str) -> tuple[float, float]:
     return (far[0] if measure == "update_ratio" else near[0]), near[1]
 
 
-def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:
-    """Return layers typically below, and above, the limits by two standard errors."""
-    low, high = limits(record, measure)
-    typically = typical_values(at_peak(record), measure)
-    below = {path: value for path, value in typically.items() if value.below(low)}
-    above = {path: value for path, value in typically.items() if value.above(high)}
-    if measure == GRADIENT and below:
-        known = heard(record, record.reports[0])
-        # Queries and keys get little while attention is even, and the values beside them more.
-        paths, last = list(typically), record.reports[-1].layers
-        for i, path in enumerate(paths):
-            near = [p for p in paths[max(i - 2, 0) : i + 3] if not typically[p].below(low)]
+def _outside(record: Record, measure: str, is_high: bool) -> dict[str, float]:
+    """Return the layers typically above, or below, the limit by two standard errors, worst first.
+
+    Queries and keys get little gradient while attention is even, and the values beside them more.
+    """
+    seen: dict[str, list[tuple[int, float, float]]] = {}
+    for report in at_peak(record).reports:
+        for path, value in value_of(record, report, measure).items():
+            if math.isfinite(value):
+                error = report.layers[path].standard_error.get(measure, 0.0)
+                seen.setdefault(path, []).append((report.step, value, error))
+    typical = {path: middle(values) for path, values in seen.items()}
+    limit = limits(record, measure)[is_high]
+    off = {p: t.value for p, t in typical.items() if (t.above if is_high else t.below)(limit)}
+    if measure == GRADIENT and not is_high and off:
+        known, last, paths = heard(record, record.reports[0]), record.reports[-1].layers, [*typical]
+        for path in [*off]:
+            i = paths.index(path)
+            near = [p for p in paths[max(i - 2, 0) : i + 3] if not typical[p].below(limit)]
             if path not in known or any(of_same_rows(last, path, other) for other in near):
-                below.pop(path, None)
-    return below, above
+                del off[path]
+    return {path: off[path] for path in sorted(off, key=off.__getitem__, reverse=is_high)}
 
 
-@fault(
-    "outside-healthy", "Readings outside the healthy range", "rest", about="symptom", shown_by=maps
-)
+@fault("outside-healthy", "Readings outside the healthy range", "rest", about="symptom",
+       shown_by=maps)  # fmt: skip
 def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     """Find layers whose typical readings are outside of the limits, unless others report them.
 
@@ -430,13 +394,12 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
     """
     said, evidence, layers, faulty = [], [], [], False
     for (measure, is_high), words in _WORDS.items():
-        outside = {} if record.rates else _outside(record, measure)[is_high]
-        outside = {p: t for p, t in outside.items() if not {p, "*"} & _spoken_for(found, measure)}
-        paths = sorted(outside, key=lambda path: outside[path].value, reverse=is_high)
-        if paths:
+        spoken_for = _spoken_for(found, measure)
+        outside = {} if record.rates or "*" in spoken_for else _outside(record, measure, is_high)
+        if paths := [path for path in outside if path not in spoken_for]:
             limit = limits(record, measure)[is_high]
-            said.append(words.format(these(record, paths), f"{limit:g}"))
-            evidence += [Evidence(measure, outside[p].value, limit, p) for p in paths[:3]]
+            said.append(words.format(these(record, paths), limit))
+            evidence += [Evidence(measure, outside[p], limit, p) for p in paths[:3]]
             layers += paths
             faulty |= measure in _TELL_FAULTS
     if said:
@@ -451,12 +414,11 @@ def rate_decayed(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     if record.rates or (since := decayed_since(record.reports)) is None:
         return
     first, last = record.reports[0], record.reports[-1]
-    now = [v for v in value_of(record, last, "update_ratio").values() if math.isfinite(v)]
-    if any(value < LOW for value in now):
+    if any(value < LOW for value in value_of(record, last, "update_ratio").values()):
         peak = max(learning_rate(report) or 0.0 for report in record.reports)
         share = (learning_rate(last) or 0.0) / peak
         yield Finding("rate-decayed", "note",
             f"Since step {since:,}, the learning rate is below half of its peak, so the layers "
             "move less. The findings use the steps near the peak.",
-            (Evidence("learning rate over its peak", share, step=last.step),), (),
+            (Evidence("learning rate over its peak", share, step=last.step),),
             since=max(since, first.step))  # fmt: skip

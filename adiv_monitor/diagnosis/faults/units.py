@@ -4,15 +4,16 @@ Are the logits bounded, are units dead or saturated, and are gradients always cl
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.faults.fault import act_if, fault, finds
+from adiv_monitor.diagnosis.faults.fault import Number, act_if, fault, finds, of_layers, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import maps, scale_free, these, worst_first
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Record, UnitStatistics
 from adiv_monitor.printable import layer_words
 
 # Share of a layer's units that no row of any batch activates; SageMaker Debugger's rule, too, fires
@@ -36,20 +37,16 @@ CLIPPED_SHARE = 0.5
 CLIPPED_FAR = 10.0
 
 
-@fault("bounded-logits", "Logits of too narrow a range", acts_below=1.0)
-def bounded_logits(record: Record) -> Iterator[Finding]:
-    """Find logits within ±1 by their construction, not by an activation function on them."""
-    if record.activated_output is not None or record.double_softmax:
-        return
-    for fact in record.found_by("bounded-logits"):
-        floor, classes = fact.numbers["floor"], fact.numbers["classes"]
-        yield Finding("bounded-logits", act_if(suffers(record)),
-            f"The logits of {fact.place} stay between −1 and 1 even if all weights are ten times "
-            f"as large. With {classes:.0f} classes, its loss can't fall below {floor:.3g}.",
-            (Evidence("share of the logits within ±1", fact.numbers["share"], 0.9),),
-            (Advice("multiply the logits by 10 to 30, or a learnt factor", "logits-times-10"),),
-            "A higher learning rate does not widen the range of the logits.",
-            against=HIGHER_RATES)  # fmt: skip
+told(__name__, "bounded-logits", "Logits of too narrow a range", suffers,
+     "The logits of {place} stay between −1 and 1 even if all weights are ten times as large. With "
+     "{classes:.0f} classes, its loss can't fall below {floor:.3g}.",
+     [Number("share of the logits within ±1", "share")],
+     Advice("multiply the logits by 10 to 30, or a learnt factor", "logits-times-10"),
+     not_advised="A higher learning rate does not widen the range of the logits.",
+     against=HIGHER_RATES,
+     # By their construction, not by an activation function on them.
+     unless=lambda record: record.activated_output is not None or record.double_softmax,
+     acts_below=1.0)  # fmt: skip
 
 
 @fault("dead-units", "Dead units")
@@ -57,28 +54,46 @@ def dead_units(record: Record) -> Iterator[Finding]:
     """Find units that are constant over all rows and so never learn."""
     if not record.units:
         yield from _dead_by_measures(record)
-    dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_NOTE}
-    if layers := worst_first(dead):
-        share = dead[layers[0]]
+    if dead := _shares(record, _dead, DEAD_NOTE):
+        layers = [*dead]
+        share, units = dead[layers[0]], record.units[layers[0]]
         act = share > ALL_DEAD or (share > DEAD_ACT and suffers(record))
-        yield _dead(layers, "act" if act else "watch" if share > DEAD_ACT else "note",
-            f"{share:.0%} of the units of {_function(record, layers[0])} are dead: their values "
-            "lie where the function is flat, for every row of "
-            f"{record.units[layers[0]].batches} batches.",
-            [Evidence("dead share of units", dead[p], DEAD_NOTE, p) for p in layers])  # fmt: skip
+        yield replace(_DEAD,
+            strength="act" if act else "watch" if share > DEAD_ACT else "note",
+            summary=f"{share:.0%} of the units of {layer_words(layers[0], units.function)} are "
+            "dead: their values lie where the function is flat, for every row of "
+            f"{units.batches} batches.",
+            evidence=of_layers("dead share of units", dead, DEAD_NOTE),
+            layers=tuple(layers))  # fmt: skip
+
+
+_DEAD = Finding("dead-units", "act", advice=(
+    Advice("initialise the weights before these units again", "reinitialise"),
+    Advice("use leaky ReLU instead", "leaky-relu"),
+    Advice("add batch normalisation in front of these units", "batch-norm")),
+    not_advised="With a higher learning rate, still no gradient passes a dead unit.",
+    against=HIGHER_RATES)  # fmt: skip
 
 
 def dead_share(record: Record) -> float:
     """Return the largest share of dead units of a layer; 0 if too few batches were observed."""
-    return max(_dead_shares(record).values(), default=0.0)
+    return max(_shares(record, _dead).values(), default=0.0)
 
 
-def _dead_shares(record: Record) -> dict[str, float]:
-    return {
-        path: units.dead / units.units
-        for path, units in record.units.items()
-        if units.batches >= LEAST_BATCHES and units.units
-    }
+def _shares(
+    record: Record, share: Callable[[UnitStatistics], float], above: float = 0.0
+) -> dict[str, float]:
+    """Return the share of each activation function that ran often enough, largest first."""
+    found = {p: share(units) for p, units in record.units.items() if units.batches >= LEAST_BATCHES}
+    return {path: found[path] for path in worst_first(found) if found[path] > above}
+
+
+def _dead(units: UnitStatistics) -> float:
+    return units.dead / max(units.units, 1)
+
+
+def _saturated(units: UnitStatistics) -> float:
+    return units.saturated * (units.function in FLAT_AT_BOTH_ENDS)
 
 
 def _dead_by_measures(record: Record) -> Iterator[Finding]:
@@ -96,48 +111,27 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
     if layers:
         first = next(r for r in record.reports if layers[-1] in r.layers
                      and r.layers[layers[-1]].idle_share == 1)  # fmt: skip
-        yield _dead(layers, "act",
-            f"No row sends a gradient to {these(record, layers)}, but layers behind receive one: "
-            "all units between them are dead, or the gradient is cut there.",
-            [Evidence("idle_share", 1.0, ALL_DEAD, p) for p in layers], first.step)  # fmt: skip
-
-
-def _dead(layers: tuple[str, ...], strength: Strength, said: str, seen: list[Evidence],
-          since: int | None = None) -> Finding:  # fmt: skip
-    return Finding("dead-units", strength, said, tuple(seen[:5]),
-        (Advice("initialise the weights before these units again", "reinitialise"),
-         Advice("use leaky ReLU instead", "leaky-relu"),
-         Advice("add batch normalisation in front of these units", "batch-norm")),
-        "With a higher learning rate, still no gradient passes a dead unit.", layers=layers,
-        since=since, against=HIGHER_RATES)  # fmt: skip
-
-
-def _function(record: Record, path: str) -> str:
-    """Return the name and path of an activation function as words for a sentence."""
-    return layer_words(path, record.units[path].function)
+        yield replace(_DEAD,
+            summary=f"No row sends a gradient to {these(record, layers)}, but layers behind "
+            "receive one: all units between them are dead, or the gradient is cut there.",
+            evidence=of_layers("idle_share", dict.fromkeys(layers, 1.0), ALL_DEAD),
+            layers=layers, since=first.step)  # fmt: skip
 
 
 @fault("saturated-units", "Saturated units")
 def saturated_units(record: Record) -> Iterator[Finding]:
     """Find activation functions with many entries where they are flat and pass no gradient."""
-    saturated = {
-        path: u.saturated
-        for path, u in record.units.items()
-        if u.function in FLAT_AT_BOTH_ENDS
-        and u.batches >= LEAST_BATCHES
-        and u.saturated > SATURATED_WATCH
-    }
-    if layers := worst_first(saturated):
-        yield Finding("saturated-units",
-            act_if(saturated[layers[0]] > SATURATED_ACT and suffers(record)),
-            f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} are "
-            "saturated: they lie where the function is flat.",
-            tuple(Evidence("saturated share", saturated[p], SATURATED_WATCH, p)
-                  for p in layers[:5]),
+    if saturated := _shares(record, _saturated, SATURATED_WATCH):
+        first, *_ = layers = tuple(saturated)
+        share, function = saturated[first], record.units[first].function
+        yield Finding("saturated-units", act_if(share > SATURATED_ACT and suffers(record)),
+            f"{share:.0%} of the entries of {layer_words(first, function)} are saturated: they lie "
+            "where the function is flat.",
+            of_layers("saturated share", saturated, SATURATED_WATCH),
             (Advice("initialise the weights before these functions again", "reinitialise"),
              Advice("add layer normalisation in front of these functions", "layer-norm")),
-            "A higher learning rate drives the entries further into the flat parts.", layers=layers,
-            against=HIGHER_RATES)  # fmt: skip
+            "A higher learning rate drives the entries further into the flat parts.",
+            layers=layers, against=HIGHER_RATES)  # fmt: skip
 
 
 @finds()

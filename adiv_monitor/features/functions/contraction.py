@@ -13,16 +13,22 @@ The result's other letters are rows.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from string import ascii_letters
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.features.functions.blocks import BlockFeatures
-from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
+from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features
+from adiv_monitor.features.rows import (
+    Rows,
+    Whole,
+    compute_dtype,
+    squares,
+    to_compute_dtype,
+    to_device,
+)
 from adiv_monitor.features.uses import FunctionCall, Use
-from adiv_monitor.features.whole import Whole, squares
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,6 @@ def contraction(
     if any(len(set(o.letters)) < len(o.letters) for o in (weight, *others)):
         return None
     form = Form.of(weight, others, result)
-    if bias is not None and form.blocks:
-        return None
     of_bias = None if bias is None else float(bias_factor)
 
     def features(rows: Rows) -> Features:
@@ -292,6 +296,4 @@ def _without(letters: str, others: str) -> str:
 
 def _another(letters: str) -> str:
     """Return an unused letter."""
-    return next(
-        c for c in map(chr, range(ord("A"), ord("z") + 1)) if c.isalpha() and c not in letters
-    )
+    return next(letter for letter in ascii_letters if letter not in letters)

@@ -11,20 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import (
     Index,
+    LateScales,
     Rows,
+    Whole,
     compute_dtype,
+    in_parts,
     shares_memory,
+    squares,
     to_compute_dtype,
     to_device,
 )
 from adiv_monitor.features.uses import FunctionCall, Use, uses
-from adiv_monitor.features.whole import LateScales, Whole, in_parts, squares
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,6 @@ class Geometry:
         dilation: step between the entries of a patch.
         groups: number of groups of channels, each with its own patches.
         channels: number of input channels of a group.
-        mode: padding mode, as in torch's modules.
         spacing: step between the inputs, with zeros in between; empty: 1 each.
     """
 
@@ -48,13 +50,7 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
     channels: int
-    mode: str = "zeros"
     spacing: tuple[int, ...] = ()
-
-    @property
-    def dims(self) -> int:
-        """Number of spatial dimensions."""
-        return len(self.kernel)
 
     @property
     def by_position(self) -> bool:
@@ -69,26 +65,25 @@ class Geometry:
 
     def spatial_last(self, tensor: Tensor) -> Tensor:
         """Move the channels of (batch, channels, *spatial) or (channels, *spatial) last."""
-        return tensor.movedim(-1 - self.dims, -1)
+        return tensor.movedim(-1 - len(self.kernel), -1)
 
     def batched(self, tensor: Tensor) -> Tensor:
         """Return (batch, channels, *spatial); a single sample gets a batch dimension."""
-        return tensor[None] if tensor.dim() == self.dims + 1 else tensor
+        return tensor[None] if tensor.dim() == len(self.kernel) + 1 else tensor
 
 
-def geometry_of(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
-    """Return the geometry of a module."""
-    pairs = module._reversed_padding_repeated_twice  # also for "same"; last dimension first
-    padding = tuple(zip(pairs[::2], pairs[1::2], strict=True))[::-1]
-    return Geometry(
-        tuple(module.kernel_size),
-        tuple(module.stride),
-        padding,
-        tuple(module.dilation),
-        module.groups,
-        module.in_channels // module.groups,
-        module.padding_mode,
-    )
+def geometry_of(
+    weight: Tensor,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Geometry:
+    """Return the geometry of a convolution, from its arguments in torch's order."""
+    kernel = tuple(weight.shape[2:])
+    steps, dilations = repeated(stride, len(kernel)), repeated(dilation, len(kernel))
+    sides = _sides(padding, kernel, dilations)
+    return Geometry(kernel, steps, sides, dilations, groups, weight.shape[1])
 
 
 @uses("conv1d", "conv2d", "conv3d")
@@ -103,11 +98,7 @@ def convolution(
     groups: int = 1,
 ) -> Use:
     """Z = W patch + b at every output position, each of which is a row."""
-    kernel = tuple(weight.shape[2:])
-    dilations = repeated(dilation, len(kernel))
-    sides = _sides(padding, kernel, dilations)
-    stride = repeated(stride, len(kernel))
-    geometry = Geometry(kernel, stride, sides, dilations, groups, weight.shape[1])
+    geometry = geometry_of(weight, stride, padding, dilation, groups)
     return patchwise(geometry, input, weight, bias)
 
 
@@ -116,7 +107,7 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
     of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> DenseFeatures:
-        return DenseFeatures(patches(geometry, rows, input), of_bias)
+        return DenseFeatures(patches(geometry, input, rows), of_bias)
 
     def whole() -> Whole | None:
         if geometry.groups > 1:
@@ -129,7 +120,7 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
             yield patch_squares(geometry, part)
 
     def late() -> LateScales:
-        return LateScales(scales, [input], of_bias or 0.0)
+        return LateScales(scales, input, of_bias or 0.0)
 
     return Use("convolution", weight, bias, features, geometry.spatial_last, whole, late=late)
 
@@ -216,12 +207,11 @@ def _depthwise_sums(geometry: Geometry, x: Tensor) -> Tensor:
     By oneDNN, in float32, this is two to ten times as fast as `_window_sums`. Torch's own
     convolution, which float64 takes, is six times as slow.
     """
-    plain = geometry.mode == "zeros" and not geometry.spacing
-    sides = [left for left, right in geometry.padding if plain and left == right]
-    if len(sides) < geometry.dims:  # a convolution cannot pad like this
-        x, sides = _padded(geometry, x), [0] * geometry.dims
+    dims, sides = len(geometry.kernel), [a for a, b in geometry.padding if a == b]
+    if len(sides) < dims or geometry.spacing:  # a convolution cannot pad like this
+        x, sides = _padded(geometry, x), [0] * dims
     ones = x.new_ones(geometry.groups, 1, *geometry.kernel)
-    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[geometry.dims - 1]
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
     return convolve(x, ones, None, geometry.stride, sides, geometry.dilation, geometry.groups)
 
 
@@ -248,7 +238,7 @@ def _sum(geometry: Geometry, input: Tensor) -> Tensor:
     return _windows(geometry, _padded(geometry, of_samples)).sum((0, *positions))
 
 
-def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
+def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:
     """Return the patches of the chosen rows, (rows, groups, channels of a group × kernel)."""
     per_output = geometry.patch_size
     if geometry.by_position:
@@ -289,40 +279,25 @@ def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Te
         channels_last: store the result with the channels last in memory.
     """
     if any(step > 1 for step in geometry.spacing):
-        x = _spaced(x, geometry.spacing)
+        sizes = [(n - 1) * step + 1 for n, step in zip(x.shape[2:], geometry.spacing, strict=True)]
+        spaced = x.new_zeros(*x.shape[:2], *sizes)
+        spaced[(..., *(slice(None, None, step) for step in geometry.spacing))] = x
+        x = spaced
     pad = [side for sides in reversed(geometry.padding) for side in sides]
-    if any(pad) and geometry.mode == "zeros" and channels_last:  # pad and reorder in one copy
+    if any(pad) and channels_last:  # pad and reorder in one copy
         x = functional.pad(x.movedim(1, -1), [0, 0, *pad]).movedim(-1, 1)
     elif any(pad):
-        mode = "constant" if geometry.mode == "zeros" else geometry.mode
-        x = functional.pad(x, pad, mode=mode)
+        x = functional.pad(x, pad)
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
 
 
 def _windows(geometry: Geometry, x: Tensor) -> Tensor:
     """Return a view of the padded input as (batch, channels, *positions, *kernel)."""
-    n = len(geometry.kernel)
-    reach = [d * (k - 1) + 1 for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
-    outputs = [
-        (size - extent) // stride + 1
-        for size, extent, stride in zip(x.shape[2:], reach, geometry.stride, strict=True)
-    ]
-    steps = x.stride()[2:]
-    strides = [step * stride for step, stride in zip(steps, geometry.stride, strict=True)]
-    within = [step * dilation for step, dilation in zip(steps, geometry.dilation, strict=True)]
-    assert len(steps) == n
-    return x.as_strided(
-        (*x.shape[:2], *outputs, *geometry.kernel), (*x.stride()[:2], *strides, *within)
-    )
-
-
-def _spaced(x: Tensor, spacing: tuple[int, ...]) -> Tensor:
-    """Return the input with zeros between its entries."""
-    sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], spacing, strict=True)]
-    spaced = x.new_zeros(*x.shape[:2], *sizes)
-    places = tuple(slice(None, None, step) for step in (1, 1, *spacing))
-    spaced[places] = x
-    return spaced
+    for d, (size, stride, dilation) in enumerate(
+        zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), 2
+    ):
+        x = x.unfold(d, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    return x
 
 
 def _sources(
@@ -346,17 +321,6 @@ def _sources(
         if geometry.spacing:
             position, between = np.divmod(position, geometry.spacing[d])
             outside |= between != 0
-        if geometry.mode == "zeros":
-            outside |= (position < 0) | (position >= size)
-        sources.append(_pad(position, size, geometry.mode))
+        outside |= (position < 0) | (position >= size)
+        sources.append(np.clip(position, 0, size - 1))
     return sources, outside
-
-
-def _pad(position: Index, size: int, mode: str) -> Index:
-    """Map padded positions to 0..size−1; with zero padding, positions outside map anywhere."""
-    if mode == "circular":
-        return position % size
-    if mode == "reflect":  # about the first element, then about the last
-        position = np.abs(position)
-        return np.where(position >= size, 2 * (size - 1) - position, position)
-    return np.clip(position, 0, size - 1)

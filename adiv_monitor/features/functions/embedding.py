@@ -1,14 +1,14 @@
-"""Embedding look-ups: φ(x) = one-hot(token), scale 1."""
+"""Embedding look-ups: φ(x) = one-hot(token), scale 1; and of several rows at once, bags."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.features import OneHotFeatures
-from adiv_monitor.features.rows import Rows, compute_dtype
+from adiv_monitor.features.features import Features, OneHotFeatures
+from adiv_monitor.features.rows import Rows, Whole, compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses
-from adiv_monitor.features.whole import Whole
 
 
 @uses("embedding")
@@ -36,23 +36,26 @@ def refuse_rescaled(scale_grad_by_freq: bool, sparse: bool) -> None:
         raise Refused("sparse=True gives sparse gradients: set it to False to measure this layer")
 
 
-def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
-    """Return the use of a table by look-ups; a negative padding token counts from the end."""
-    vocabulary = len(table)
+def trained(tokens: Tensor, table: Tensor, padding: int | None) -> Float[Tensor, " tokens"]:
+    """Return 0 for the padding token, else 1; a negative padding token counts from the end."""
+    dtype = compute_dtype(table)
+    if padding is None:
+        return torch.ones(len(tokens), dtype=dtype, device=tokens.device)
+    return (tokens != padding % len(table)).to(dtype)
 
-    def trained(tokens: Tensor) -> Tensor:
-        is_trained = torch.ones_like(tokens) if padding is None else tokens != padding % vocabulary
-        return is_trained.to(compute_dtype(table))
+
+def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
+    """Return the use of a table by look-ups."""
 
     def features(rows: Rows) -> OneHotFeatures:
         tokens = token.reshape(-1)
         tokens = tokens.clone() if rows.chosen is None else tokens[rows.flat]
-        return OneHotFeatures(tokens.long(), trained(tokens), vocabulary)
+        return OneHotFeatures(tokens.long(), trained(tokens, table, padding), len(table))
 
     def whole() -> Whole:
         tokens = token.reshape(-1)
-        are_trained = trained(tokens)
-        counts = are_trained.new_zeros(vocabulary).index_add_(0, tokens, are_trained)
+        are_trained = trained(tokens, table, padding)
+        counts = are_trained.new_zeros(len(table)).index_add_(0, tokens, are_trained)
         return Whole(are_trained, 0.0, counts, None if padding is None else are_trained)
 
     return Use("embedding", table, None, features, whole=whole)
@@ -60,33 +63,110 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
 
 @uses("__getitem__")
 def indexed(call: FunctionCall, input: Tensor, index: object) -> Use | None:
-    """Z = W[index] or W[:, index] with integer indices, as for a table of position biases."""
-    of_dims = index if isinstance(index, tuple) else (index,)
-    numbers = [d for d, of_dim in enumerate(of_dims) if isinstance(of_dim, Tensor)]
-    rest = [of_dim for of_dim in of_dims if not isinstance(of_dim, Tensor)]
-    if len(numbers) != 1 or any(of_dim != slice(None) for of_dim in rest):
+    """Z = W[index] with integer indices, as for a table of position biases."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
         return None
-    index = of_dims[numbers[0]]
-    is_view = call.result._base is not None  # the index is a single number
-    if is_view or not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+    if call.result._base is not None or not call.is_weight(input):  # the index is a single number
         return None
-    return selected(call, input, numbers[0], index)
-
-
-@uses("index_select")
-def selected(call: FunctionCall, input: Tensor, dim: int, index: Tensor) -> Use | None:
-    """Z = W[index] along a dimension: one row of W per index."""
-    if not call.is_weight(input):
-        return None
-    dim %= input.dim()
 
     def table(weight: Tensor) -> Tensor:
-        return weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
+        return weight.reshape(len(weight), -1)
 
     def layout(tensor: Tensor) -> Tensor:
-        places = range(dim, dim + index.dim())
-        tensor = tensor.movedim(tuple(places), tuple(range(index.dim())))
         return tensor.flatten(index.dim()) if tensor.dim() > index.dim() else tensor[..., None]
 
-    found = look_up(index % input.shape[dim], table(input))
+    found = look_up(index % len(input), table(input))
     return replace(found, weight=input, layout=layout, shaped=table)
+
+
+@dataclass(frozen=True)
+class BagFeatures(Features):
+    """Features that add up several rows of the weight: φ(bag) = Σ share · one-hot(token).
+
+    Attributes:
+        phi: (rows, vocabulary), sparse, with the share of every distinct token of a bag.
+    """
+
+    phi: Tensor
+
+    def scale(self) -> Float[Tensor, "rows 1"]:
+        """Return Σ (Σ share)² over the distinct tokens of every bag."""
+        every = torch.ones(self.phi.shape[1], 1, dtype=self.phi.dtype, device=self.phi.device)
+        return self.squared().phi @ every
+
+    def squared(self) -> "BagFeatures":
+        """Return features with φ² in place of φ."""
+        return BagFeatures(self.phi.coalesce().pow(2))
+
+    def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
+        """Return the weighted sum of the weight's rows for every bag."""
+        return self.phi @ weight.to(self.phi)
+
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return φ_r·Σ_k a_k φ_k and ‖φ_r‖ of every row."""
+        return self.phi @ self.weight_sum(active), self.scale()[:, 0].sqrt()
+
+    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
+        """Return Σ_k a_k φ_k."""
+        return self.phi.t() @ active
+
+    def pick(self, rows: Tensor) -> "BagFeatures":
+        """Return the features of some of the rows."""
+        return BagFeatures(self.phi.index_select(0, rows))
+
+
+@uses("embedding_bag")
+def embedding_bag(
+    call: FunctionCall,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Use:
+    """Z = Σ share · W[token] over the tokens of a bag except padding."""
+    if call.trains:
+        refuse_rescaled(scale_grad_by_freq, sparse)
+    if mode == "max":
+        raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
+
+    def bags(rows: Tensor | None) -> BagFeatures:
+        """Return some bags, None for all; bags of any length are all read, to know where one is."""
+        tokens, weights = input, per_sample_weights
+        if offsets is not None:
+            count = len(offsets) - include_last_offset
+            first = offsets[:count]
+        else:
+            if rows is not None:
+                tokens, weights = tokens[rows], None if weights is None else weights[rows]
+            count, length = tokens.shape
+            first = torch.arange(count, device=tokens.device) * length
+        tokens = tokens.reshape(-1)
+        places = torch.arange(len(tokens), device=tokens.device)
+        bag = torch.searchsorted(first, places, right=True) - 1
+        share = trained(tokens, weight, padding_idx)
+        if mode == "mean":
+            sizes = share.new_zeros(count).index_add_(0, bag, share)
+            share = share / sizes.clamp(min=1)[bag]
+        if weights is not None:
+            share = share * weights.reshape(-1)
+        entries, size = torch.stack([bag, tokens]), (count, len(weight))
+        phi = torch.sparse_coo_tensor(entries, share, size, check_invariants=False)
+        found = BagFeatures(phi.coalesce())
+        return found if rows is None or offsets is None else found.pick(rows)
+
+    def features(rows: Rows) -> BagFeatures:
+        return bags(None if rows.chosen is None else rows.flat)
+
+    def whole() -> Whole:
+        every = bags(None)
+        scale = every.scale()[:, 0]
+        return Whole(scale, 0.0, every.weight_sum(torch.ones_like(scale)))
+
+    return Use("embedding", weight, None, features, whole=whole)

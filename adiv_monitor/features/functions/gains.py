@@ -1,78 +1,157 @@
-"""Elementwise products with a parameter."""
+"""Gains and offsets: parameters that act entry by entry and are broadcast over other dimensions.
 
+A parameter is shared along its dimensions of size one and those that it lacks: every position along
+them is a row. The last of its other dimensions holds the channels. An offset may fill a part of the
+result only, as class tokens, mask tokens and learned queries do.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from adiv_monitor.features.functions.broadcast import gain, offset
-from adiv_monitor.features.uses import FunctionCall, Use, uses
+from adiv_monitor.features.features import DenseFeatures, OneHotFeatures
+from adiv_monitor.features.rows import (
+    LateScales,
+    Rows,
+    Whole,
+    behind_view,
+    compute_dtype,
+    in_parts,
+    shares_memory,
+    to_compute_dtype,
+    to_device,
+)
+from adiv_monitor.features.uses import Found, FunctionCall, Use, uses
+
+REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
+
+
+def own_dims(parameter: Tensor, shape: Sequence[int]) -> list[int]:
+    """Return the dimensions of the broadcast shape along which the parameter is not broadcast."""
+    first = len(shape) - parameter.dim()
+    return [first + d for d, size in enumerate(parameter.shape) if size > 1]
+
+
+def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
+    """Z = p⊙x, of the given shape: per entry i of the parameter, φ = x_i."""
+    own = own_dims(parameter, shape)
+    rest = [d for d in range(len(shape)) if d not in own]
+
+    def layout(tensor: Tensor) -> Tensor:
+        return tensor[..., None] if not own else tensor.permute(*rest, *own).flatten(len(rest))
+
+    def features(rows: Rows) -> DenseFeatures:
+        taken = rows.take(layout(x.expand(shape)))  # x may be a boolean mask
+        return DenseFeatures(taken.to(torch.promote_types(taken.dtype, parameter.dtype))[..., None])
+
+    def scales(x: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(layout(x.expand(shape))):
+            yield to_compute_dtype(part).square()
+
+    def late() -> LateScales:
+        return LateScales(scales, x, 0.0)
+
+    return Use("gain", parameter, None, features, layout, late=late)
+
+
+def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | None:
+    """Z = factor · p, of the given shape: φ = factor, or ±one-hot(place) if p is a table.
+
+    A table differs in several dimensions; its use is None if the factor is not ±1.
+
+    Args:
+        parameter: p.
+        shape: shape of z.
+        factor: the factor of p.
+    """
+    own = own_dims(parameter, shape)
+    channel = own[-1] if own else None
+    dtype = compute_dtype(parameter)
+
+    def layout(tensor: Tensor) -> Tensor:
+        return tensor[..., None] if channel is None else tensor.movedim(channel, -1)
+
+    def ones(count: int) -> Tensor:
+        return torch.ones(count, dtype=dtype, device=parameter.device)
+
+    if len(own) < 2:
+
+        def constant(rows: Rows) -> DenseFeatures:
+            return DenseFeatures(None, factor * ones(rows.count)[:, None])
+
+        return Use("offset", None, parameter, constant, layout)
+
+    if abs(factor) != 1:
+        return None
+    places = own[:-1]
+    sizes = [shape[d] for d in places]
+
+    def one_hot(rows: Rows) -> OneHotFeatures:
+        index = np.ravel_multi_index([rows.positions[d] for d in places], sizes)
+        return OneHotFeatures(to_device(index, rows.device), ones(rows.count), prod(sizes))
+
+    def whole() -> Whole:
+        every = ones(prod(shape) // shape[own[-1]])
+        return Whole(every, 0.0, every.new_full((prod(sizes),), len(every) / prod(sizes)))
+
+    def table(tensor: Tensor) -> Tensor:
+        return factor * tensor.reshape(prod(sizes), -1)
+
+    return Use("offset", parameter, None, one_hot, layout, whole, table)
+
+
+# --- sums of products ----------------------------------------------------------------------------
+
+
+def terms(call: FunctionCall, given: Sequence[object], *products: tuple[object, Any]) -> Found:
+    """Return the uses in z = Σ p⊙factor, of those p that are parameters.
+
+    Args:
+        call: the call.
+        given: its arguments; there is no use if all of them are of the model.
+        products: every p with its factor, a tensor or a number.
+    """
+    if not call.has_data(*given):
+        return []
+    shape = call.result.shape
+    return [
+        gain(p, factor, shape) if isinstance(factor, Tensor) else offset(p, shape, factor)
+        for p, factor in products
+        if call.is_weight(p)
+    ]
 
 
 @uses("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__")
-def product(call: FunctionCall, input: Tensor, other: Tensor) -> Use | None:
+def product(call: FunctionCall, input: Tensor, other: Tensor) -> Found:
     """Z = p⊙x: a gain with x̂ = x (LayerScale, the end of an RMSNorm)."""
-    if call.is_weight(input) and call.has_data(other):
-        return gain(input, other, call.result.shape)
-    if call.is_weight(other) and call.has_data(input):
-        return gain(other, input, call.result.shape)
-    return None
+    return terms(call, (input, other), (input, other), (other, input))
 
 
-@uses("div", "divide", "true_divide", "__div__", "__truediv__")
-def quotient(
-    call: FunctionCall, input: Tensor, other: Tensor, *, rounding_mode: str | None = None
-) -> Use | None:
-    """Z = p/x; there is no use in x/p, which is not linear in p."""
-    if rounding_mode is None and call.is_weight(input) and call.has_data(other):
-        return gain(input, other.reciprocal(), call.result.shape)
-    return None
+@uses("add", "__add__", "__radd__", "add_", "__iadd__")
+def total(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float = 1) -> Found:
+    """Z = x + αp, or p + αx."""
+    return terms(call, (input, other), (input, 1), (other, alpha))
+
+
+@uses("sub", "subtract", "__sub__", "sub_", "subtract_", "__isub__")
+def difference(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float = 1) -> Found:
+    """Z = x − αp, or p − αx."""
+    return terms(call, (input, other), (input, 1), (other, -alpha))
 
 
 @uses("addcmul", "addcmul_")
 def added_product(
     call: FunctionCall, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
-) -> list[Use]:
+) -> Found:
     """Z = x + v·a⊙b, linear in each of x, a and b."""
-    if not call.has_data(input, tensor1, tensor2):
-        return []
-    shape = call.result.shape
-    found = _offset(call, input)
-    for parameter, x in ((tensor1, tensor2), (tensor2, tensor1)):
-        if call.is_weight(parameter):
-            found.append(gain(parameter, x if value == 1 else value * x, shape))
-    return found
-
-
-@uses("addcdiv", "addcdiv_")
-def added_quotient(
-    call: FunctionCall, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
-) -> list[Use]:
-    """Z = x + v·a/b, linear in x and a."""
-    if not call.has_data(input, tensor1, tensor2):
-        return []
-    found = _offset(call, input)
-    if call.is_weight(tensor1):
-        found.append(gain(tensor1, value / tensor2, call.result.shape))
-    return found
-
-
-@uses("lerp", "lerp_")
-def mixture(call: FunctionCall, input: Tensor, end: Tensor, weight: Tensor | float) -> list[Use]:
-    """Z = (1 − w)⊙a + w⊙b, linear in each of a, b and w."""
-    if not call.has_data(input, end, weight):
-        return []
-    shape = call.result.shape
-    found = []
-    for parameter, share in ((input, 1 - weight), (end, weight)):
-        if not call.is_weight(parameter):
-            continue
-        if isinstance(share, Tensor):
-            found.append(gain(parameter, share, shape))
-        else:
-            found += _offset(call, parameter, share)
-    if call.is_weight(weight):
-        found.append(gain(weight, end - input, shape))
-    return found
+    a, b = (x if value == 1 else value * x for x in (tensor1, tensor2))
+    return terms(call, (input, tensor1, tensor2), (input, 1), (tensor1, b), (tensor2, a))
 
 
 @uses("prelu")
@@ -85,6 +164,88 @@ def prelu(call: FunctionCall, input: Tensor, weight: Tensor) -> Use | None:
     return replace(gain(of_channels, input.clamp(max=0), input.shape), weight=weight)
 
 
-def _offset(call: FunctionCall, parameter: Tensor, factor: float = 1) -> list[Use]:
-    found = offset(parameter, call.result.shape, factor) if call.is_weight(parameter) else None
-    return [] if found is None else [found]
+# --- offsets in a part of the result -------------------------------------------------------------
+
+
+@uses(*REPEATING)
+def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
+    """Z = p, repeated for every sample.
+
+    There is no use if it is repeated to another parameter's shape, or for an empty batch.
+    """
+    if size and isinstance(size[0], Tensor) and call.of_model(size[0]):
+        return None
+    shape = call.result.shape
+    first = len(shape) - input.dim()
+    whole = all(shape[first + d] == size for d, size in enumerate(input.shape) if size > 1)
+    if not call.is_weight(input) or call.result.numel() in (0, input.numel()) or not whole:
+        return None
+    return offset(input, shape)
+
+
+@uses("cat", "concat", "concatenate")
+def concatenation(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -> Found:
+    """Z = p in its part of a concatenation with data."""
+    start, found = 0, list[Use | None]()
+    for tensor in tensors if call.has_data(*tensors) else ():
+        size = tensor.shape[dim]
+        if call.is_weight(tensor):
+            place = partial(torch.narrow, dim=dim, start=start, length=size)
+            found.append(_placed(tensor, tensor.shape, place))
+        start += size
+    return found
+
+
+@uses("where")
+def choice(call: FunctionCall, condition: Tensor, input: object, other: object) -> Found:
+    """Z = p where a condition holds, or where it does not hold."""
+    if not call.has_data(condition, input, other):
+        return []
+    masks = (input, condition), (other, condition.logical_not())
+    return [_masked(p, mask, call.result.shape) for p, mask in masks if call.is_weight(p)]
+
+
+@uses("__setitem__")
+def assignment(call: FunctionCall, input: Tensor, index: Any, value: object) -> Use | None:
+    """x[index] = p, for an index of slices and numbers, or a mask.
+
+    There is no use if x is a view of a part: it gets no gradient from other reads of its base.
+    """
+    if input._base is not None and behind_view(input) is input:
+        return None
+    if not call.is_weight(value):
+        return None
+    if not call.has_data(input) and value.numel() == input[index].numel():
+        return None  # p is written once, as a part of a larger weight
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        rest = input.dim() - index.dim()
+        if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
+            return None  # p has a different entry for each place
+        return _masked(value, index[(..., *(None for _ in range(rest)))], input.shape)
+    part = input[index]
+    if not shares_memory(part, input):  # the index has numbers of places in it
+        return None
+    return _placed(value, part.shape, lambda tensor: tensor[index])
+
+
+def _placed(
+    parameter: Tensor, shape: Sequence[int], place: Callable[[Tensor], Tensor]
+) -> Use | None:
+    """Return the use of a parameter as an offset in a part of the result."""
+    found = offset(parameter, shape)
+    if found is None:
+        return None
+    layout = found.layout
+    return replace(found, layout=lambda tensor: layout(place(tensor)))
+
+
+def _masked(parameter: Tensor, mask: Tensor, shape: Sequence[int]) -> Use | None:
+    """Return the use of a parameter as an offset where a mask is set; other rows have no gradient.
+
+    There is no use if the mask differs within rows.
+    """
+    own = own_dims(parameter, shape)
+    dim = own[-1] - len(shape) if own else 0
+    if own and mask.dim() >= -dim and mask.shape[dim] > 1:
+        return None
+    return _placed(parameter, shape, lambda tensor: tensor.masked_fill(~mask, 0))

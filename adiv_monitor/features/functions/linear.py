@@ -1,35 +1,26 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
 from math import prod
-from string import ascii_uppercase
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.functions.contraction import Operand, contraction
-from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.rows import Rows, Whole, compute_dtype, squares
 from adiv_monitor.features.uses import FunctionCall, Use, uses
-from adiv_monitor.features.whole import Whole, squares_and_sum
 
 
 @uses("linear")
 def linear(
     call: FunctionCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> list[Use]:
-    """Z = x Wᵀ + b: one row per sample or token; x may be the parameter and W data."""
-    found = [affine(input, weight, bias)] if call.of_model(weight) or bias is not None else []
-    if call.is_weight(input) and call.has_data(weight):
-        rows = ascii_uppercase[: input.dim() - 1]
-        outputs = "j" if weight.dim() > 1 else ""
-        data = [Operand(weight, f"{outputs}k")]
-        by_input = contraction(Operand(input, f"{rows}k"), data, rows + outputs)
-        found += [] if by_input is None else [by_input]
-    return found
+) -> Use | None:
+    """Z = x Wᵀ + b: one row per sample or token."""
+    return affine(input, weight, bias) if call.of_model(weight) or bias is not None else None
 
 
 def affine(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     *,
     part: str = "",
@@ -51,10 +42,38 @@ def affine(
 
     def whole() -> Whole:
         flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # −1 fails if there are no columns
-        of_rows, total = squares_and_sum(flat)
-        return Whole(of_rows, of_bias or 0.0, total)
+        return Whole(squares(flat), of_bias or 0.0, flat.sum(0, dtype=compute_dtype(flat)))
 
     def layout(tensor: Tensor) -> Tensor:
         return tensor if outputs is None else tensor.narrow(-1, *outputs)
 
     return Use("linear", weight, bias, features, layout, whole, part=part, form="affine")
+
+
+@uses("multi_head_attention_forward.linear")
+def projection(
+    call: FunctionCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> list[Use]:
+    """Return an affine map each for queries, keys and values, or the output projection's.
+
+    `multi_head_attention_forward` is a Python function and is opened (`capture/forwards.py`), so
+    that the functions it calls are captured like any others.
+    """
+    packed = weight if weight._base is None else weight._base
+    width = packed.shape[1]
+    if packed.shape[0] != 3 * width:
+        return [affine(input, weight, bias)]
+    first = (weight.storage_offset() - packed.storage_offset()) // (width * width)
+    with torch.enable_grad():  # so that autograd knows them as views of a trained parameter
+        weights = weight.split(width)  # type: ignore[no-untyped-call]
+        biases = [None] * 3 if bias is None else bias.split(width)  # type: ignore[no-untyped-call]
+    return [
+        affine(input, weights[i], biases[i], part="qkv"[first + i], outputs=(i * width, width))
+        for i in range(len(weights))
+    ]
+
+
+def part_of(module: nn.Module, name: str) -> str:
+    """Return "q", "k" or "v" for an unpacked projection of torch's attention; "" for others."""
+    separate = isinstance(module, nn.MultiheadAttention) and name.endswith("_proj_weight")
+    return name[0] if separate and name[1] == "_" else ""

@@ -1,19 +1,23 @@
-"""Products of matrices, vectors and stacks of them, with the weight on either side.
+"""Products of a weight with data: of matrices, vectors and stacks of them, on either side.
 
-All are treated as sums over one or more shared dimensions (`contraction.py`).
+All are sums over one or more shared dimensions (`contraction.py`), but those of experts.
 """
 
 from collections.abc import Sequence
-from string import ascii_lowercase, ascii_uppercase
+from functools import partial
+from string import ascii_letters, ascii_uppercase
 
+import torch
 from torch import Tensor
 
-from adiv_monitor.features.functions.broadcast import offset
+from adiv_monitor.features.features import BlockFeatures, sums_of_blocks
 from adiv_monitor.features.functions.contraction import Operand, contraction, contractions
-from adiv_monitor.features.uses import FunctionCall, Use, uses
+from adiv_monitor.features.functions.gains import offset
+from adiv_monitor.features.rows import Rows, Whole, squares, to_compute_dtype
+from adiv_monitor.features.uses import Found, FunctionCall, Use, uses
 
 
-@uses("matmul", "__matmul__", "linalg_matmul")
+@uses("matmul", "__matmul__", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
 def matmul(call: FunctionCall, input: Tensor, other: Tensor) -> list[Use]:
     """Z = A B of vectors, matrices, or stacks of matrices that are broadcast."""
     stack = ascii_uppercase[: max(input.dim(), other.dim(), 2) - 2]
@@ -21,57 +25,6 @@ def matmul(call: FunctionCall, input: Tensor, other: Tensor) -> list[Use]:
     right = _last(stack, other.dim() - 2) + ("kj" if other.dim() > 1 else "k")
     result = stack + ("i" if input.dim() > 1 else "") + ("j" if other.dim() > 1 else "")
     return contractions(call, [Operand(input, left), Operand(other, right)], result)
-
-
-@uses("mm", "bmm")
-def matrices(call: FunctionCall, input: Tensor, mat2: Tensor) -> list[Use]:
-    """Z = A B."""
-    return matmul(call, input, mat2)
-
-
-@uses("mv")
-def matrix_vector(call: FunctionCall, input: Tensor, vec: Tensor) -> list[Use]:
-    """Z = A v."""
-    return matmul(call, input, vec)
-
-
-@uses("dot", "vdot")
-def dot(call: FunctionCall, input: Tensor, tensor: Tensor) -> list[Use]:
-    """Z = a·b."""
-    return matmul(call, input, tensor)
-
-
-@uses("inner")
-def inner(call: FunctionCall, input: Tensor, other: Tensor) -> list[Use] | None:
-    """Z = Σ_k a_…k b_…k."""
-    if not input.dim() or not other.dim():
-        return None
-    left, right = ascii_uppercase[: input.dim() - 1], ascii_lowercase[: other.dim() - 1]
-    operands = [Operand(input, f"{left}z"), Operand(other, f"{right}z")]
-    return contractions(call, operands, left + right)
-
-
-@uses("outer", "ger")
-def outer(call: FunctionCall, input: Tensor, vec2: Tensor) -> list[Use]:
-    """Z = a bᵀ."""
-    return contractions(call, [Operand(input, "i"), Operand(vec2, "j")], "ij")
-
-
-@uses("tensordot")
-def tensordot(
-    call: FunctionCall,
-    a: Tensor,
-    b: Tensor,
-    dims: int | Sequence[Sequence[int]] = 2,
-) -> list[Use]:
-    """Z = Σ a b over some dimensions of each."""
-    left, right = list(ascii_uppercase[: a.dim()]), list(ascii_lowercase[: b.dim()])
-    pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
-    for of_a, of_b in zip(*pairs, strict=True):
-        right[of_b] = left[of_a]
-    operands = [Operand(a, "".join(left)), Operand(b, "".join(right))]
-    result = [c for c in left if c not in right] + [c for c in right if c not in left]
-    return contractions(call, operands, "".join(result))
 
 
 @uses("bilinear")
@@ -88,104 +41,101 @@ def bilinear(
     return contraction(Operand(weight, "nij"), data, f"{rows}n", bias=bias)
 
 
+@uses("einsum")
+def einsum(call: FunctionCall, equation: str, *operands: Tensor | Sequence[Tensor]) -> list[Use]:
+    """Return the uses in an equation without diagonals."""
+    tensors: list[Tensor] = []
+    for operand in operands:
+        tensors += [operand] if isinstance(operand, Tensor) else operand
+    terms, result = spelled_out(equation, [tensor.dim() for tensor in tensors])
+    named = [Operand(tensor, term) for tensor, term in zip(tensors, terms, strict=True)]
+    return contractions(call, named, result)
+
+
+def spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
+    """Return the letters of all operands and of the result, with "..." replaced by letters."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    counts = [d - len(term.replace("...", "")) for term, d in zip(terms, dims, strict=True)]
+    free = [letter for letter in ascii_letters if letter not in equation]
+    rest = "".join(free[: max(counts)])
+    if not arrow:  # the letters that occur once, in alphabetical order
+        once = (letter for letter in ascii_letters if left.count(letter) == 1)
+        result = ("..." if "." in left else "") + "".join(once)
+    full = [t.replace("...", rest[len(rest) - n :]) for t, n in zip(terms, counts, strict=True)]
+    return full, result.replace("...", rest)
+
+
 # --- z = βb + αAB --------------------------------------------------------------------------------
 
 
-@uses("addmm", "addmm_")
-def added_matrices(
+def added(
+    equation: str,
     call: FunctionCall,
     input: Tensor,
-    mat1: Tensor,
-    mat2: Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
     beta: float = 1,
     alpha: float = 1,
-) -> Sequence[Use]:
-    """Z = βb + αAB; if B is the weight, a vector b is its bias."""
-    of_columns = call.of_model(mat2) and not call.of_model(mat1)
-    if of_columns and call.of_model(input) and input.shape == mat2.shape[1:]:
-        weight, data = Operand(mat2, "kj"), [Operand(mat1, "ik")]
-        found = contraction(weight, data, "ij", factor=alpha, bias=input, bias_factor=beta)
-        return [] if found is None else [found]
-    return _added(call, input, [Operand(mat1, "ik"), Operand(mat2, "kj")], "ij", beta, alpha)
-
-
-@uses("addmv", "addmv_")
-def added_matrix_vector(
-    call: FunctionCall,
-    input: Tensor,
-    mat: Tensor,
-    vec: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> list[Use]:
-    """Z = βb + αAv."""
-    return _added(call, input, [Operand(mat, "ik"), Operand(vec, "k")], "i", beta, alpha)
-
-
-@uses("addr", "addr_")
-def added_outer(
-    call: FunctionCall,
-    input: Tensor,
-    vec1: Tensor,
-    vec2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> list[Use]:
-    """Z = βb + α a₁a₂ᵀ."""
-    return _added(call, input, [Operand(vec1, "i"), Operand(vec2, "j")], "ij", beta, alpha)
-
-
-@uses("baddbmm", "baddbmm_")
-def added_stacks(
-    call: FunctionCall,
-    input: Tensor,
-    batch1: Tensor,
-    batch2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> list[Use]:
-    """Z = βb + αAB, matrix by matrix."""
-    operands = [Operand(batch1, "bik"), Operand(batch2, "bkj")]
-    return _added(call, input, operands, "bij", beta, alpha)
-
-
-@uses("addbmm", "addbmm_")
-def added_sum(
-    call: FunctionCall,
-    input: Tensor,
-    batch1: Tensor,
-    batch2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> list[Use]:
-    """Z = βb + αΣAB over all matrices."""
-    operands = [Operand(batch1, "bik"), Operand(batch2, "bkj")]
-    return _added(call, input, operands, "ij", beta, alpha)
-
-
-def _added(
-    call: FunctionCall,
-    added: Tensor,
-    operands: Sequence[Operand],
-    result: str,
-    beta: float,
-    alpha: float,
-) -> list[Use]:
-    """Return the uses in the product, and the use of the added parameter as an offset."""
-    found = contractions(call, operands, result, alpha)
-    if call.of_model(added) and added.requires_grad and _has_data(call, added, operands):
-        of_offset = offset(added, call.result.shape, beta)
-        found += [] if of_offset is None else [of_offset]
+) -> Found:
+    """Z = βx + α Σ ab, with the sums of an equation; if b is a matrix, a vector x is its bias."""
+    terms, result = spelled_out(equation, [a.dim(), b.dim()])
+    of_a, of_b = Operand(a, terms[0]), Operand(b, terms[1])
+    is_affine = call.of_model(input) and call.of_model(b) and not call.of_model(a)
+    if is_affine and b.dim() == 2 and input.shape == b.shape[1:]:
+        return [contraction(of_b, [of_a], result, factor=alpha, bias=input, bias_factor=beta)]
+    found = contractions(call, [of_a, of_b], result, alpha)
+    if call.is_weight(input) and call.has_data(a, b):
+        return [*found, offset(input, call.result.shape, beta)]
     return found
 
 
-def _has_data(call: FunctionCall, added: Tensor, operands: Sequence[Operand]) -> bool:
-    return not all(call.of_model(tensor) for tensor in (added, *(o.tensor for o in operands)))
+uses("addmm", "addmm_")(partial(added, "ik,kj->ij"))
+uses("addmv", "addmv_")(partial(added, "ik,k->i"))
+uses("addr", "addr_")(partial(added, "i,j->ij"))
+uses("baddbmm", "baddbmm_")(partial(added, "bik,bkj->bij"))
+uses("addbmm", "addbmm_")(partial(added, "bik,bkj->ij"))
+
+
+# --- experts in one weight tensor, with rows sorted by expert ------------------------------------
+
+
+@uses("_grouped_mm", "grouped_mm_fallback", "grouped_mm")
+def grouped_product(
+    call: FunctionCall,
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> list[Use] | Use | None:
+    """z_r = x_r W_e, (experts, inputs, outputs), for the rows from offs[e − 1] up to offs[e].
+
+    The offsets of the experts stay on the device. The function does not write the rows after the
+    last expert's; they count as zero-gradient rows.
+    """
+    if offs is None:
+        return matmul(call, input, mat2)
+    if call.of_model(input) or not call.of_model(mat2) or (input.dim(), mat2.dim()) != (2, 3):
+        return None
+    count = len(mat2)
+    every = torch.searchsorted(offs, torch.arange(len(input), device=offs.device), right=True)
+    nobody = (every == count)[:, None]
+
+    def layout(tensor: Tensor) -> Tensor:
+        return tensor.masked_fill(nobody, 0)
+
+    def features(rows: Rows) -> BlockFeatures:
+        block = every if rows.chosen is None else every[rows.flat]
+        phi = rows.take(input).masked_fill_((block == count)[:, None], 0)
+        return BlockFeatures(phi, block, count)
+
+    def whole() -> Whole:
+        x = input.masked_fill(nobody, 0)
+        return Whole(squares(x), 0.0, sums_of_blocks(to_compute_dtype(x), every, count)[:count])
+
+    return Use("experts", mat2, None, features, layout, whole, shaped=torch.adjoint)
 
 
 def _last(letters: str, count: int) -> str:
