@@ -3,15 +3,13 @@
 import torch
 from torch import Tensor
 
-# Parameters up to this size are processed together, and their products go to the host unreduced.
-_SMALL = 8_192
 _RANGES, _RANGE = 16, 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def is_small(parameter: Tensor) -> bool:
-    """Return whether a parameter's products go to the host unreduced."""
-    return parameter.numel() <= _SMALL
+def is_small(tensor: Tensor) -> bool:
+    """Return whether `sampled_entries` are all of a tensor's entries."""
+    return tensor.numel() <= _RANGES * _RANGE
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -22,10 +20,10 @@ def bits(tensor: Tensor) -> Tensor:
 def sampled_entries(tensor: Tensor) -> Tensor:
     """Return all entries, or 1,024 in evenly spaced ranges, which touch few cache lines."""
     flat = tensor.view(-1) if tensor.is_contiguous() else _flat_in_memory(tensor)
-    count = flat.shape[0]
-    if count <= _RANGES * _RANGE:
+    if is_small(flat):
         return flat
-    return flat.as_strided((_RANGES, _RANGE), (count // _RANGES, 1), flat.storage_offset())
+    stride = flat.shape[0] // _RANGES
+    return flat.as_strided((_RANGES, _RANGE), (stride, 1), flat.storage_offset())
 
 
 def lies_as(tensor: Tensor, other: Tensor) -> bool:

@@ -15,12 +15,12 @@ from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths.sums import Pairs, Vector
 
 # The most entries of vectors that a CPU multiplies together: for more, new memory costs more.
-_STACKED = 2**13
+STACKED = 2**13
 
 
 def of_rows(
-    vectors: Mapping[Vector, Float[Tensor, "rows n"]], pairs: Pairs
-) -> Float[Tensor, "rows pairs"]:
+    vectors: Mapping[Vector, Float[Tensor, "*layers rows n"]], pairs: Pairs
+) -> Float[Tensor, "*layers rows pairs"]:
     """Return a_r·b_r of every row, in few operations.
 
     Args:
@@ -30,16 +30,17 @@ def of_rows(
     # All are rounded alike, so that what is equal remains so: ‖d − b‖² is 0 if d is b.
     names = tuple(vectors)
     first = vectors[names[0]]
-    if first.is_cpu and first.numel() > _STACKED:
-        return torch.stack([torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in pairs]).t()
+    if first.is_cpu and first.numel() > STACKED:
+        return torch.stack([torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in pairs], -1)
     stacked = torch.stack(list(vectors.values()))
     chain = len(set(pairwise(names)) & set(pairs))
-    found = [(stacked * stacked).sum(2)]
+    found = [(stacked * stacked).sum(-1)]
     if chain:
-        found += ((stacked[:chain] * stacked[1 : chain + 1]).sum(2),)
+        found += ((stacked[:chain] * stacked[1 : chain + 1]).sum(-1),)
     for a, b in pairs[len(names) + chain :]:
-        found += ((vectors[a] * vectors[b]).sum(1)[None],)
-    return torch.cat(found).t()
+        found += ((vectors[a] * vectors[b]).sum(-1)[None],)
+    # Contiguous, so that the transfer to the host copies no layer by itself.
+    return torch.cat(found).movedim(0, -1).contiguous()
 
 
 def norms(tensor: Tensor) -> Float[Tensor, " parts"]:

@@ -32,7 +32,7 @@ from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import act, gram_is_less, probe
+from adiv_monitor.step.row_moves import act, added, gram_is_less, probe
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.unsharded import UnshardedParameters
 
@@ -164,15 +164,16 @@ class FinalGradient:
             G=G,
             factor=factor,
             z=joined([call.z for call in calls]),
+            e=G,
         )
         # With several ranks γ also holds the rows of the others.
         trusted = self._is_alone and not reason
         trusted = trusted and layer.path not in self._history.distrusted
         if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
             self._move_by_rows(measured, features, gamma)
-        else:
-            self._move_by_gradient(measured, gamma)
-        measured.choose_entries(self._generator)
+        else:  # e = Φγᵀ
+            measured.e = _apart(added(*act(layer.change(gamma), features)), gamma.values())
+        measured.take_scale(self._generator)
         self.measured[layer.path] = measured
         captured.rows.release()
 
@@ -181,15 +182,10 @@ class FinalGradient:
     ) -> None:
         """Compute e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ, and the probe that tests that."""
         measured.G, measured.factor = measured.scaled(), None
-        measured.e = features.gram() @ measured.G, None
+        measured.e = features.gram() @ measured.G
         probed = probe(measured.layer, features, measured.G, gamma, self._generator)
         evidence = replaced(measured.sums.evidence, probe=probed)
         measured.sums = replaced(measured.sums, evidence=evidence)
-
-    def _move_by_gradient(self, measured: LayerInProgress, gamma: Parts) -> None:
-        """Compute e = Φγᵀ."""
-        by_weight, by_bias = act(measured.layer.change(gamma), measured.features)
-        measured.e = _apart(by_weight, gamma.values()), _apart(by_bias, gamma.values())
 
     def add_sums(self, lose: Fail) -> None:
         """Add the sums over all rows, after all layers have begun.
@@ -200,7 +196,10 @@ class FinalGradient:
         self.totals = totals.sums(self._all_rows, self._generator, lose, across=not self._is_alone)
         for paths, found in self.totals.items():
             for path in paths:
-                self.measured[path].knows_sum = found.weight_sum is not None
+                knows_sum = found.weight_sum is not None and self._is_alone
+                # There may be zero-gradient rows, also on another rank.
+                measured = self.measured[path]
+                measured.asks_common = not knows_sum or self._history.expects_idle(path)
         self._all_rows.clear()
 
     def _evidence(
@@ -283,13 +282,11 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     return features, G
 
 
-def _apart(part: Tensor | None, gradients: Collection[Tensor]) -> Tensor | None:
+def _apart(move: Tensor, gradients: Collection[Tensor]) -> Tensor:
     """Return the tensor; of a view of one of these gradients a copy: a step may overwrite them."""
-    if part is None or not gradients:
-        return part
-    place = part.data_ptr()
+    place = move.data_ptr()
     is_view = any(g.data_ptr() <= place < g.data_ptr() + g.nbytes for g in gradients)
-    return part.clone() if is_view else part
+    return move.clone() if is_view else move
 
 
 def _all_rows(whole: Whole | None, squares: Tensor) -> AllRows:

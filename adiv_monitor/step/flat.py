@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor
 
@@ -95,7 +96,8 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 def _line_dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the dot products of lines; half precision is multiplied and summed in float32."""
     if a.dtype is compute_dtype(a):
-        return torch.linalg.vecdot(a.view(-1, _LINE), b.view(-1, _LINE))
+        with without_autocast(a):
+            return torch.linalg.vecdot(a.view(-1, _LINE), b.view(-1, _LINE))
     parts = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
     return torch.cat([_line_dots(x.to(compute_dtype(a)), y.to(compute_dtype(a))) for x, y in parts])
 

@@ -3,8 +3,8 @@
 All tensors stay on the device until `contribution`, which makes one transfer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -25,6 +25,7 @@ from adiv_monitor.maths.sums import LayerSums
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
+from adiv_monitor.step.finished_rows import finished
 from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
@@ -136,9 +137,7 @@ class MeasuredStep:
         if self._attention is not None:
             self._attention.gradient_is_final(self._steps, updates=steps)
         if not steps:
-            for layer in [measured.layer for measured in self._measured.values()]:
-                with without_autocast(layer.parameters[0]):
-                    self._try(layer, self._finish_rows, layer.path)
+            self._finish()
 
     @property
     def _measured(self) -> dict[str, LayerInProgress]:
@@ -160,6 +159,7 @@ class MeasuredStep:
             self._measure(layers, self._measure_update, made if self._unsharded.updates() else None)
         finally:
             self._unsharded.settle()
+        self._finish()  # first: the bias's part of d may be the difference itself
         self._flags.gradient_changed = self._steps.finish_update()
 
     @torch.no_grad()
@@ -290,10 +290,7 @@ class MeasuredStep:
         """
         apart = dict.fromkeys(filter(spread, layers)) if self._unsharded.has_shards else {}
         errors: list[Exception] = []
-        with ExitStack() as stack:
-            firsts = [layer.parameters[0] for layer in layers]
-            for first in {tensor.device.type: tensor for tensor in firsts}.values():
-                stack.enter_context(without_autocast(first))
+        with _without_autocast(layers):
             for layer in layers:
                 if layer not in apart:
                     self._try(layer, measure, layer, {})
@@ -328,20 +325,28 @@ class MeasuredStep:
 
     def _measure_update(self, layer: Layer, parts: Parts) -> None:
         steps, measured = self._steps, self._measured[layer.path]
-        assert steps is not None
+        assert steps is not None and measured.features is not None
         whole = {**{piece.key: steps.taken(piece) for piece in layer.pieces}, **parts}
         measured.d = act(layer.change(whole, whole), measured.features)
-        del measured  # releases the rows; the bias's part of d may be the difference itself
-        self._finish_rows(layer.path)
+        if not measured.asks_common:
+            measured.features = None
 
-    def _finish_rows(self, path: str) -> None:
-        """Finish a layer's sums, and release its rows."""
+    def _finish(self) -> None:
+        """Finish the sums of all layers, and release their rows."""
         every = self._measured
-        measured = every[path]
-        expects_idle = self._history.expects_idle(path)
-        sums = measured.finished(expects_idle=expects_idle, is_alone=self._is_alone)
-        if self._realised is not None and measured.d is not None:
-            vectors = measured.scaled(), added(*measured.d), measured.z
-            self._realised.keep(path, *vectors, measured.places)
-        self._sums[path] = sums
-        del every[path]
+        with _without_autocast([measured.layer for measured in every.values()]):
+            self._sums |= finished(every, self._lose, is_alone=self._is_alone)
+            for path, measured in every.items():
+                if self._realised is not None and measured.d is not None:
+                    vectors = measured.scaled(), added(*measured.d), measured.z
+                    self._realised.keep(path, *vectors, measured.places)
+        every.clear()
+
+
+@contextmanager
+def _without_autocast(layers: Iterable[Layer]) -> Iterator[None]:
+    firsts = [layer.parameters[0] for layer in layers]
+    with ExitStack() as stack:
+        for first in {tensor.device.type: tensor for tensor in firsts}.values():
+            stack.enter_context(without_autocast(first))
+        yield

@@ -5,7 +5,8 @@ applied update, up to the next forward pass. They cover all layers, end to end. 
 until the next forward pass takes three copies of the parameters. This is only needed where
 something changes the weights after the step. The first measured step of a layer keeps everything,
 and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has written to the
-parameters since the step: version counters and some entries are compared.
+parameters since the step: small ones are compared, of large ones some entries and the version
+counter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Generic
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.entries import is_small
 from adiv_monitor.capture.weights.pieces import Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
@@ -177,8 +179,8 @@ class ParameterSteps:
         return entries.differ(self._values())
 
     def _versions(self) -> list[int]:
-        values = self._values().values()
-        return [number for x in values for number in (version(x), x.data_ptr())]
+        large = [x for x in self._values().values() if not is_small(x)]
+        return [number for x in large for number in (version(x), x.data_ptr())]
 
     def applied(self) -> Tensor | None:
         """Take the products of a as the next forward begins, or return whether a differs from u.

@@ -233,7 +233,7 @@ def count_task(
     """Count the third step of a task; return the count, and the number of measured layers."""
     # A CPU takes parts that fit into its cache, in as many operations; a GPU takes the whole.
     large = {"new": 2**62}
-    with mock.patch.object(rows, "CHUNK", **large), mock.patch.object(dots, "_STACKED", **large):
+    with mock.patch.object(rows, "CHUNK", **large), mock.patch.object(dots, "STACKED", **large):
         trainer = Trainer(task, monitor)
         for _ in range(2):
             trainer.step()

@@ -128,13 +128,13 @@ def test_rows_of_a_step_are_even(
     model = Loops()
     x = torch.arange(40, dtype=torch.float64)[:, None] + torch.tensor([1.0, 0.5]).double()
     seen: list[Tensor] = []
-    original = LayerInProgress.choose_entries
+    original = LayerInProgress.take_scale
 
     def spy(self: LayerInProgress, generator: np.random.Generator) -> None:
         seen.append(self.features.phi[:, 0, 0] - 1)  # type: ignore[union-attr]
         original(self, generator)
 
-    monkeypatch.setattr(LayerInProgress, "choose_entries", spy)
+    monkeypatch.setattr(LayerInProgress, "take_scale", spy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     repeats = 160
     with Monitor(model, optimizer, every_n_steps=1, max_rows=10, on_error="raise") as monitor:
