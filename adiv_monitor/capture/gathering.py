@@ -297,10 +297,11 @@ class Gathering:
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Gather the rows of a call and return their features, untrained ones included."""
         layer, features = call.layer, use.features(call.rows)
-        whole = use.whole() if layer.weight is not None else None
+        has_scales = layer.weight is not None and layer.is_direct
+        whole = use.whole() if has_scales else None
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        late = use.late() if layer.weight is not None and whole is None else None
+        late = use.late() if has_scales and whole is None else None
         if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
             late = None
         call.look(_trained(layer, features), call.rows.take(z), whole, late)

@@ -16,7 +16,12 @@ from adiv_monitor.capture.weights.pieces import ConcatenatedParameters, Piece, S
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import Use, shape_alike
+from adiv_monitor.features.uses import Refused, Use, shape_alike
+
+_CHANGES = (
+    "its weight is computed from parameters anew at every call, from other constants or random "
+    "numbers: only calls with the same weight are measured together"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +118,10 @@ class Layers:
             made = known.kind, known.form, _identity(known.weight, known.bias)
             alike = made == (use.kind, use.form, _identity(weight, bias))
             if alike and shape_alike(known.shaped, use.shaped, use.weight):
-                return known.made_of(weight, bias)
+                if known.is_made_of(weight, bias):
+                    return known
+                self.rows.pop(path, None)
+                raise Refused(_CHANGES)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
     def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:

@@ -92,13 +92,10 @@ class Layer:
         """Return whether it covers all effects of parameters on the output of this module."""
         return isinstance(self.weight, ConcatenatedParameters) and self.weight.through is module
 
-    def made_of(self, weight: Source | None, bias: Source | None) -> "Layer":
-        """Return the layer for another call: itself, or a copy if the constants differ."""
-        same = all(
-            mine is None or mine.is_as(other)
-            for mine, other in ((self.weight, weight), (self.bias, bias))
-        )
-        return self if same else replace(self, weight=weight, bias=bias)
+    def is_made_of(self, weight: Source | None, bias: Source | None) -> bool:
+        """Return whether weight and bias of another call change as this layer's do."""
+        pairs = (self.weight, weight), (self.bias, bias)
+        return all(mine is None or mine.is_as(other) for mine, other in pairs)
 
     def change(self, parts: Parts, taken: Parts = NOTHING) -> tuple[Tensor | None, Tensor | None]:
         """Return the change of weight and bias for a change of the pieces; None where not trained.

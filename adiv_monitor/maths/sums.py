@@ -139,19 +139,6 @@ class Blocks(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made(Generic[T]):
-    """How a weight is computed from parameters: see `step/weight_versions.py`.
-
-    Attributes:
-        deviations: for each version of the weight, how far JJᵀ is from 1, and from diagonal.
-        groups: number of groups of the weight; its rows have a scale for every output as well.
-    """
-
-    deviations: T
-    groups: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ScaleTotals(Generic[T]):
     """Sums over the scales s_r of all active rows.
 
@@ -341,7 +328,6 @@ class LayerSums(Generic[T]):
         realised: (rows, 7), the dot products of `REALISED`.
         attainable: `attainable_cosine`, over all rows.
         ceiling: sums for `attainable_cosine`, of one of several ranks.
-        made: how the weight is computed from parameters, if it is.
     """
 
     about: About
@@ -358,7 +344,6 @@ class LayerSums(Generic[T]):
     realised: T | None = None
     attainable: T | None = None
     ceiling: CeilingSums[T] | None = None
-    made: Made[T] | None = None
 
     @property
     def dots(self) -> Dots[float]:

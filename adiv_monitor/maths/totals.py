@@ -4,7 +4,7 @@ Layers with equally many rows are stacked: many small operations cost more than 
 """
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +65,6 @@ def sums(
     generator: np.random.Generator,
     fail: Fail = raised,
     *,
-    concentrated: Container[str] = (),
     across: bool = False,
 ) -> dict[tuple[str, ...], Totals[Tensor]]:
     """Return the stacked totals of layers by their paths; `by_layer` splits them.
@@ -76,7 +75,6 @@ def sums(
         layers: the rows by path of the layer.
         generator: random generator that chooses these rows.
         fail: called with path and exception of layers that fail, which are left out.
-        concentrated: paths of layers with scales that need `Totals.concentration`.
         across: other ranks have rows too, so `weight_sum` is summed before its norm is taken.
     """
     weights = {p: x.weight_sum for p, x in layers.items() if x.weight_sum is not None}
@@ -87,12 +85,9 @@ def sums(
 
     def together(paths: Sequence[str]) -> dict[str, tuple[tuple[str, ...], Totals[Tensor]]]:
         stacked = _of_alike([layers[path] for path in paths], generator)
-        if paths[0] in concentrated and stacked.concentration is None:
-            square = torch.stack([layers[path].square for path in paths])
-            stacked = replaced(stacked, concentration=concentration(square))
         return {paths[0]: (tuple(paths), stacked)}
 
-    return dict(of_alike(_alike(layers, concentrated), together, fail).values())
+    return dict(of_alike(_alike(layers), together, fail).values())
 
 
 def by_layer(groups: Mapping[tuple[str, ...], Totals[T]]) -> dict[str, Totals[T]]:
@@ -175,7 +170,7 @@ def _of_stacked(
     )
 
 
-def _alike(layers: Mapping[str, AllRows], concentrated: Container[str]) -> Sequence[list[str]]:
+def _alike(layers: Mapping[str, AllRows]) -> Sequence[list[str]]:
     kinds: dict[object, list[str]] = defaultdict(list)
     for path, rows in layers.items():
         bias = rows.bias_square
@@ -191,7 +186,6 @@ def _alike(layers: Mapping[str, AllRows], concentrated: Container[str]) -> Seque
             constant,
             rows.own is None,
             weights,
-            path in concentrated,
         )
         kinds[kind].append(path)
     return list(kinds.values())

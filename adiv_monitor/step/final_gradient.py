@@ -35,10 +35,9 @@ from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import WeightVersion, act, gram_is_less, probe
+from adiv_monitor.step.row_moves import act, gram_is_less, probe
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.unsharded import UnshardedParameters
-from adiv_monitor.step.weight_versions import with_own_scales
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
@@ -49,6 +48,7 @@ _TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
 _SUMMED = (
     "several backward passes went through one forward pass, so only sums of their rows are known."
 )
+_COMPUTED = "its weight is computed from parameters, which may not be able to produce every weight."
 
 
 class FinalGradient:
@@ -82,7 +82,9 @@ class FinalGradient:
     ) -> None:
         self.measured: dict[str, LayerInProgress] = {}
         self.pieces: dict[str, PieceShares] = {}
-        self.without_ceiling: dict[str, list[str]] = {why: [] for why in (_TOO_LARGE, _SUMMED)}
+        self.without_ceiling: dict[str, list[str]] = {
+            why: [] for why in (_TOO_LARGE, _SUMMED, _COMPUTED)
+        }
         self.moved: list[str] = []
         self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
         self._captured = captured
@@ -157,7 +159,6 @@ class FinalGradient:
         )
         measured = LayerInProgress(
             layer,
-            _versions(calls),
             features,
             places=[(call.place, call.rows) for call in calls],
             sums=sums,
@@ -187,16 +188,10 @@ class FinalGradient:
         measured.sums = replaced(measured.sums, evidence=evidence)
 
     def _move_by_gradient(self, measured: LayerInProgress, gamma: Parts) -> None:
-        """Compute e = Φγᵀ, and the scales of rows whose weight is computed from parameters."""
-        versions, features = measured.versions, measured.features
-        changed = [layer.change(gamma) for layer, _ in versions]
-        by_weight, by_bias = act(versions, changed, features)
+        """Compute e = Φγᵀ."""
+        by_weight, by_bias = act(measured.layer.change(gamma), measured.features)
         overwritten = [g for g in gamma.values() if not is_small(g)]  # small ones are copies
         measured.e = _apart(by_weight, overwritten), _apart(by_bias, overwritten)
-        if not measured.layer.is_direct:
-            found = with_own_scales(versions, changed, features, self._generator)
-            measured.own_scale, made = found
-            measured.sums = replaced(measured.sums, made=made)
 
     def add_sums(self, lose: Fail) -> None:
         """Add the sums over all rows, after all layers have begun.
@@ -204,15 +199,7 @@ class FinalGradient:
         Args:
             lose: called with a layer's path and the exception that was raised.
         """
-        # Their scales may be known of sampled rows only.
-        made = {path for path, x in self.measured.items() if x.sums.made is not None}
-        self.totals = totals.sums(
-            self._all_rows,
-            self._generator,
-            lose,
-            concentrated=made,
-            across=not self._is_alone,
-        )
+        self.totals = totals.sums(self._all_rows, self._generator, lose, across=not self._is_alone)
         for paths, found in self.totals.items():
             for path in paths:
                 self.measured[path].knows_sum = found.weight_sum is not None
@@ -265,7 +252,9 @@ class FinalGradient:
         """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
         path, rows = captured.layer.path, captured.rows
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
-        if not is_whole and isinstance(captured.calls[0].features, KNOWN):
+        if ceiling is not None and not captured.layer.is_direct:
+            self.without_ceiling[_COMPUTED].append(path)
+        elif not is_whole and isinstance(captured.calls[0].features, KNOWN):
             self.without_ceiling[_SUMMED].append(path)
         elif ceiling is not None and self._is_alone:
             return ceiling.cosine(), None
@@ -294,16 +283,6 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     if isinstance(features, OneHotFeatures):  # the padding token is not trained
         G = G * features.trained[:, None]
     return features, G
-
-
-def _versions(calls: Sequence[Call]) -> list[WeightVersion]:
-    """Return the weight versions that the calls used, with the number of rows of each."""
-    versions: list[WeightVersion] = []
-    for call in calls:
-        version, rows = call.layer, call.z.shape[0]
-        before = versions.pop()[1] if versions and versions[-1][0] is version else 0
-        versions += ((version, before + rows),)
-    return versions
 
 
 def _apart(part: Tensor | None, gradients: Collection[Tensor]) -> Tensor | None:

@@ -14,7 +14,7 @@ from adiv_monitor.features.rows import Index, to_device
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Blocks, Common, LayerSums, Vector, column_of, pairs_of
-from adiv_monitor.step.row_moves import Change, WeightVersion, added
+from adiv_monitor.step.row_moves import Change, added
 
 _ORDER = tuple(Vector)
 
@@ -25,7 +25,6 @@ class LayerInProgress:
 
     Attributes:
         layer: the layer.
-        versions: the weight versions that its calls used, with the number of rows of each.
         features: Φ of the rows of all calls.
         places: the place and the sampled rows of each call.
         sums: the numbers for the host, without those of the rows until `finished`.
@@ -34,12 +33,10 @@ class LayerInProgress:
         z: the outputs.
         e: the move of a plain gradient step, by weight and by bias; (None, None): not computed yet.
         d: the move of the optimizer's step, by weight and by bias; None: no step was taken.
-        own_scale: the scales of rows whose weight is computed from parameters; None: unknown.
         knows_sum: whether the sum of the features over all rows is known.
     """
 
     layer: Layer
-    versions: list[WeightVersion]
     features: Features
     places: Calls
     sums: LayerSums[Tensor]
@@ -48,7 +45,6 @@ class LayerInProgress:
     z: Tensor
     e: Change = (None, None)
     d: Change | None = None
-    own_scale: Tensor | None = None
     knows_sum: bool = False
     _entries: Index | None = None
 
@@ -63,9 +59,8 @@ class LayerInProgress:
 
     def choose_entries(self, generator: np.random.Generator) -> None:
         """Choose the entries whose scales are reported one by one, if the layer has too many."""
-        groups = self.features.groups if self.own_scale is None else self.own_scale.shape[1]
-        count = self.G.shape[0] * groups
-        if groups > 1 and count > totals.MOST_ENTRIES:
+        count = self.G.shape[0] * self.features.groups
+        if self.features.groups > 1 and count > totals.MOST_ENTRIES:
             self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
 
     def finished(self, *, expects_idle: bool, is_alone: bool) -> LayerSums[Tensor]:
@@ -113,9 +108,9 @@ class LayerInProgress:
         return vectors
 
     def _scale(self) -> Tensor | None:
-        """Return ‖φ‖² of every row and group, (rows, groups); None: unknown."""
+        """Return ‖φ‖² of every row and group, (rows, groups); None: it is not the row's scale."""
         if not self.layer.is_direct:
-            return None if self.own_scale is None else self.own_scale.to(self.G.dtype)
+            return None
         scale, shape = self.features.scale(), (len(self.G), self.features.groups)
         if scale is not None and (scale.shape != shape or not scale.is_floating_point()):
             raise ValueError(

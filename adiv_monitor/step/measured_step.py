@@ -333,8 +333,7 @@ class MeasuredStep:
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
         whole = {**taken, **parts}
-        changed = [version.change(whole, whole) for version, _ in measured.versions]
-        measured.d = act(measured.versions, changed, measured.features)
+        measured.d = act(layer.change(whole, whole), measured.features)
         del measured  # releases the rows; the bias's part of d may be the difference itself
         self._finish_rows(layer.path)
         for piece in layer.pieces:

@@ -40,7 +40,7 @@ RankSums = LayerSums[Array]
 
 # Fields whose length differs by rank: with its rows, or the entries that it sends.
 _OF_SOME = {
-    *("products", "realised", "scale", "common.products", "common.norms", "made.deviations"),
+    *("products", "realised", "scale", "common.products", "common.norms"),
     *("evidence.since", "evidence.then", "evidence.now", "evidence.contributed"),
     *(f"blocks.{name}" for name in ("pivot", "sums", "norms", "largest", "entries")),
     "totals.scales.entries",
@@ -151,7 +151,6 @@ def merge(
         asked_common=all(part.asked_common for part in some),
         realised=_of_every((x.realised for x in some), np.concatenate),
         attainable=_of_every((x.ceiling for x in some), _attainable),
-        made=_of_every((x.made for x in some), lambda of: joined(of, np.concatenate)),
     )
 
 

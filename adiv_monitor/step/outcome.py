@@ -31,7 +31,6 @@ from adiv_monitor.step.gradient_check import (
 from adiv_monitor.step.merge_rows import in_units
 from adiv_monitor.step.rank_contribution import Facts, RankContribution, was_zeroed
 from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.weight_versions import reaches_all, resolved
 
 # Reasons that say that γ is not the gradient of the loss; with the others it is, or may be.
 _NOT_THE_LOSSES = ("weighed", "edited", "earlier", "apart")
@@ -79,7 +78,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
     facts = part.facts
     entries = compared([layer.evidence for layer in part.layers.values()])
     judged = {
-        path: _judged(resolved(layer), entries_of, facts, suspected=path in history.suspected)
+        path: _judged(layer, entries_of, facts, suspected=path in history.suspected)
         for (path, layer), entries_of in zip(part.layers.items(), entries, strict=True)
     }
     measured = measure(judged, fail)
@@ -103,7 +102,6 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         *_without_active(readings),
         *_without_gradient(kept),
         *_rounded(kept),
-        *_without_ceiling(part.layers),
         *of_attention,
     )
     # The sum of gradients that were zeroed one by one, as of single samples, is an edit, too.
@@ -202,20 +200,6 @@ def _without_gradient(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     if not paths:
         return []
     return [f"The gradient of {listed(paths)} was set to zero after the backward pass."]
-
-
-def _without_ceiling(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
-    paths = [
-        path
-        for path, layer in layers.items()
-        if layer.attainable is not None and not reaches_all(layer.made)
-    ]
-    if not paths:
-        return []
-    return [
-        f"attainable_cosine of {listed(paths)} is missing: its weight is computed from "
-        "parameters, which may not be able to produce every weight."
-    ]
 
 
 def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:

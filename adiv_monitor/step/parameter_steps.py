@@ -3,9 +3,9 @@
 w = θ before − θ after the optimizer's step is the negative of the update u; a is the same of the
 applied update, up to the next forward pass. They cover all layers, parameter by parameter. Keeping
 all three until the next forward pass takes three copies of the parameters. This is only needed
-where something changes the weights after the step. Elsewhere a = w, which is proven by products of
-every row of θ with a fixed vector, taken twice. The first measured step of a layer keeps
-everything, and its result decides (`RunHistory`).
+where something changes the weights after the step. The first measured step of a layer keeps
+everything, and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has written to
+the parameters since the step: small ones are compared, of large ones the version counter is read.
 """
 
 from collections import Counter
@@ -13,21 +13,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-import numpy as np
 import torch
-from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.entries import is_small
 from adiv_monitor.capture.weights.pieces import Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
-from adiv_monitor.features.rows import to_compute_dtype, to_device
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import T
+from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.side_by_side import Entries, SideBySide, any_differs
-
-_GOLDEN = 0.6180339887498949  # all multiples differ in their fractional part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +104,7 @@ class ParameterSteps:
         self.norms.gamma_gamma.update({p.key: dots.norms(grads[p.key]) for p in self._large})
         self.products.gamma_gamma.update(self._gammas.times(self._gammas))
         self._update: dict[int, Tensor] = {}
-        # Products of the rows of large pieces after the optimizer's step; see `_row_products`.
-        self._stepped: dict[int, Tensor] = {}
-        self._places: dict[object, Tensor] = {}
+        self._versions: list[tuple[int, int]] = []  # of the large pieces after the optimizer's step
 
     def before(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter before the step, or None once its copy is released or missing."""
@@ -140,6 +135,7 @@ class ParameterSteps:
         """Take the updates of the small parameters after the optimizer's step."""
         self._updates = self._taken_from_small()
         self._update = dict(self._updates.views)
+        self._versions = self._versions_now()
 
     def taken(self, piece: Piece) -> Tensor:
         """Return the subtracted update w = θ before − θ of a piece, in compute precision."""
@@ -161,8 +157,6 @@ class ParameterSteps:
         if key in self._updates.views:  # small
             return
         self.norms.w_w[key] = dots.norms(taken)
-        if not self._keep_update:
-            self._stepped[key] = self._row_products(piece)
         spare = taken.clone() if self._keep_update else taken
         self.products.w_gamma[key] = spare.mul_(self._gamma[key]).sum()
 
@@ -185,38 +179,29 @@ class ParameterSteps:
         """Return whether θ is still that after the optimizer's step; waits for the device."""
         if self._updates is None:
             return True
-        pairs = self._small_moves(self._taken_from_small())
-        for p in self._large:
-            if p.key in self._stepped:
-                pairs += [(self._row_products(p), self._stepped[p.key])]
-            elif p.key in self._update:
-                moved = to_compute_dtype(self._before[p.key]) - to_compute_dtype(p.value())
-                pairs += [(moved, self._update[p.key])]
-        return not bool(any_differs(pairs))
+        return not bool(self._differs(self._taken_from_small()))
 
-    def _small_moves(self, applied: SideBySide) -> list[tuple[Tensor, Tensor]]:
-        """Return the moves of small pieces, now and after the optimizer's step."""
+    def _differs(self, applied: SideBySide) -> Tensor:
+        """Return whether anything has written to a parameter since the optimizer's step."""
         assert self._updates is not None
-        return [(applied.flat[key], of_small) for key, of_small in self._updates.flat.items()]
+        if self._versions != self._versions_now():
+            return torch.ones((), dtype=torch.bool)
+        return any_differs([(applied.flat[key], w) for key, w in self._updates.flat.items()])
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        return [(version(x), x.data_ptr()) for x in (p.value() for p in self._large)]
 
     def applied(self) -> Tensor | None:
         """Take the products of a as the next forward begins, or return whether a differs from u.
 
-        Both are computed in the same way, so they are equal to the last bit unless θ has changed.
-        None if the products of a show it.
+        Small parameters' are computed in the same way, so they are equal to the last bit unless θ
+        has changed. None if the products of a show it.
         """
         applied, update, found = self._taken_from_small(), self._updates, self.products
         assert update is not None
         differs = None
         if not self._keep_update:
-            pairs = self._small_moves(applied)
-            # Those of a layer that failed are missing.
-            pairs += [
-                (self._row_products(p), self._stepped[p.key])
-                for p in self._large
-                if p.key in self._stepped
-            ]
-            differs = any_differs(pairs)
+            differs = self._differs(applied)
         else:
             found.a_a.update(applied.times(applied))
             found.a_w.update(applied.times(update))
@@ -233,18 +218,6 @@ class ParameterSteps:
         self._gamma.clear()
         self._update.clear()
         return differs
-
-    def _row_products(self, piece: Piece) -> Tensor:
-        """Return every row of θ times a fixed vector; it changes if entries change or move."""
-        theta = to_compute_dtype(piece.value())
-        rows = theta.flatten(1) if theta.dim() > 1 else theta[None]
-        kind = rows.shape[1], rows.dtype, rows.device
-        if kind not in self._places:
-            multiples = np.arange(kind[0]) * _GOLDEN % 1 + 0.5
-            single = multiples.astype(np.float64 if rows.dtype == torch.float64 else np.float32)
-            self._places[kind] = to_device(single, rows.device)
-        with without_autocast(rows):  # the next forward pass may use autocast
-            return rows @ self._places[kind]
 
     def _taken_from_small(self) -> SideBySide:
         now = SideBySide({p.key: p.value() for p in self._small})

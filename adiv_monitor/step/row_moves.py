@@ -1,6 +1,5 @@
 """The move of a layer's rows that a change of its parameters causes, and a check of γ = GᵀΦ."""
 
-from collections.abc import Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -10,35 +9,16 @@ from torch import Tensor
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.features.rows import joined, to_compute_dtype, to_device
+from adiv_monitor.features.rows import to_compute_dtype, to_device
 
-# A layer with the weights that some of its calls used, and the number of rows of these calls.
-WeightVersion = tuple[Layer, int]
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 # The numbers of products that a CPU and a GPU do in the time that the check of γ takes.
 _AS_CHECK, _AS_LAUNCHES = 2**25, 2**30
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 
 
-def act(versions: Sequence[WeightVersion], changed: Sequence[Change], features: Features) -> Change:
+def act(change: Change, features: Features) -> Change:
     """Return Φ_W ΔWᵀ and φ_b ⊗ Δb, each (rows, n_total), for a change of weight and bias."""
-    if len(changed) == 1:
-        return _acted(changed[0], features)
-    device = versions[0][0].parameters[0].device
-    parts = torch.split(
-        torch.arange(sum(rows for _, rows in versions), device=device), [n for _, n in versions]
-    )
-    acted = [_acted(c, features.pick(rows)) for c, rows in zip(changed, parts, strict=True)]
-    by_weight, by_bias = zip(*acted, strict=True)
-    return _of_all(by_weight), _of_all(by_bias)
-
-
-def _of_all(parts: Sequence[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return joined(present) if present else None
-
-
-def _acted(change: Change, features: Features) -> Change:
     weight, bias = change
     return (
         None if weight is None else features.by_weight(weight),

@@ -1,7 +1,6 @@
 """Sums over all rows, computed for similar layers together, are correct for each layer."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,23 +77,6 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
         scale = rows.weight_square + rows.bias_square
         entries = torch.where(rows.square != 0, scale, torch.nan)
         torch.testing.assert_close(found[path].scales.entries, entries, equal_nan=True)
-
-
-def test_layers_that_need_it_get_their_concentration() -> None:
-    """Σ ‖g‖⁴ / (Σ ‖g‖²)² of each of several similar layers, and of no others."""
-    layers = {str(seed): layer(seed) for seed in range(4)}
-    layers["no gradient"] = replace(layer(5), square=torch.zeros(ROWS, dtype=torch.float64))
-    layers["not asked"] = layer(6)
-    asked = layers.keys() - {"not asked"}
-    found = totals.sums(layers, np.random.default_rng(0), concentrated=asked)
-    assert sorted(map(len, found)) == [1, 5]
-    for path, of in totals.by_layer(found).items():
-        if path in asked:
-            square = layers[path].square
-            expected = float((square**2).sum() / (square.sum() ** 2 or 1))
-            assert of.concentration.item() == pytest.approx(expected, rel=1e-12)
-        else:
-            assert of.concentration is None
 
 
 def test_some_of_very_many_scales_are_kept() -> None:

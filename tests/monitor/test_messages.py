@@ -24,10 +24,10 @@ from adiv_monitor.maths.sums import (
     About,
     Array,
     Blocks,
+    Common,
     Dots,
     Evidence,
     LayerSums,
-    Made,
     Sampled,
     Vector,
 )
@@ -335,8 +335,10 @@ def test_numbers_of_another_shape_are_not_put_together(
 ) -> None:
     """Contributions that are valid, but of differently sampled rows, are not merged."""
     own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
-    for of, ways in ((own, (1, 3)), (other, (3, 2))):
-        of.layers["head"] = replace(of.layers["head"], made=Made(np.ones(ways), 1))
+    for of, columns in ((own, 3), (other, 2)):
+        head = of.layers["head"]
+        wrong = np.ones((head.sampled.seen, columns))
+        of.layers["head"] = replace(head, common=Common(wrong, wrong))
     part, found = merge_ranks({0: own, 1: other}, 2, 16, np.random.default_rng(0))
     assert found == [0, 1]
     assert "head" in part.rows_lost
