@@ -286,8 +286,6 @@ class Capture:
             reason = found
         elif parts := self.layers.of_parts(parameter):
             return f"only a part of it was seen to be used, as {listed(parts)}"
-        elif ended := self._provenance.tape.ended_in(parameter):
-            reason = f"it goes into torch's {ended}, whose result no function was seen to use"
         elif kind in self.forwards.strangers:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import (
-    NOTHING,
     ConcatenatedParameters,
     Parts,
     Piece,
@@ -97,15 +96,10 @@ class Layer:
         pairs = (self.weight, weight), (self.bias, bias)
         return all(mine is None or mine.is_as(other) for mine, other in pairs)
 
-    def change(self, parts: Parts, taken: Parts = NOTHING) -> tuple[Tensor | None, Tensor | None]:
-        """Return the change of weight and bias for a change of the pieces; None where not trained.
-
-        Args:
-            parts: a change of the pieces.
-            taken: what a step has subtracted from the pieces since the layer used them.
-        """
-        weight = None if self.weight is None else self.shaped(self.weight.of(parts, taken))
-        return weight, None if self.bias is None else self.bias.of(parts, taken)
+    def change(self, parts: Parts) -> tuple[Tensor | None, Tensor | None]:
+        """Return the change of weight and bias with the pieces; None where not trained."""
+        weight = None if self.weight is None else self.shaped(self.weight.of(parts))
+        return weight, None if self.bias is None else self.bias.of(parts)
 
     @cached_property
     def sizes(self) -> list[int]:

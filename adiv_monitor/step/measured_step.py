@@ -332,8 +332,7 @@ class MeasuredStep:
         steps, measured = self._steps, self._measured[layer.path]
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
-        whole = {**taken, **parts}
-        measured.d = act(layer.change(whole, whole), measured.features)
+        measured.d = act(layer.change({**taken, **parts}), measured.features)
         del measured  # releases the rows; the bias's part of d may be the difference itself
         self._finish_rows(layer.path)
         for piece in layer.pieces:

@@ -17,7 +17,6 @@ from adiv_monitor.capture.weights.shards import (
 )
 
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
-NOTHING: Parts = {}
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class Strides:
             expected *= size
         return self.offset, self.offset + prod(self.size)
 
-    def of(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Return the same view of a tensor that is shaped like the parameter."""
-        if tensor.stride() != parameter.stride():
+    def of(self, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+        """Return the same view of another tensor, laid out with these strides as the viewed one."""
+        if tensor.stride() != stride:
             like = torch.empty_strided(
-                parameter.size(), parameter.stride(), dtype=tensor.dtype, device=tensor.device
+                tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
             )
             tensor = like.copy_(tensor)
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
@@ -86,7 +85,7 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the piece of a tensor that is shaped like the parameter."""
-        return tensor if self.view is None else self.view.of(tensor, self.parameter)
+        return tensor if self.view is None else self.view.of(tensor, self.parameter.stride())
 
     @property
     def contiguous_range(self) -> tuple[int, int] | None:
@@ -140,14 +139,8 @@ class Source(Protocol):
         """Return whether it changes like another source of the same identity."""
         ...
 
-    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """Return the first-order change of the tensor when the pieces change by `parts`.
-
-        Args:
-            parts: a change of the pieces.
-            taken: what a step subtracted from the pieces since the tensor was computed: the change
-                starts from the values before the step.
-        """
+    def of(self, parts: Parts) -> Tensor:
+        """Return the first-order change of the tensor when the pieces change by `parts`."""
         ...
 
 
@@ -182,10 +175,12 @@ class View:
         """Return True: views of the same identity always change alike."""
         return True
 
-    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """Return the same view of the piece's change, regardless of `taken`."""
+    def of(self, parts: Parts) -> Tensor:
+        """Return the same view of the piece's change."""
         part = parts[self.piece.key]
-        return part if self.strides is None else self.strides.of(part, self.piece.parameter)
+        if self.strides is None:
+            return part
+        return self.strides.of(part, self.piece.parameter.stride())
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +209,7 @@ class ConcatenatedParameters:
         """Return True: the vector depends on nothing but the pieces."""
         return True
 
-    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
+    def of(self, parts: Parts) -> Tensor:
         """Return the changes of all pieces as one vector (P,)."""
         return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
 
@@ -257,6 +252,17 @@ class Pieces:
         if prod(strides.size) == parameter.numel():
             return View(self.of(parameter), strides)
         return View(self.of(parameter, strides))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that this one is a view of, or itself if it is no view."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return an identifier of the memory that a tensor uses."""
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
