@@ -242,13 +242,6 @@ class Capture:
     def notes(self) -> list[str]:
         """Return notes for the report about uses of parameters that are measured only partly."""
         notes = []
-        replacements = self.layers.replacements
-        if replacements:
-            by = list(dict.fromkeys(replacements.values()))
-            notes.append(
-                f"Functions without a rule use the weights of {listed(list(replacements))} too, "
-                f"inside one module: all uses there are measured together, as {listed(by)}."
-            )
         partly = defaultdict(list)
         unmeasured = self._without_rule.unmeasured
         for parameter in self.selection.due_parameters if unmeasured else ():

@@ -40,7 +40,6 @@ class Call:
             then the sum is known for the chosen rows alone.
         precision: the rounding of the gradients that arrived.
         place: where in the step the call was made, if the forward passes are recorded.
-        forward: the number of the module's forward call in which it was made.
         evaluates: whether the model was in eval mode.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
     """
@@ -68,7 +67,7 @@ class Call:
         self.every_gradient: Tensor | None = None
         self.tells_sums = False  # a second pass through the graph, or merged rows
         self.place: CallPlace | None = None
-        self.forward, self.evaluates = -1, False
+        self.evaluates = False
 
     @property
     def layer(self) -> Layer:
@@ -261,10 +260,6 @@ class LayerRows:
         self._rows_waiting += call.rows.count
         if self._bound is not None:
             self._bound.add(call.rows)
-
-    def withdraw(self, calls: Iterable[Call]) -> None:
-        """Remove calls that turned out not to be uses."""
-        self._remove([call for call in calls if call in self.calls])
 
     def _remove(self, calls: Sequence[Call]) -> None:
         for call in calls:

@@ -96,7 +96,7 @@ class ParametersWithoutRule:
 
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
-        if key in self._unexplained and key in self._reached:
+        if key not in self._refused and key in self._unexplained and key in self._reached:
             return (
                 f"it is used by {self._reached[key]}, for which there is no rule, and no module "
                 "that holds it returns the result as rows"
