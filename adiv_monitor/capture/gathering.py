@@ -25,7 +25,7 @@ from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gradient_shares import Handed, Shares, follow
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import TensorHook, holds_memory
+from adiv_monitor.capture.hook import holds_memory, on_gradient
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
@@ -73,8 +73,7 @@ class Gathering:
         self._checked = layers.context.checked
         self._attention = layers.context.attention
         self._attainable = layers.context.attainable
-        self._hooks: list[TensorHook] = []  # on outputs
-        self._followed: list[RemovableHandle] = []  # on nodes of the graph
+        self._hooks: list[RemovableHandle] = []  # on nodes of the graph
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
         self._used: dict[Layer, int] = {}  # the number of the last forward call in which it was
 
@@ -82,12 +81,10 @@ class Gathering:
         """Remove the hooks."""
         call_all(
             *(hook.remove for hook in self._hooks),
-            *(followed.remove for followed in self._followed),
             *(late.remove for late in self._late),
             self._backward.detach,
         )
         self._hooks.clear()
-        self._followed.clear()
 
     def captured(self, layer: Layer, calls: Sequence[Call], *, is_shared: bool) -> CapturedLayer:
         """Return what a step is measured from; see `CapturedLayer`.
@@ -141,8 +138,7 @@ class Gathering:
             layout = partial(_as_view, use.layout, output.shape, output.stride())
         arrive = self._arrival(layer.path, layout, call)
         # `detach` removes the hook: a tensor that outlives its graph would keep the call alive.
-        self._hooks.append(TensorHook(viewed, arrive))
-        self._hooks[-1].put_on()
+        self._hooks.append(on_gradient(viewed, arrive))
         return call
 
     def maps(
@@ -254,7 +250,7 @@ class Gathering:
             path = layer.path
             arrive = self._backward.for_layers([path], Gathering._on_handed, self, path, call)
             watched = self._layers.rows
-            self._followed += follow(outputs, inputs, contributions, path, arrive, watched)
+            self._hooks += follow(outputs, inputs, contributions, path, arrive, watched)
 
     def _on_handed(
         self,

@@ -4,10 +4,8 @@ Every test compares with a plain run of the same step, or with values computed b
 """
 
 import copy
-import gc
 import math
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +20,6 @@ from torch.nn import functional
 
 from adiv_monitor import LayerReading, Monitor
 from adiv_monitor.capture.entries import sampled_entries
-from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.maths.readings import Judged, measure
 from adiv_monitor.maths.sums import About, Dots, Evidence, LayerSums, Sampled, Vector
 from adiv_monitor.step import row_moves
@@ -589,7 +586,7 @@ def test_a_gradient_that_is_not_the_rows_is_noticed_where_they_are_few(
 
 
 def test_gradients_that_no_backward_pass_gave() -> None:
-    """Gradients computed by hand from ∂L/∂z have unknown units; their directions are the rows'."""
+    """Gradients computed by hand from ∂L/∂z: no backward pass goes through the layer."""
     model, x = nn.Linear(3, 4).double(), torch.randn(40, 3, dtype=torch.float64)
 
     def by_hand(model: nn.Module) -> None:
@@ -597,13 +594,9 @@ def test_gradients_that_no_backward_pass_gave() -> None:
         (slope,) = torch.autograd.grad(z.square().mean(), z)
         model.weight.grad, model.bias.grad = slope.T @ x, slope.sum(0)
 
-    expected = one_step(copy.deepcopy(model), lambda m: m(x).square().mean().backward())
     found = one_step(model, by_hand)
-    assert any("set by hand" in note for note in found.notes)
-    hand, plain = found.layers[""], expected.layers[""]
-    assert hand.update_cosine == pytest.approx(plain.update_cosine)
-    assert hand.gradient_cosine == pytest.approx(plain.gradient_cosine)
-    assert math.isnan(hand.effective_lr)
+    assert not found.layers
+    assert "set by hand" in found.unsupported[""]
 
 
 def test_a_gradient_that_was_there_before_is_told() -> None:
@@ -709,22 +702,6 @@ def test_a_hook_that_scales_the_gradient_of_an_output_counts(
     assert found.update_cosine == pytest.approx(plain.update_cosine, rel=1e-9)
     assert found.effective_lr == pytest.approx(plain.effective_lr, rel=1e-9)
     assert found.descent == pytest.approx(plain.descent * factor**2, rel=1e-9)
-
-
-def test_a_pass_that_ends_at_a_hooked_tensor_frees_its_graph() -> None:
-    """As the gradient penalty of a critic that is only logged."""
-
-    def ended() -> weakref.ref[Tensor]:
-        hidden = torch.ones(2, requires_grad=True) * 2
-        reading = lambda gradient: None  # noqa: E731
-        TensorHook(hidden, reading).put_on()
-        hidden.register_hook(lambda gradient: None)
-        (gradient,) = torch.autograd.grad(hidden.tanh().sum(), hidden, create_graph=True)
-        return weakref.ref(gradient)
-
-    seen = ended()
-    gc.collect()
-    assert seen() is None
 
 
 def test_a_backward_pass_in_inference_mode_reaches_the_users_hooks() -> None:
