@@ -118,20 +118,8 @@ class Call:
         """Scale the gradient by a factor that was applied to the parameters' gradient."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
-        self.squares = self._times(self.squares, factor)
-
-    def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale the gradient that is about to accumulate by a factor of the user's hooks."""
-        if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
-            gradient, squares = self._arrived
-            self._arrived = gradient * factor.to(gradient.dtype), self._times(squares, factor)
-            if self.every_gradient is not None:
-                self.every_gradient = self.every_gradient * factor.to(self.every_gradient.dtype)
-
-    def _times(self, squares: Tensor | None, factor: Tensor) -> Tensor | None:
-        if squares is None:
-            return None
-        return squares * factor.to(squares.dtype) ** 2
+        if self.squares is not None:
+            self.squares = self.squares * factor.to(self.squares.dtype) ** 2
 
     @property
     def arrived(self) -> bool:
@@ -324,11 +312,6 @@ class LayerRows:
             self._factors += (factor,)
         if self.ceiling is not None:
             self.ceiling.rescale(factor)
-
-    def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale the rows that are about to be accumulated by a factor."""
-        for call in self._expected():
-            call.rescale_arrived(factor)
 
     def fold(self) -> None:
         """Add the gradients of this pass when the layer's parameters accumulate."""

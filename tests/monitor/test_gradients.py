@@ -391,42 +391,26 @@ def weaken(parameter: Tensor) -> None:
     parameter.grad.mul_(0.1)
 
 
-@pytest.mark.parametrize("kind", ["before it is accumulated", "after"])
-def test_gradient_hooks_of_the_users(kind: str) -> None:
-    """A factor applied by a gradient hook is part of its pass's factor."""
+def test_a_hook_that_scales_an_accumulated_gradient_is_a_factor() -> None:
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: (0.1 * loss_of(m, batch)).backward())
     for parameter in model.parameters():
-        if kind == "after":
-            parameter.register_post_accumulate_grad_hook(weaken)
-        else:
-            parameter.register_hook(lambda g: 0.1 * g)
+        parameter.register_post_accumulate_grad_hook(weaken)
     found = one_step(model, lambda m: loss_of(m, batch).backward())
     same(found, expected, loosely=True)
     assert not found.notes
 
 
-def test_the_ceiling_weighs_passes_as_hooks_of_the_users_do() -> None:
-    """Hooks that weaken the first of two passes also weaken its rows in the ceiling."""
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-    x, y = torch.randn(40, 3, dtype=torch.float64), torch.randint(4, (40,))
-    parts = (slice(0, 20), slice(20, None))
-
-    def weighed(model: nn.Module, factors: tuple[float, float]) -> None:
-        for part, factor in zip(parts, factors, strict=True):
-            (factor * functional.cross_entropy(model(x[part]), y[part])).backward()
-
-    plain = copy.deepcopy(model)
-    passes = {p: iter((0.1, 1.0)) for p in model.parameters()}
-    for parameter, factors in passes.items():
-        parameter.register_hook(lambda g, factors=factors: next(factors) * g)
-    found = one_step(model, lambda m: weighed(m, (1.0, 1.0)), attainable=True)
-    expected = one_step(copy.deepcopy(plain), lambda m: weighed(m, (0.1, 1.0)), attainable=True)
-    alike = one_step(plain, lambda m: weighed(m, (1.0, 1.0)), attainable=True)
-    for name, reading in expected.layers.items():
-        attained = found.layers[name].attainable_cosine
-        assert attained == pytest.approx(reading.attainable_cosine, rel=1e-6)
-        assert attained != pytest.approx(alike.layers[name].attainable_cosine, rel=1e-4)
+def test_a_hook_that_scales_a_gradient_before_leaves_its_unit_unknown() -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: 0.1 * g)
+    found = one_step(model, lambda m: loss_of(m, batch).backward())
+    assert any("units that are not known" in note for note in found.notes)
+    for path, reading in found.layers.items():
+        assert math.isnan(reading.effective_lr)
+        assert reading.update_cosine == pytest.approx(expected.layers[path].update_cosine)
 
 
 EDITS = {
