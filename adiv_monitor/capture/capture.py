@@ -279,10 +279,6 @@ class Capture:
             reason = found
         elif parts := self.layers.of_parts(parameter):
             return f"only a part of it was seen to be used, as {listed(parts)}"
-        elif kind in self.forwards.strangers:
-            reason = (
-                "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
-            )
         elif self.plan is not None and key not in self.plan.unseen:
             reason = (
                 "it has a gradient, but it was not used where earlier steps used it (the gradient "
@@ -292,7 +288,8 @@ class Capture:
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward pass "
-                "of a module: it is used by compiled or scripted code, by a copy of the module, "
+                "of a module: it is used by compiled or scripted code, by a copy of the module "
+                "(nn.DataParallel?), "
                 "through torch.func, under re-entrant checkpointing (`use_reentrant=False` is "
                 "seen) or outside of `forward`, or its gradient is zero, set by hand or of an "
                 "earlier step"
