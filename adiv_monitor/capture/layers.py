@@ -10,7 +10,7 @@ from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import ConcatenatedParameters, Piece, Source, overlap
+from adiv_monitor.capture.weights.pieces import Piece, Source, overlap, together
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
@@ -81,7 +81,7 @@ class Layers:
 
     def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """Return the layer that stands for a module as a whole with respect to these parameters."""
-        source = ConcatenatedParameters([self.provenance.pieces.of(p) for p in parameters], module)
+        source = together([self.provenance.pieces.of(p) for p in parameters], module)
         use = Use("module", None, None, _no_features)
         return self._find(self.names.of_whole(module, parameters), use, source, None)
 
@@ -111,8 +111,8 @@ class Layers:
         parameter = lead.pieces[0].parameter
         place = self.names.place(id(parameter))
         order, module = self.names.position[place.full_name], self.names.owner(place)
-        if isinstance(weight, ConcatenatedParameters) and len(weight.pieces) > 1:
-            module = weight.through
+        if lead.through is not None and len(lead.pieces) > 1:
+            module = lead.through
         return self._register(
             Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
         )

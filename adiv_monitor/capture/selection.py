@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import (
-    ConcatenatedParameters,
     Parts,
     Piece,
     Source,
@@ -89,7 +88,7 @@ class Layer:
 
     def is_through(self, module: nn.Module) -> bool:
         """Return whether it covers all effects of parameters on the output of this module."""
-        return isinstance(self.weight, ConcatenatedParameters) and self.weight.through is module
+        return self.weight is not None and self.weight.through is module
 
     def is_made_of(self, weight: Source | None, bias: Source | None) -> bool:
         """Return whether weight and bias of another call change as this layer's do."""

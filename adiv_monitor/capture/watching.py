@@ -325,7 +325,7 @@ class Watching(Watcher):
             provenance.spend(made, written=bool(args) and made is args[0])
         else:
             with self._noting(trained):
-                provenance.computes(name, args, kwargs, made, trained)
+                provenance.computes(function, args, kwargs, made, trained)
         return result
 
     def _uses(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.computed import Computed, NotFollowed, computed, parametrized
+from adiv_monitor.capture.weights.computed import NotFollowed, computed, parametrized
 from adiv_monitor.capture.weights.computed import part_of as computed_part
 from adiv_monitor.capture.weights.pieces import Pieces, Source, whole_of
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
@@ -32,7 +32,7 @@ class _Made(NamedTuple):
 
     tensor: weakref.ref[Tensor]
     keys: frozenset[int] = frozenset()
-    source: Computed | None = None
+    source: Source | None = None
     version: int = 0
 
 
@@ -91,7 +91,7 @@ class Provenance:
         """Reset to the tensors that the model holds now."""
         self._made: dict[int, _Made] = {}
         self._own: dict[int, nn.Parameter] = {}  # copies of parameters, see `Twin`
-        self._makers: dict[nn.Module, Computed] = {}  # the weights of parametrizations
+        self._makers: dict[nn.Module, Source] = {}  # the weights of parametrizations
         self._spent: dict[int, weakref.ref[Tensor]] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}
         vars(self).pop("_held", None)
@@ -225,7 +225,7 @@ class Provenance:
         return None
 
     def remember(
-        self, result: object, keys: frozenset[int] = frozenset(), source: Computed | None = None
+        self, result: object, keys: frozenset[int] = frozenset(), source: Source | None = None
     ) -> None:
         """Remember a result that was computed from the model alone.
 
@@ -247,7 +247,7 @@ class Provenance:
 
     def computes(
         self,
-        name: str,
+        function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: object,
@@ -258,7 +258,7 @@ class Provenance:
         source = None
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
             with suppress(Refused):
-                source = computed(name, args, kwargs, result, self.source_of_argument)
+                source = computed(function, args, kwargs, result, self.source_of_argument)
         self.remember(result, keys, source)
 
     def source_of_argument(self, value: object) -> Source | None:
