@@ -71,11 +71,6 @@ def _put_behind(hooks: dict[int, Any], others: dict[int, Any]) -> None:
     hooks.update(others)
 
 
-def _ratio(now: Tensor, before: Tensor) -> Tensor:
-    """Return the factor by which a gradient was multiplied, or 1 where it was zero before."""
-    return torch.where(before == 0, 1.0, now / before)
-
-
 class Accumulation:
     """Follows one parameter's `.grad` through the backward passes of a step.
 
@@ -193,7 +188,7 @@ class Accumulation:
             if (touched or held.is_cpu) and self._owner.was_zeroed(held, left):
                 held = None
             elif self._owner.is_alone and not (held.is_cpu and held == left):
-                factor = _ratio(held, left)  # with several ranks, `held` is their average
+                factor = torch.where(left == 0, 1.0, held / left)  # of several ranks: an average
         elif held is not None:
             self.foreign = held
         followed = False
@@ -213,11 +208,10 @@ class Accumulation:
         self._left_norm = torch.linalg.vector_norm(parts)
         if is_small(grad):
             self._left = grad.clone()
-            entries: Tensor | None = sampled_entries(self._left).reshape(-1)
+            self._entries = sampled_entries(self._left).reshape(-1)
         else:
             self._left = parts
-            entries = None if followed else sampled_entries(grad).clone().reshape(-1)
-        self._entries = None if entries is None else entries
+            self._entries = None if followed else sampled_entries(grad).clone().reshape(-1)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
 
     def _count_pass(self, parameter: Tensor, left: Tensor | None, *, zeroed: bool) -> None:

@@ -185,6 +185,8 @@ class Gathering:
         inputs: Collection[Any],
     ) -> None:
         """Gather rows of a module that is measured as a whole and hook its output."""
+        if not any(x.numel() for x in tensors):  # of an empty batch
+            return
         left = [module.get_parameter(name) for name in names]
         given = tensors_in(*arguments[0], *arguments[1].values())
         if any(x.is_nested for x in (*tensors, *given)):

@@ -280,13 +280,9 @@ class LayerRows:
         self.expect(call)
         call.arrive(gradient, squares, precision)
 
-    def _expected(self) -> list[Call]:
-        """Return the calls that the running backward pass reached."""
-        return list(self._arriving.get(torch._C._current_graph_task_id(), ()))
-
     def settle(self) -> None:
         """Compute late rows, now that a gradient has arrived at the layer's parameters."""
-        for call in self._expected():
+        for call in list(self._arriving.get(torch._C._current_graph_task_id(), ())):
             call.settle()
 
     def reset(self) -> None:

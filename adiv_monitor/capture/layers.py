@@ -122,7 +122,7 @@ class Layers:
         path = layer.path
         self.found[path] = layer
         self.led[id(layer.parameters[0])].append(path)
-        if not (self.is_off(path) or self.waits(layer)):
+        if self._is_due(layer) and not self.is_off(path):
             self.rows[path] = LayerRows(self._chooser, path)
         return layer
 
@@ -140,10 +140,6 @@ class Layers:
         call.place = None if self._calls is None else self._calls.place(layer.path)
         call.evaluates = not self.names.root.training
         return call
-
-    def waits(self, layer: Layer) -> bool:
-        """Return whether a layer is unwatched because it is not due in this step."""
-        return not self._is_due(layer)
 
     def forget(self, path: str) -> None:
         """Remove a layer that turned out not to exist."""
