@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from adiv_monitor.capture.weights.tape import memory_of, whole_of
+from adiv_monitor.capture.weights.pieces import memory_of, whole_of
 
 Sources = frozenset[str]  # paths of layers
 NONE: Sources = frozenset()

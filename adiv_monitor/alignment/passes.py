@@ -17,9 +17,8 @@ from adiv_monitor.capture.forwards import Forwards, FunctionToCall, Watcher
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.hook import has_data
 from adiv_monitor.capture.selection import inside_wrappers, named_modules
-from adiv_monitor.capture.watching import OPENED
-from adiv_monitor.capture.weights.pieces import Strides
-from adiv_monitor.capture.weights.tape import is_in_place, whole_of
+from adiv_monitor.capture.watching import OPENED, is_in_place
+from adiv_monitor.capture.weights.pieces import Strides, whole_of
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.functions.linear import affine, part_of
 from adiv_monitor.features.recurrent import RECURRENT, maps_of, read_call, uses_of

@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from adiv_monitor.capture.selection import named_modules
-from adiv_monitor.capture.weights.pieces import Strides
+from adiv_monitor.capture.weights.pieces import Strides, memory_of, whole_of
 from adiv_monitor.capture.weights.shards import Standing
-from adiv_monitor.capture.weights.tape import memory_of, whole_of
 from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features
 from adiv_monitor.features.uses import Use
 

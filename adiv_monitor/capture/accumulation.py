@@ -71,11 +71,6 @@ def _put_behind(hooks: dict[int, Any], others: dict[int, Any]) -> None:
     hooks.update(others)
 
 
-def _ratio(now: Tensor, before: Tensor) -> Tensor:
-    """Return the factor by which a gradient was multiplied, or 1 where it was zero before."""
-    return torch.where(before == 0, 1.0, now / before)
-
-
 class Accumulation:
     """Follows one parameter's `.grad` through the backward passes of a step.
 
@@ -100,7 +95,6 @@ class Accumulation:
         self._arriving: tuple[weakref.ref[Tensor], int] | None = None
         self._tasks: list[int] = []  # the passes that accumulated since the gradient was zeroed
         self._at = (-1, -1)  # at the last of them: parameter's version, steps of optimizers
-        self._raw: Tensor | None = None  # ‖gradient‖ before the user's hooks
         self.foreign: Tensor | None = None  # ‖.grad‖ from before any row was seen
         self._ended: Tensor | None = None  # sampled entries of `.grad` at the end of the last pass
         self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []  # with torch's tables
@@ -109,8 +103,6 @@ class Accumulation:
         """Register the hooks. `remove` removes them, even if this method raises."""
         parameter, kind = self._parameter, type(self)
         on_gradient, after = parameter.register_hook, parameter.register_post_accumulate_grad_hook
-        if parameter._backward_hooks:  # the user's hooks may change the gradient
-            _goes_first(self._put_on(on_gradient, ON_GRADIENT, kind._before_hooks))
         self._put_on(on_gradient, ON_GRADIENT, kind._before)
         _goes_first(self._put_on(after, ON_ACCUMULATION, kind._after))
 
@@ -171,9 +163,6 @@ class Accumulation:
         now = sampled_entries(part_of(self.held)).flatten()
         return torch.stack([now, self._ended]) if now.shape == self._ended.shape else None
 
-    def _before_hooks(self, gradient: Tensor) -> None:
-        self._raw = dots.norm(self._part(gradient))
-
     def _before(self, gradient: Tensor) -> None:
         """Inspect a gradient before it is accumulated, or returned by `autograd.grad`."""
         for rows in self._owner.users(self._known_as):
@@ -183,11 +172,6 @@ class Accumulation:
         touched = held is not None and not self._untouched(held)
         self._held = torch._C._current_graph_task_id(), norm, touched
         self._arriving = weakref.ref(gradient), gradient._version
-        if self._raw is not None:  # the rows hold the gradient before the user's hooks
-            factor = _ratio(dots.norm(self._part(gradient)), self._raw)
-            for rows in self._owner.users(self._known_as):
-                rows.rescale_arrived(factor)
-            self._raw = None
 
     def _after(self, parameter: nn.Parameter) -> None:
         """Update the rows after a gradient was accumulated."""
@@ -204,7 +188,7 @@ class Accumulation:
             if (touched or held.is_cpu) and self._owner.was_zeroed(held, left):
                 held = None
             elif self._owner.is_alone and not (held.is_cpu and held == left):
-                factor = _ratio(held, left)  # with several ranks, `held` is their average
+                factor = torch.where(left == 0, 1.0, held / left)  # of several ranks: an average
         elif held is not None:
             self.foreign = held
         followed = False
@@ -224,11 +208,10 @@ class Accumulation:
         self._left_norm = torch.linalg.vector_norm(parts)
         if is_small(grad):
             self._left = grad.clone()
-            entries: Tensor | None = sampled_entries(self._left).reshape(-1)
+            self._entries = sampled_entries(self._left).reshape(-1)
         else:
             self._left = parts
-            entries = None if followed else sampled_entries(grad).clone().reshape(-1)
-        self._entries = None if entries is None else entries
+            self._entries = None if followed else sampled_entries(grad).clone().reshape(-1)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
 
     def _count_pass(self, parameter: Tensor, left: Tensor | None, *, zeroed: bool) -> None:

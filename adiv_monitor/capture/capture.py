@@ -242,13 +242,6 @@ class Capture:
     def notes(self) -> list[str]:
         """Return notes for the report about uses of parameters that are measured only partly."""
         notes = []
-        replacements = self.layers.replacements
-        if replacements:
-            by = list(dict.fromkeys(replacements.values()))
-            notes.append(
-                f"Functions without a rule use the weights of {listed(list(replacements))} too, "
-                f"inside one module: all uses there are measured together, as {listed(by)}."
-            )
         partly = defaultdict(list)
         unmeasured = self._without_rule.unmeasured
         for parameter in self.selection.due_parameters if unmeasured else ():
@@ -286,12 +279,6 @@ class Capture:
             reason = found
         elif parts := self.layers.of_parts(parameter):
             return f"only a part of it was seen to be used, as {listed(parts)}"
-        elif ended := self._provenance.tape.ended_in(parameter):
-            reason = f"it goes into torch's {ended}, whose result no function was seen to use"
-        elif kind in self.forwards.strangers:
-            reason = (
-                "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
-            )
         elif self.plan is not None and key not in self.plan.unseen:
             reason = (
                 "it has a gradient, but it was not used where earlier steps used it (the gradient "
@@ -301,7 +288,8 @@ class Capture:
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward pass "
-                "of a module: it is used by compiled or scripted code, by a copy of the module, "
+                "of a module: it is used by compiled or scripted code, by a copy of the module "
+                "(nn.DataParallel?), "
                 "through torch.func, under re-entrant checkpointing (`use_reentrant=False` is "
                 "seen) or outside of `forward`, or its gradient is zero, set by hand or of an "
                 "earlier step"

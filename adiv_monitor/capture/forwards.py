@@ -187,7 +187,6 @@ class Forwards:
         repeated: whether to watch reruns of forward passes, and nothing else.
 
     Attributes:
-        strangers: the classes of modules with copied hooks that ran in place of these modules.
         runs: the runs of these modules, if all of them have hooks (without a plan).
     """
 
@@ -202,7 +201,6 @@ class Forwards:
         devices: Collection[torch.device] = (),
         repeated: bool = False,
     ) -> None:
-        self.strangers: set[type[nn.Module]] = set()
         self.runs = Runs()
         self._renew = renew
         self._guard = guard
@@ -385,8 +383,6 @@ class Forwards:
             return
         running = self._running
         if module not in self._modules:
-            if torch.is_grad_enabled():
-                self.strangers.add(type(module))
             return
         if running.forwards and _is_over(running.forwards, module):
             self._unwind()
@@ -431,7 +427,6 @@ class Forwards:
             return
         known = None if self._plan is None else self._plan.known.get(module)
         if known is None:
-            self.strangers.add(type(module))
             return
         running = self._running
         running.plain = module

@@ -12,7 +12,7 @@ called several times and checkpointing therefore all work:
 """
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,10 @@ from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gradient_shares import Handed, Shares, follow
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import TensorHook, holds_memory
+from adiv_monitor.capture.hook import holds_memory, on_gradient
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.layers import Layers, Passing
+from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
@@ -42,6 +42,10 @@ from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
+
+_TWICE = (
+    "functions with and without a rule use it in one module: only the uses with a rule are measured"
+)
 
 
 class Gathering:
@@ -67,20 +71,18 @@ class Gathering:
         self._checked = layers.context.checked
         self._attention = layers.context.attention
         self._attainable = layers.context.attainable
-        self._hooks: list[TensorHook] = []  # on outputs
-        self._followed: list[RemovableHandle] = []  # on nodes of the graph
+        self._hooks: list[RemovableHandle] = []  # on nodes of the graph
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
+        self._used: dict[Layer, int] = {}  # the number of the last forward call in which it was
 
     def detach(self) -> None:
         """Remove the hooks."""
         call_all(
             *(hook.remove for hook in self._hooks),
-            *(followed.remove for followed in self._followed),
             *(late.remove for late in self._late),
             self._backward.detach,
         )
         self._hooks.clear()
-        self._followed.clear()
 
     def captured(self, layer: Layer, calls: Sequence[Call], *, is_shared: bool) -> CapturedLayer:
         """Return what a step is measured from; see `CapturedLayer`.
@@ -114,8 +116,8 @@ class Gathering:
         layer = self._layers.of(use, known)
         if layer is None:
             return None
+        self._used[layer] = self._forwards.number
         if layer.path not in self._layers.rows:
-            self._layers.pass_by(layer, self._forwards.number)
             self._follow_shares(layer, [output], None)
             return None
         z = use.layout(part_of(output))
@@ -134,8 +136,7 @@ class Gathering:
             layout = partial(_as_view, use.layout, output.shape, output.stride())
         arrive = self._arrival(layer.path, layout, call)
         # `detach` removes the hook: a tensor that outlives its graph would keep the call alive.
-        self._hooks.append(TensorHook(viewed, arrive))
-        self._hooks[-1].put_on()
+        self._hooks.append(on_gradient(viewed, arrive))
         return call
 
     def maps(
@@ -155,11 +156,10 @@ class Gathering:
             layer = self._layers.of(use)
             if layer is None:
                 continue
+            self._used[layer] = self._forwards.number
             self._follow_shares(layer, outputs, inputs)
             if layer.path in self._layers.rows:
                 calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
-            else:
-                self._layers.pass_by(layer, self._forwards.number)
         if not calls:
             return used
         returned = Returned.of(made, outputs)
@@ -183,20 +183,23 @@ class Gathering:
         inputs: Collection[Any],
     ) -> None:
         """Gather rows of a module that is measured as a whole and hook its output."""
+        if not any(x.numel() for x in tensors):  # of an empty batch
+            return
         left = [module.get_parameter(name) for name in names]
         given = tensors_in(*arguments[0], *arguments[1].values())
         if any(x.is_nested for x in (*tensors, *given)):
             self._without_rule.refuse(left, NESTED)
             return
-        try:
-            others, names = self._others(module, left)
-        except Refused as refusal:
-            self._without_rule.refuse(left, str(refusal))
+        # When the module is rerun, a changed parameter acts in all of its uses there.
+        twice = self._used_inside(left)
+        self._without_rule.refuse(twice, _TWICE)
+        names = [name for name, p in zip(names, left, strict=True) if p not in set(twice)]
+        left = [module.get_parameter(name) for name in names]
+        layer = self._layers.of_whole(module, left) if left else None
+        if layer is None:
             return
-        layer = self._layers.of_whole(module, [module.get_parameter(name) for name in names])
-        if layer is not None and self._layers.waits(layer):
-            self._layers.replace(others, layer.path)
-        if layer is None or layer.path not in self._layers.rows:
+        self._used[layer] = self._forwards.number
+        if layer.path not in self._layers.rows:
             return
         rows_of_layer = self._layers.rows[layer.path]
         z = outputs.rows(tensors)
@@ -213,36 +216,16 @@ class Gathering:
             self._without_rule.refuse(left, str(refusal))
             self._layers.forget(layer.path)
             return
-        self._layers.replace(others, layer.path)
         self._follow_shares(layer, tensors, inputs)
         call.look(features, taken, None)
         rows_of_layer.add(call)
         outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.context.guard)
 
-    def _others(
-        self, module: nn.Module, parameters: list[nn.Parameter]
-    ) -> tuple[list[Call | Passing], list[str]]:
-        """Return the calls that measuring a module as a whole replaces, and all parameter names.
-
-        When the module is rerun, a changed parameter acts in all of its uses there, so the uses
-        that rules measure would count twice. The other parameters of these uses are added.
-
-        Raises:
-            Refused: one of these calls uses a parameter outside of the module.
-        """
-        inside = self._layers.calls_since(self._forwards.number)
-        moving, others = set(parameters), list[Call | Passing]()
-        while found := [c for c in inside if not moving.isdisjoint(c.layer.parameters)]:
-            inside = [call for call in inside if call not in found]
-            others += found
-            moving.update(*(call.layer.parameters for call in found))
-        names = [name for name, parameter in module.named_parameters() if parameter in moving]
-        if len(names) < len(moving):
-            raise Refused(
-                "functions without a rule use it in a module that uses it together with "
-                "parameters of other modules, too: these uses can't be told apart"
-            )
-        return others, names
+    def _used_inside(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of the parameters that layers used since the running forward began."""
+        last = self._forwards.number
+        inside = {p for x, number in self._used.items() if number >= last for p in x.parameters}
+        return [p for p in parameters if p in inside]
 
     def _follow_shares(
         self,
@@ -267,7 +250,7 @@ class Gathering:
             path = layer.path
             arrive = self._backward.for_layers([path], Gathering._on_handed, self, path, call)
             watched = self._layers.rows
-            self._followed += follow(outputs, inputs, contributions, path, arrive, watched)
+            self._hooks += follow(outputs, inputs, contributions, path, arrive, watched)
 
     def _on_handed(
         self,
@@ -290,7 +273,7 @@ class Gathering:
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         self._backward.follow_gradient(layer)
-        return self._layers.new_call(layer, shape, device, self._forwards.number)
+        return self._layers.new_call(layer, shape, device)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Gather the rows of a call and return their features, untrained ones included."""

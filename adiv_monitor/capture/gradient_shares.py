@@ -42,7 +42,6 @@ class GradientShare:
         self._arrived: Tensor | None = None  # from the last pass
         self._backward = -1  # the graph task of the last pass
         self._accumulated = -1  # the last pass in which the layer accumulated
-        self._scaled: tuple[int, Tensor] | None = None  # pass and factor of user hooks
         self._version: int | None = None  # of the parameter, when its gradient arrived
 
     def arrive(self, gradient: Tensor) -> None:
@@ -75,11 +74,7 @@ class GradientShare:
         if not self._is_now:
             self._close()
         if self._held is not None:
-            self._held = _times(self._held, factor)
-
-    def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale the entries that are about to be accumulated by a factor."""
-        self._scaled = torch._C._current_graph_task_id(), factor
+            self._held = self._held * factor.to(self._held.dtype)
 
     def fold(self) -> None:
         """Add the gradient of this pass, which is being accumulated."""
@@ -124,8 +119,6 @@ class GradientShare:
         arrived, self._arrived = self._arrived, None
         if arrived is None or self._backward != self._accumulated:
             return
-        if self._scaled is not None and self._scaled[0] == self._backward:
-            arrived = _times(arrived, self._scaled[1])
         arrived = arrived.to(self.parameter.dtype)  # a cast may follow
         self._held = arrived if self._held is None else self._held + arrived
 
@@ -139,10 +132,6 @@ def total_of(shares: Iterable[GradientShare]) -> Tensor | None:
             return None
         total = entries if total is None else total + entries
     return total
-
-
-def _times(entries: Tensor, factor: Tensor) -> Tensor:
-    return entries * factor.to(entries.dtype)
 
 
 class Shares:

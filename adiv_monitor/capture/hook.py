@@ -1,15 +1,15 @@
 """Hooks that run in training only: copies of the model and function transforms skip them."""
 
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
 
@@ -72,67 +72,17 @@ def take_off(owner: object, hook: object, *where: Sequence[str]) -> None:
         _show(tables)
 
 
-class TensorHook:
-    """A hook on a tensor; it holds neither the tensor nor the function.
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call a hook with a tensor's gradient, after other hooks on the tensor, which may change it.
 
     Args:
         tensor: the tensor.
-        hook: called with the tensor's gradient.
+        hook: the hook, which must not hold the tensor: the graph holds the hook.
     """
-
-    __slots__ = ("_handle", "_hook", "_tensor")
-
-    def __init__(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-        self._tensor = weakref.ref(tensor)
-        self._hook: weakref.ref[Callable[[Tensor], None]] = weakref.ref(hook)
-        self._handle: RemovableHandle | None = None
-
-    def put_on(self) -> None:
-        """Register the hook. `remove` removes it, even if this method raises."""
-        tensor, hook = self._tensor(), self._hook()
-        if tensor is None or hook is None:
-            return
-        reading = _Reading(hook, tensor.output_nr)
-        self._hook = weakref.ref(reading)
-        self._handle = tensor.register_hook(reading)  # type: ignore[no-untyped-call]
-        reading.hooks = self._handle.hooks_dict_ref
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        if self._handle is not None:  # the graph keeps the hooks of a deleted tensor
-            self._handle.remove()
-        else:
-            take_off(self._tensor(), self._hook(), ON_GRADIENT)
-
-
-class _Reading:
-    """Calls a function with a tensor's gradient; once more, after other hooks on the tensor.
-
-    Args:
-        function: the function; a second call replaces the first.
-        number: the place of the tensor among the outputs of its autograd node.
-    """
-
-    __slots__ = ("__weakref__", "_again", "_function", "_number", "hooks")
-
-    def __init__(self, function: Callable[[Any], None], number: int) -> None:
-        self._function = function
-        self._number = number
-        self.hooks: Callable[[], Mapping[int, object] | None] = dict  # all of the tensor's
-        self._again: RemovableHandle | None = None
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        self._function(gradient)
-        hooks = self.hooks()
-        if hooks is None or len(hooks) < 2:
-            return
-        if self._again is not None:  # of an earlier pass
-            self._again.remove()
-        node: Any = torch._C._current_autograd_node()  # its own hooks run after its outputs'
-        self._again = node.register_prehook(self._look_again)
-
-    def _look_again(self, gradients: Sequence[Tensor | None]) -> None:
-        self._function(gradients[self._number])
+    node: Any = tensor.grad_fn or get_gradient_edge(tensor).node
+    number = tensor.output_nr
+    handle: RemovableHandle = node.register_prehook(lambda gradients: hook(gradients[number]))
+    return handle
 
 
 class ModuleHook:

@@ -5,9 +5,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import TensorHook
+from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, unroll
 from adiv_monitor.rerun.randomness import Randomness
@@ -47,14 +48,12 @@ class LateRows:
         self._receive = receive
         self._gradients: list[Tensor | None] = []
         self._backward = -1  # the backward pass of the gradients
-        self._hooks: list[TensorHook] = []
+        self._hooks: list[RemovableHandle] = []
 
     def watch(self, outputs: tuple[Tensor, ...], guard: Callable[..., Callable[..., None]]) -> None:
         """Register hooks on the outputs."""
         for i, output in enumerate(outputs):
-            hook = guard(partial(self._arrive, i))
-            self._hooks.append(TensorHook(output, hook))
-            self._hooks[-1].put_on()
+            self._hooks.append(on_gradient(output, guard(partial(self._arrive, i))))
 
     def remove(self) -> None:
         """Remove the hooks, which frees this object."""

@@ -39,7 +39,6 @@ class Call:
             then the sum is known for the chosen rows alone.
         precision: the rounding of the gradients that arrived.
         place: where in the step the call was made, if the forward passes are recorded.
-        forward: the number of the module's forward call in which it was made.
         evaluates: whether the model was in eval mode.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
     """
@@ -67,7 +66,7 @@ class Call:
         self.every_gradient: Tensor | None = None
         self.tells_sums = False  # a second pass through the graph, or merged rows
         self.place: CallPlace | None = None
-        self.forward, self.evaluates = -1, False
+        self.evaluates = False
 
     @property
     def layer(self) -> Layer:
@@ -118,20 +117,8 @@ class Call:
         """Scale the gradient by a factor that was applied to the parameters' gradient."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
-        self.squares = self._times(self.squares, factor)
-
-    def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale the gradient that is about to accumulate by a factor of the user's hooks."""
-        if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
-            gradient, squares = self._arrived
-            self._arrived = gradient * factor.to(gradient.dtype), self._times(squares, factor)
-            if self.every_gradient is not None:
-                self.every_gradient = self.every_gradient * factor.to(self.every_gradient.dtype)
-
-    def _times(self, squares: Tensor | None, factor: Tensor) -> Tensor | None:
-        if squares is None:
-            return None
-        return squares * factor.to(squares.dtype) ** 2
+        if self.squares is not None:
+            self.squares = self.squares * factor.to(self.squares.dtype) ** 2
 
     @property
     def arrived(self) -> bool:
@@ -261,10 +248,6 @@ class LayerRows:
         if self._bound is not None:
             self._bound.add(call.rows)
 
-    def withdraw(self, calls: Iterable[Call]) -> None:
-        """Remove calls that turned out not to be uses."""
-        self._remove([call for call in calls if call in self.calls])
-
     def _remove(self, calls: Sequence[Call]) -> None:
         for call in calls:
             del self.calls[call]
@@ -296,13 +279,9 @@ class LayerRows:
         self.expect(call)
         call.arrive(gradient, squares, precision)
 
-    def _expected(self) -> list[Call]:
-        """Return the calls that the running backward pass reached."""
-        return list(self._arriving.get(torch._C._current_graph_task_id(), ()))
-
     def settle(self) -> None:
         """Compute late rows, now that a gradient has arrived at the layer's parameters."""
-        for call in self._expected():
+        for call in list(self._arriving.get(torch._C._current_graph_task_id(), ())):
             call.settle()
 
     def reset(self) -> None:
@@ -328,11 +307,6 @@ class LayerRows:
             self._factors += (factor,)
         if self.ceiling is not None:
             self.ceiling.rescale(factor)
-
-    def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale the rows that are about to be accumulated by a factor."""
-        for call in self._expected():
-            call.rescale_arrived(factor)
 
     def fold(self) -> None:
         """Add the gradients of this pass when the layer's parameters accumulate."""

@@ -1,9 +1,7 @@
 """The layers found in one step, with their calls and rows."""
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import ConcatenatedParameters, Piece, Source, overlap
+from adiv_monitor.capture.weights.pieces import Piece, Source, overlap, together
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
@@ -22,19 +20,6 @@ _CHANGES = (
     "its weight is computed from parameters anew at every call, from other constants or random "
     "numbers: only calls with the same weight are measured together"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Passing:
-    """A call of a layer that is not due in this step and is not watched.
-
-    Attributes:
-        layer: the layer.
-        forward: the number of the module's forward call in which it was made.
-    """
-
-    layer: Layer
-    forward: int
 
 
 class Layers:
@@ -51,7 +36,6 @@ class Layers:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path.
         led: paths of the layers found so far, by the id of their first parameter.
-        replacements: path of a layer → path of the layer whose measurement replaces its own.
     """
 
     def __init__(
@@ -65,17 +49,12 @@ class Layers:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.led: dict[int, list[str]] = defaultdict(list)
-        self.replacements: dict[str, str] = {}
         self.names = names
         self.provenance = provenance
         self._chooser = chooser
         self.context = context
         self._calls = context.calls
         self._is_due = is_due
-        self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
-        # By number of a forward call; the references are weak because `rows` owns the calls.
-        self._made_in: dict[int, list[weakref.ref[Call | Passing]]] = defaultdict(list)
-        self._last_forward = -1
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -102,7 +81,7 @@ class Layers:
 
     def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """Return the layer that stands for a module as a whole with respect to these parameters."""
-        source = ConcatenatedParameters([self.provenance.pieces.of(p) for p in parameters], module)
+        source = together([self.provenance.pieces.of(p) for p in parameters], module)
         use = Use("module", None, None, _no_features)
         return self._find(self.names.of_whole(module, parameters), use, source, None)
 
@@ -132,8 +111,8 @@ class Layers:
         parameter = lead.pieces[0].parameter
         place = self.names.place(id(parameter))
         order, module = self.names.position[place.full_name], self.names.owner(place)
-        if isinstance(weight, ConcatenatedParameters) and len(weight.pieces) > 1:
-            module = weight.through
+        if lead.through is not None and len(lead.pieces) > 1:
+            module = lead.through
         return self._register(
             Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
         )
@@ -143,82 +122,24 @@ class Layers:
         path = layer.path
         self.found[path] = layer
         self.led[id(layer.parameters[0])].append(path)
-        if not (self.is_off(path) or self.waits(layer)):
+        if self._is_due(layer) and not self.is_off(path):
             self.rows[path] = LayerRows(self._chooser, path)
         return layer
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def new_call(
-        self, layer: Layer, shape: tuple[int, ...], device: torch.device, forward: int
-    ) -> Call:
+    def new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         """Create the next call of a watched layer and choose its rows.
 
         Args:
             layer: the layer.
             shape: the shape of z without its channels.
             device: the device of z.
-            forward: the number of the module's forward call in which it is made.
         """
         call = Call(layer, self.rows[layer.path].choose(shape, device))
         call.place = None if self._calls is None else self._calls.place(layer.path)
-        call.forward, call.evaluates = forward, not self.names.root.training
-        self._was_made(call)
+        call.evaluates = not self.names.root.training
         return call
-
-    def _was_made(self, call: Call | Passing) -> None:
-        self._made_in[call.forward].append(weakref.ref(call))
-        self._last_forward = max(self._last_forward, call.forward)
-
-    def pass_by(self, layer: Layer, forward: int) -> None:
-        """Record a call of a layer that is not due, in the forward call with this number."""
-        if self.waits(layer):
-            passing = Passing(layer, forward)
-            self._passing[layer.path][passing] = None
-            self._was_made(passing)
-
-    def waits(self, layer: Layer) -> bool:
-        """Return whether a layer is unwatched because it is not due in this step."""
-        return not self._is_due(layer)
-
-    def calls_since(self, forward: int) -> list[Call | Passing]:
-        """Return the calls made in the forward call with this number and in later ones."""
-        made = (self._made_in.get(number, ()) for number in range(forward, self._last_forward + 1))
-        calls = (reference() for references in made for reference in references)
-        return [call for call in calls if call is not None and self._stands(call)]
-
-    def _stands(self, call: Call | Passing) -> bool:
-        """Return whether a call has not been withdrawn."""
-        path = call.layer.path
-        if isinstance(call, Passing):
-            return call in self._passing.get(path, ())
-        return path in self.rows and call in self.rows[path].calls
-
-    def replace(self, calls: Sequence[Call | Passing], path: str) -> None:
-        """Replace the calls by the measurement of another layer."""
-        for replaced in self.withdraw(calls):
-            later = {p: path for p, by in self.replacements.items() if by == replaced}
-            self.replacements |= {**later, replaced: path}
-
-    def withdraw(self, calls: Sequence[Call | Passing]) -> list[str]:
-        """Remove calls that turned out not to be uses, and return the paths of their layers."""
-        by_path: dict[str, list[Call | Passing]] = defaultdict(list)
-        for call in calls:
-            by_path[call.layer.path].append(call)
-        for path, of_layer in by_path.items():
-            rows = self.rows.get(path)
-            if rows is not None:
-                rows.withdraw(call for call in of_layer if isinstance(call, Call))
-                if not rows.calls:
-                    self.forget(path)
-                    if self._calls is not None:
-                        self._calls.forget(path)
-            elif path in self.found:
-                for call in of_layer:
-                    self._passing[path].pop(call, None)
-                if not self._passing[path]:
-                    self.forget(path)
-        return list(by_path)
 
     def forget(self, path: str) -> None:
         """Remove a layer that turned out not to exist."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import TensorHook, has_data
+from adiv_monitor.capture.hook import has_data, on_gradient
 from adiv_monitor.rerun.thread import ThreadState
 
 
@@ -54,7 +55,7 @@ class Passes:
         self.meant = False
         self.steps = steps
         self._guard = guard or Guard()
-        self._hooks: list[TensorHook] = []
+        self._hooks: list[RemovableHandle] = []
         self._running: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
         self._ended: set[int] = set()  # graph tasks that accumulated gradients
         self._accumulated = 0  # the number of these, also of those that run
@@ -73,9 +74,8 @@ class Passes:
         if not self._active or type(loss) is not Tensor or any(n != 1 for n in loss.shape):
             return
         arrive = partial(self._guard, self._enters, len(self._hooks))
-        self._hooks.append(TensorHook(loss, arrive))
         with ThreadState(), torch._C.DisableTorchFunction():
-            self._hooks[-1].put_on()
+            self._hooks.append(on_gradient(loss, arrive))
 
     def _enters(self, number: int, gradient: Tensor | None) -> None:
         """Copy the gradient at a loss, which the user may have given and may overwrite."""

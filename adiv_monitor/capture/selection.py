@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import (
-    NOTHING,
-    ConcatenatedParameters,
     Parts,
     Piece,
     Source,
@@ -90,22 +88,17 @@ class Layer:
 
     def is_through(self, module: nn.Module) -> bool:
         """Return whether it covers all effects of parameters on the output of this module."""
-        return isinstance(self.weight, ConcatenatedParameters) and self.weight.through is module
+        return self.weight is not None and self.weight.through is module
 
     def is_made_of(self, weight: Source | None, bias: Source | None) -> bool:
         """Return whether weight and bias of another call change as this layer's do."""
         pairs = (self.weight, weight), (self.bias, bias)
         return all(mine is None or mine.is_as(other) for mine, other in pairs)
 
-    def change(self, parts: Parts, taken: Parts = NOTHING) -> tuple[Tensor | None, Tensor | None]:
-        """Return the change of weight and bias for a change of the pieces; None where not trained.
-
-        Args:
-            parts: a change of the pieces.
-            taken: what a step has subtracted from the pieces since the layer used them.
-        """
-        weight = None if self.weight is None else self.shaped(self.weight.of(parts, taken))
-        return weight, None if self.bias is None else self.bias.of(parts, taken)
+    def change(self, parts: Parts) -> tuple[Tensor | None, Tensor | None]:
+        """Return the change of weight and bias with the pieces; None where not trained."""
+        weight = None if self.weight is None else self.shaped(self.weight.of(parts))
+        return weight, None if self.bias is None else self.bias.of(parts)
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from adiv_monitor.capture.batch import sums_of
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall, Watcher
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.trace import Called, Known, Record, versions
-from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
+from adiv_monitor.capture.weights.computed import CASTS, NotFollowed
+from adiv_monitor.capture.weights.pieces import whole_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
-from adiv_monitor.features.functions.gains import REPEATING
 from adiv_monitor.features.recurrent import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, name_of, uses_in
@@ -31,6 +31,9 @@ from adiv_monitor.rerun.thread import apart
 # These functions overwrite an input that the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__")
 _ATTRIBUTES = ("__get__", "__set__")
+# These functions use only shape, dtype and device of a tensor.
+_FORMS = ("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty")
+_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 # These functions are written in Python; the functions that they call use the parameters.
 OPENED = ("multi_head_attention_forward",)
 
@@ -80,9 +83,6 @@ class Watching(Watcher):
         self._first_begins: Callable[[], object] | None = layers.context.begins
         self._calls, self._attention = layers.context.calls, layers.context.attention
         self._repeated = repeated
-        self._repetitions = Repetitions(
-            forwards, layers, self._provenance, without_rule, takes, self._noting
-        )
         self._active = True
 
     def detach(self) -> None:
@@ -155,10 +155,11 @@ class Watching(Watcher):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Handle the end of a module's forward. `output` is None if the forward raised."""
-        if self._repetitions.shown:
-            if self._repetitions.among(tensors_in(args, kwargs)):
-                self.record.others.add(module)  # its functions must be watched
-            self._repetitions.forward_ends(raised=output is None)
+        if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
+            self.record.others.update(module.modules())
+            with self._noting([]):
+                began = self._forwards.forward
+                self._provenance.parametrized(module, output, began.random, began.written)
         if output is not None and module in self._ruled:
             self._look_at_ruled(module, args, kwargs, output)
             self.record.ruled(module)
@@ -192,6 +193,9 @@ class Watching(Watcher):
                     use = use_of(rule, module, args, kwargs)
                     given = _made(tensors_in(*args, *kwargs.values()))
                     self._takes.use(use, output, path, checked=False, inputs=given)
+        except Refused as refusal:
+            self.refused |= dict.fromkeys(map(id, module.parameters(recurse=False)), str(refusal))
+            self.record.others.add(module)
         except Exception as error:
             self.record.others.add(module)
             self._layers.failed(path, error)
@@ -234,12 +238,7 @@ class Watching(Watcher):
             return self._read(call)
         if self._attention is not None:
             self._attention.look(call, self._forwards)
-        values = values_in(name, args, kwargs)
-        if self._repetitions.shown and self._looks_for_uses():
-            repeated = self._repetitions.among(values)
-            if repeated:
-                return self._called_with_repeated(repeated, call, name, values)
-        return self._watched(call, name, values)
+        return self._watched(call, name, _values_in(name, args, kwargs))
 
     def _is_looking(self) -> bool:
         """Return whether functions called now can be part of a measured use."""
@@ -262,9 +261,8 @@ class Watching(Watcher):
         args, result = call.args, call()
         if isinstance(result, Tensor) and self._provenance.of_model(args[0]):
             self._provenance.remember(result)
-        repetition = self._repetitions.of(args[0])
-        if repetition is not None:
-            self._repetitions.is_view(result, repetition)
+        else:
+            self._provenance.spend(result, written=False)
         return result
 
     def _watched(self, call: FunctionToCall, name: str, values: Iterable[Tensor]) -> Any:
@@ -283,6 +281,8 @@ class Watching(Watcher):
             provenance.remember(result)
         elif args and (result is args[0] or result is None):
             provenance.spend(args[0], written=True)  # it may have been constant zeros
+        else:
+            provenance.spend(result, written=False)
         return result
 
     def _called_with(
@@ -301,13 +301,10 @@ class Watching(Watcher):
         if gradients and function in RECURRENT:
             self._is_special()
             return self._recurrent(to_call, trained, data)
-        provenance, begun, inputs = self._provenance, None, set[Any]()
+        provenance, inputs = self._provenance, set[Any]()
         # Changes cannot be tracked through a view that reads memory as another dtype.
-        is_data = bool(data) or any(map(is_retyped, trained))
-        if not is_data and has_data(trained[0]):
-            with self._noting(trained):
-                begun = provenance.tape.begin(function, args, kwargs, gradients=gradients)
-        elif gradients and has_data(trained[0]):
+        is_data = bool(data) or any(map(_is_retyped, trained))
+        if is_data and gradients and has_data(trained[0]):
             with self._noting(trained):
                 inputs = _made(data)
         kept = args
@@ -321,16 +318,14 @@ class Watching(Watcher):
         if gradients and isinstance(made, Tensor):
             call = FunctionCall(made, provenance.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained, inputs)
-        if begun is not None:
-            with self._noting(trained):
-                provenance.tape.end(begun, [] if used else tensors_in(result))
         if (gradients and not used) or kept is not args:
             self._is_special()
         if is_data or used:
             self._explain(name, trained if gradients else [], used, made)
             provenance.spend(made, written=bool(args) and made is args[0])
         else:
-            provenance.remember(result)
+            with self._noting(trained):
+                provenance.computes(function, args, kwargs, made, trained)
         return result
 
     def _uses(
@@ -352,12 +347,11 @@ class Watching(Watcher):
             found = uses_in(name, call, args, kwargs)
             taken: list[Call | None] = []
             for use in found:
-                used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                if name in REPEATING:
-                    number = self._forwards.number
-                    self._repetitions.add(Repetition(use, call.result, number))
-                else:
+                try:
                     taken.append(self._takes.use(use, call.result, inputs=inputs))
+                except NotFollowed:  # left to the module around it
+                    continue
+                used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
             layers = [noted.layer for noted in taken if noted is not None]
             if len(layers) < len(found) or is_in_place(name) or "out" in kwargs:
                 self._is_special()
@@ -422,27 +416,9 @@ class Watching(Watcher):
             if id(tensor) in accounted:
                 self._without_rule.account(keys)
             else:
-                self._without_rule.leave(keys, f"torch's {name}", tensors_in(made))
-
-    def _called_with_repeated(
-        self,
-        repeated: list[Repetition],
-        call: FunctionToCall,
-        name: str,
-        values: list[Tensor],
-    ) -> Any:
-        """Call a function on repetitions of a weight; the call may reveal their role."""
-        if is_in_place(name):
-            for repetition in repeated:
-                self._repetitions.is_offset(repetition)
-        result = self._watched(call, name, values)
-        # Gradients are disabled here only where a rerun reaches a checkpointed function.
-        if any(t.requires_grad or not torch.is_grad_enabled() for t in tensors_in(result)):
-            for repetition in repeated:
-                self._repetitions.went_into(
-                    repetition, call.function, call.args, call.kwargs, result
-                )
-        return result
+                is_own = isinstance(whole_of(tensor), nn.Parameter)
+                of = "" if is_own else " (with a weight that is computed from it)"
+                self._without_rule.leave(keys, f"torch's {name}{of}", tensors_in(made))
 
 
 class _Noting:
@@ -500,3 +476,20 @@ def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
     return used._base is not None and used._base is (
         tensor if tensor._base is None else tensor._base
     )
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether a function of this name writes to its first argument."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _values_in(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors in a function's arguments whose values matter, not just dtype or shape."""
+    if name in CASTS:
+        return tensors_in(*args[:1])
+    return [] if name in _FORMS else tensors_in(*args, *kwargs.values())
+
+
+def _is_retyped(tensor: Tensor) -> bool:
+    """Return whether it is a view of another dtype, such as a real view of complex numbers."""
+    return tensor._base is not None and tensor.dtype != tensor._base.dtype

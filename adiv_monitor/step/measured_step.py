@@ -327,7 +327,7 @@ class MeasuredStep:
         steps, measured = self._steps, self._measured[layer.path]
         assert steps is not None and measured.features is not None
         whole = {**{piece.key: steps.taken(piece) for piece in layer.pieces}, **parts}
-        measured.d = act(layer.change(whole, whole), measured.features)
+        measured.d = act(layer.change(whole), measured.features)
         if not measured.asks_common:
             measured.features = None
 

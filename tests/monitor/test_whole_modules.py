@@ -19,7 +19,6 @@ from setups import one_step
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
@@ -127,12 +126,6 @@ class Exponential(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return Hidden.apply(torch.ones_like(weight), weight)
-
-
-def parametrised() -> nn.Module:
-    layer = nn.Linear(4, 3)
-    parametrize.register_parametrization(layer, "weight", Exponential())
-    return layer
 
 
 class Noisy(nn.Module):
@@ -386,12 +379,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
         ["w"],
         lambda: ((data(6, 4),), {}),
         "inner.w",
-    ),
-    "hidden parametrisation": (
-        parametrised,
-        ["parametrizations.weight.original"],
-        lambda: ((data(6, 4),), {}),
-        "inner.parametrizations.weight.original",
     ),
     "weight norm by a hook": (
         normed,

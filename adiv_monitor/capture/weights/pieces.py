@@ -1,10 +1,9 @@
 """The pieces of parameters that a layer trains, and how its weight is computed from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,9 @@ from adiv_monitor.capture.weights.shards import (
     part_of,
     range_of_part,
 )
+from adiv_monitor.features.uses import Refused
 
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
-NOTHING: Parts = {}
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class Strides:
             expected *= size
         return self.offset, self.offset + prod(self.size)
 
-    def of(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Return the same view of a tensor that is shaped like the parameter."""
-        if tensor.stride() != parameter.stride():
+    def of(self, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+        """Return the same view of another tensor, laid out with these strides as the viewed one."""
+        if tensor.stride() != stride:
             like = torch.empty_strided(
-                parameter.size(), parameter.stride(), dtype=tensor.dtype, device=tensor.device
+                tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
             )
             tensor = like.copy_(tensor)
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
@@ -86,7 +85,7 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the piece of a tensor that is shaped like the parameter."""
-        return tensor if self.view is None else self.view.of(tensor, self.parameter)
+        return tensor if self.view is None else self.view.of(tensor, self.parameter.stride())
 
     @property
     def contiguous_range(self) -> tuple[int, int] | None:
@@ -118,105 +117,82 @@ class Piece:
         return self.own(gradient(self.parameter))
 
 
-class Source(Protocol):
-    """Describes how a function's argument is computed from pieces of parameters."""
+Constant = tuple[object, int]  # a value, and the version of its memory when it was used
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """The pieces of parameters that it depends on."""
-        ...
 
-    @property
-    def identity(self) -> object:
-        """A value equal for tensors that are computed alike from the same pieces."""
-        ...
-
-    @property
-    def is_view(self) -> bool:
-        """Whether its entries are entries of a piece, so that it has the same gradient."""
-        ...
-
-    def is_as(self, other: "Source | None") -> bool:
-        """Return whether it changes like another source of the same identity."""
-        ...
-
-    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """Return the first-order change of the tensor when the pieces change by `parts`.
-
-        Args:
-            parts: a change of the pieces.
-            taken: what a step subtracted from the pieces since the tensor was computed: the change
-                starts from the values before the step.
-        """
-        ...
+def constant(value: object) -> Constant:
+    """Return a constant as it is now."""
+    return value, value._version if isinstance(value, Tensor) else 0
 
 
 @dataclass(frozen=True, eq=False)
-class View:
-    """A piece, or all of it in another shape.
+class Source:
+    """How a function's argument is computed from pieces of parameters.
 
     Attributes:
+        pieces: the pieces.
+        identity: equal for tensors that are computed alike from the same pieces.
+        change: returns its first-order change for changes of the pieces; see `of`.
+        is_view: whether each entry is one of a piece, plus a constant, so that it has its gradient.
+        constants: the values on which the change depends.
+        through: the module through which the pieces are measured; None: functions use them.
+    """
+
+    pieces: Sequence[Piece]
+    identity: object
+    change: Callable[[Parts], Tensor]
+    is_view: bool = True
+    constants: Sequence[Constant] = ()
+    through: nn.Module | None = None
+
+    def is_as(self, other: "Source | None") -> bool:
+        """Return whether it changes like another source of the same identity."""
+        if other is None or len(other.constants) != len(self.constants):
+            return False
+        pairs = zip(self.constants, other.constants, strict=True)
+        return all(_same(a, b) for (a, _), (b, _) in pairs)
+
+    def of(self, parts: Parts) -> Tensor:
+        """Return the first-order change of the tensor when the pieces change by `parts`.
+
+        Raises:
+            Refused: a constant was changed in place since, or a parametrization can't be run again.
+        """
+        if any(isinstance(x, Tensor) and x._version != at for x, at in self.constants):
+            raise Refused("a constant from which its weight is computed was changed in place since")
+        return self.change(parts)
+
+
+def _same(one: object, other: object) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other or (type(one) is type(other) and one == other)
+    if (memory_of(one), one._version) == (memory_of(other), other._version):
+        return bool(one.shape == other.shape and one.storage_offset() == other.storage_offset())
+    return one.device == other.device and torch.equal(one, other)
+
+
+def view_of(piece: Piece, strides: Strides | None = None) -> Source:
+    """Return the source of a piece, or of all of it in another shape.
+
+    Args:
         piece: the piece.
         strides: the position in the piece's memory; None: as the piece itself.
     """
 
-    piece: Piece
-    strides: Strides | None = None
+    def change(parts: Parts) -> Tensor:
+        part = parts[piece.key]
+        return part if strides is None else strides.of(part, piece.parameter.stride())
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """A tuple of the single piece."""
-        return (self.piece,)
-
-    @property
-    def identity(self) -> object:
-        """A value equal for the same view of the same piece."""
-        return self.piece.key, self.strides
-
-    @property
-    def is_view(self) -> bool:
-        """Always True: a view has the gradient of its entries."""
-        return True
-
-    def is_as(self, other: Source | None) -> bool:
-        """Return True: views of the same identity always change alike."""
-        return True
-
-    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """Return the same view of the piece's change, regardless of `taken`."""
-        part = parts[self.piece.key]
-        return part if self.strides is None else self.strides.of(part, self.piece.parameter)
+    return Source((piece,), (piece.key, strides), change)
 
 
-@dataclass(frozen=True, eq=False)
-class ConcatenatedParameters:
-    """Several pieces, concatenated into one vector.
+def together(pieces: Sequence[Piece], module: nn.Module) -> Source:
+    """Return the source of a vector (P,) of several pieces that are measured through a module."""
 
-    Attributes:
-        pieces: the pieces.
-        through: the module through which they are measured.
-    """
+    def change(parts: Parts) -> Tensor:
+        return torch.cat([parts[piece.key].reshape(-1) for piece in pieces])
 
-    pieces: Sequence[Piece]
-    through: nn.Module
-
-    @property
-    def identity(self) -> object:
-        """A value equal for the same pieces and the same module."""
-        return self.through, tuple(piece.key for piece in self.pieces)
-
-    @property
-    def is_view(self) -> bool:
-        """Always True: the gradient of the vector is that of the pieces."""
-        return True
-
-    def is_as(self, other: Source | None) -> bool:
-        """Return True: the vector depends on nothing but the pieces."""
-        return True
-
-    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
-        """Return the changes of all pieces as one vector (P,)."""
-        return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
+    return Source(pieces, (module, *(piece.key for piece in pieces)), change, through=module)
 
 
 class Pieces:
@@ -224,7 +200,7 @@ class Pieces:
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[int, Strides | None], Piece] = {}
-        self._whole: dict[int, View] = {}
+        self._whole: dict[int, Source] = {}
 
     def of(self, parameter: nn.Parameter, view: Strides | None = None) -> Piece:
         """Return the piece for a parameter or a part of it."""
@@ -233,7 +209,7 @@ class Pieces:
             self._pieces[key] = Piece(parameter, len(self._pieces), view)
         return self._pieces[key]
 
-    def source(self, tensor: Tensor, parameter: nn.Parameter, whole: Tensor) -> View | None:
+    def source(self, tensor: Tensor, parameter: nn.Parameter, whole: Tensor) -> Source | None:
         """Return the source of a parameter or of a view of it; None for views that repeat entries.
 
         Args:
@@ -246,17 +222,28 @@ class Pieces:
         strides = Strides.between(tensor, whole)
         return None if strides.repeats else self.view(parameter, strides)
 
-    def whole(self, parameter: nn.Parameter) -> View:
+    def whole(self, parameter: nn.Parameter) -> Source:
         """Return a parameter as a source without changes."""
         if id(parameter) not in self._whole:
-            self._whole[id(parameter)] = View(self.of(parameter))
+            self._whole[id(parameter)] = view_of(self.of(parameter))
         return self._whole[id(parameter)]
 
-    def view(self, parameter: nn.Parameter, strides: Strides) -> View:
+    def view(self, parameter: nn.Parameter, strides: Strides) -> Source:
         """Return a view of a parameter; if it shows only a part, that part is the piece."""
         if prod(strides.size) == parameter.numel():
-            return View(self.of(parameter), strides)
-        return View(self.of(parameter, strides))
+            return view_of(self.of(parameter), strides)
+        return view_of(self.of(parameter, strides))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that this one is a view of, or itself if it is no view."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return an identifier of the memory that a tensor uses."""
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:

@@ -2,37 +2,56 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.derived import Derived
-from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
+from adiv_monitor.capture.weights.computed import NotFollowed, computed, parametrized
+from adiv_monitor.capture.weights.computed import part_of as computed_part
+from adiv_monitor.capture.weights.pieces import Pieces, Source, whole_of
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
-from adiv_monitor.capture.weights.tape import Tape, whole_of
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Surroundings
+from adiv_monitor.rerun.twin import Twin
+
+
+class _Made(NamedTuple):
+    """A tensor that was computed from the model alone.
+
+    Attributes:
+        tensor: the tensor.
+        keys: ids of the parameters to measure that it depends on.
+        source: how it changes with these; None: not known.
+        version: the version of its memory when it was made.
+    """
+
+    tensor: weakref.ref[Tensor]
+    keys: frozenset[int] = frozenset()
+    source: Source | None = None
+    version: int = 0
 
 
 class _Held:
     """The tensors that a model holds at one time.
 
     Attributes:
-        tape: the calls that compute tensors from its parameters.
         standing: finds unsharded parameters that stand in for sharded ones.
         tensors: its parameters and buffers, and such stand-ins, by id.
         buffers: ids of its buffers.
     """
 
-    def __init__(self, model: nn.Module, trained: Mapping[int, nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         # Equals `model.parameters()` and `model.buffers()` in one traversal of the modules.
         held: dict[int, nn.Parameter] = {}
         buffers: dict[int, Tensor] = {}
         for module in model.modules():
             held.update((id(p), p) for p in module._parameters.values() if p is not None)
             buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
-        self.tape = Tape(trained, held.values(), buffers.values())
         self.standing = Standing(model)
         own = {key: p for key, p in held.items() if self.standing.of(p) is None}
         self.tensors: dict[int, Tensor] = {**own, **buffers}
@@ -70,8 +89,10 @@ class Provenance:
 
     def start(self) -> None:
         """Reset to the tensors that the model holds now."""
-        self._made: dict[int, weakref.ref[Tensor]] = {}
-        self._expanded: dict[int, weakref.ref[Tensor]] = {}
+        self._made: dict[int, _Made] = {}
+        self._own: dict[int, nn.Parameter] = {}  # copies of parameters, see `Twin`
+        self._makers: dict[nn.Module, Source] = {}  # the weights of parametrizations
+        self._spent: dict[int, weakref.ref[Tensor]] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}
         vars(self).pop("_held", None)
         if self._is_asked:  # in a forward pass, other tensors may take the places of these
@@ -80,12 +101,7 @@ class Provenance:
     @cached_property
     def _held(self) -> _Held:
         """The tensors of the model."""
-        return _Held(self._model, self._trained)
-
-    @property
-    def tape(self) -> Tape:
-        """The calls that compute tensors from parameters."""
-        return self._held.tape
+        return _Held(self._model)
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the unsharded parameter used in place of a sharded one; None if it has none."""
@@ -111,13 +127,16 @@ class Provenance:
         """Return whether a value is no data: it depends on the model and constants alone."""
         if id(value) in self._held.tensors or not isinstance(value, Tensor):
             return True
-        made = self._made.get(id(value))
-        if made is not None and made() is value:
+        if self._made_as(value) is not None:
             return True
         base = value._base
         if base is None:
             return self._stands_in(value)
         return not self._is_spent(value) and self.of_model(base)
+
+    def _made_as(self, value: Tensor) -> _Made | None:
+        made = self._made.get(id(value))
+        return made if made is not None and made.tensor() is value else None
 
     def _stands_in(self, value: Tensor) -> bool:
         """Return whether it is used in place of a sharded parameter, and remember it if so."""
@@ -149,7 +168,10 @@ class Provenance:
             return ()
         whole = whole_of(value)
         known = self._trained.get(id(whole))
-        return self.tape.parameters_of(whole) if known is None else (id(known),)
+        if known is not None:
+            return (id(known),)
+        made = self._made_as(value) or self._made_as(whole)
+        return () if made is None else made.keys
 
     def source(self, value: Tensor | None) -> Source | None:
         """Return how a tensor is computed from measured parameters; None if it is not.
@@ -170,12 +192,12 @@ class Provenance:
                 "its weight is computed from a parameter of which each rank holds a part (tensor "
                 "parallelism): only a parameter itself can be all-gathered"
             )
-        ref = self.tape.ref(value)
-        parameter = ref.root.parameter
-        view = None
-        if parameter is not None:
-            view = self.pieces.source(value, parameter, whole_of(value))
-        source = view or Derived(ref, self.tape.making_of(ref), self.pieces)
+        source = self._followed(value)
+        if source is None:
+            raise NotFollowed(
+                "its weight is computed from parameters in a way that can't be followed: only "
+                "views, casts, constants, masks and torch's parametrizations are"
+            )
         for piece in source.pieces:
             lies = piece.view is None or not is_shard(piece.parameter) or piece.contiguous_range
             if is_shard(piece.parameter) and not (source.is_view and lies):
@@ -185,12 +207,88 @@ class Provenance:
                 )
         return source
 
-    def remember(self, result: object) -> None:
-        """Remember a result that was computed from the model alone."""
+    def _followed(self, value: Tensor) -> Source | None:
+        """Return how a tensor changes with the parameters that it depends on; None: not known."""
+        whole = whole_of(value)
+        parameter = self._trained.get(id(whole))
+        if value.dtype != whole.dtype:
+            return None
+        if parameter is not None:
+            found = self.pieces.source(value, parameter, whole)
+            return found or computed_part(self.pieces.whole(parameter), value, whole)
+        for tensor in (value, whole):
+            made = self._made_as(tensor)
+            if made is not None and made.source is not None:
+                if made.version != tensor._version:
+                    return None
+                return made.source if tensor is value else computed_part(made.source, value, whole)
+        return None
+
+    def remember(
+        self, result: object, keys: frozenset[int] = frozenset(), source: Source | None = None
+    ) -> None:
+        """Remember a result that was computed from the model alone.
+
+        Args:
+            result: the result.
+            keys: ids of the parameters to measure that it depends on.
+            source: how it changes with these, if it is a tensor for which that is known.
+        """
         for tensor in tensors_in(result):
-            for known in (tensor, whole_of(tensor)):
-                if id(known) not in self._held.tensors:
-                    self._made[id(known)] = weakref.ref(known)
+            of = keys if tensor.requires_grad else frozenset[int]()
+            whole = whole_of(tensor)
+            made = self._made_as(whole)
+            if made is not None and whole is not tensor:
+                self._made[id(whole)] = made._replace(keys=made.keys | of)
+            elif id(whole) not in self._held.tensors:
+                self._made[id(whole)] = _Made(weakref.ref(whole), of)
+            if id(tensor) not in self._held.tensors:
+                self._made[id(tensor)] = _Made(weakref.ref(tensor), of, source, tensor._version)
+
+    def computes(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: object,
+        trained: Iterable[Tensor],
+    ) -> None:
+        """Remember the result of a function of weights and constants; see `computed`."""
+        keys = frozenset[int]().union(*map(self.parameters_of, trained))
+        source = None
+        if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
+            with suppress(Refused):
+                source = computed(function, args, kwargs, result, self.source_of_argument)
+        self.remember(result, keys, source)
+
+    def source_of_argument(self, value: object) -> Source | None:
+        """Return `source` of a value that may be no tensor."""
+        return self.source(value) if isinstance(value, Tensor) else None
+
+    def parametrized(
+        self, maker: nn.Module, made: Tensor, random: Randomness, written: Mapping[int, Tensor]
+    ) -> None:
+        """Remember the weight that a parametrization of torch computed.
+
+        Args:
+            maker: the parametrization, whose forward has just run.
+            made: the weight.
+            random: the state of the random numbers when it began.
+            written: see `Twin`.
+        """
+        pieces = [self.pieces.of(self._trained[key]) for key in self._keys_in(maker)]
+        if not pieces or not self.of_model(made) or self._followed(made) is not None:
+            return
+        source, draws = self._makers.get(maker), not random.is_still(random.now())
+        if source is None or draws:
+            twin = Twin(maker, ((), {}), Surroundings(random), written, self._own)
+            source = parametrized(maker, pieces, made, twin, draws=draws)
+        self._makers[maker] = source
+        self.remember(made, frozenset(id(piece.parameter) for piece in pieces), source)
+
+    def _keys_in(self, module: nn.Module) -> list[int]:
+        """Return ids of the parameters to measure in a module."""
+        return [id(p) for p in module.parameters() if p.requires_grad and id(p) in self._trained]
 
     def forget(self, tensor: Tensor) -> None:
         """Forget a tensor that data was written to; buffers stay unless they lead to parameters."""
@@ -199,26 +297,21 @@ class Provenance:
             self._made.pop(id(known), None)
             if known.requires_grad and not isinstance(known, nn.Parameter):
                 self._held.tensors.pop(id(known), None)
-        self.tape.forget(whole)
 
     def spend(self, result: object, *, written: bool) -> None:
         """Count the result as data from here on: an input was data, or its use is already recorded.
 
         Args:
-            result: the result, usually a tensor.
+            result: the result.
             written: whether the result is an argument that the function wrote to.
         """
-        if not isinstance(result, Tensor):
-            return
-        if written:
-            self.forget(result)
-        elif result._base is not None:  # an expanded parameter
-            self._expanded[id(result._base)] = weakref.ref(result._base)
+        for tensor in tensors_in(result):
+            if written:
+                self.forget(tensor)
+            elif tensor._base is not None:  # a parameter that was expanded, or a view of that
+                self._spent[id(tensor)] = weakref.ref(tensor)
 
     def _is_spent(self, view: Tensor) -> bool:
-        """Return whether it is a repeating view of an expanded parameter."""
-        whole = view._base
-        if whole is None or id(whole) not in self._expanded:
-            return False
-        repeats = Strides.between(view, whole).repeats
-        return repeats and self._expanded[id(whole)]() is whole
+        """Return whether it is an expanded parameter, or a view of one."""
+        spent = self._spent.get(id(view))
+        return spent is not None and spent() is view

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from adiv_monitor.capture.guard import Guard
-from adiv_monitor.capture.hook import TensorHook
+from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.whole_modules.graph import nodes_above
 from adiv_monitor.features.rows import shares_memory
 from adiv_monitor.rerun.nested import tensors_in
@@ -79,8 +79,7 @@ class Outputs:
             arrive(self._gradient(gradients))
 
         if len(tensors) == 1:
-            one = partial(guard, lambda gradient: arrives([gradient]))
-            TensorHook(tensors[0], one).put_on()
+            on_gradient(tensors[0], partial(guard, lambda gradient: arrives([gradient])))
         else:
             register_multi_grad_hook(tensors, partial(guard, arrives))
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import TensorHook
+from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.whole_modules.graph import leaves_of, nodes_above
 from adiv_monitor.capture.whole_modules.outputs import Outputs
@@ -44,7 +45,7 @@ class ParametersWithoutRule:
         # By id of a parameter, the functions that took it, with the nodes of their results.
         self._unexplained: dict[int, dict[str, set[Any]]] = {}
         self._reached: dict[int, str] = {}  # the first function whose result a gradient reached
-        self._hooks: list[TensorHook] = []
+        self._hooks: list[RemovableHandle] = []
         self._refused: dict[int, str] = {}  # → the reason why it can't be measured through a module
         self._accounted: set[int] = set()
         for module in selection.rules:
@@ -71,9 +72,8 @@ class ParametersWithoutRule:
             for key in keys:
                 nodes = self._unexplained.setdefault(key, {}).setdefault(function, set())
                 nodes.add(tensor.grad_fn)
-            hook = partial(self._guard, self._arrive, keys, function)
-            self._hooks.append(TensorHook(tensor, hook))
-            self._hooks[-1].put_on()
+            arrive = partial(self._guard, self._arrive, keys, function)
+            self._hooks.append(on_gradient(tensor, arrive))
 
     def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
         """Record that a gradient reached the result of a function without a rule."""
@@ -96,7 +96,7 @@ class ParametersWithoutRule:
 
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
-        if key in self._unexplained and key in self._reached:
+        if key not in self._refused and key in self._unexplained and key in self._reached:
             return (
                 f"it is used by {self._reached[key]}, for which there is no rule, and no module "
                 "that holds it returns the result as rows"

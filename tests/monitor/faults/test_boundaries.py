@@ -43,7 +43,7 @@ GUARDS = {
     "capture/forwards.py": {"__torch_function__", "__call__", "_guarded", "_never", "as_unwatched"},
     "capture/backward_hooks.py": {"_guarded"},
     # They pass a gradient to a guarded function, and put back what was hidden.
-    "capture/hook.py": {"__call__", "_look_again", "show_hooks"},
+    "capture/hook.py": {"__call__", "<lambda>", "show_hooks"},
     "capture/attention/attention_calls.py": {"_arrives"},
     "capture/realised/rows.py": {"detach"},
     "capture/realised/losses.py": {"_guarded"},
