@@ -17,12 +17,10 @@ from example_reports import report as step_report
 
 from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.cli import CLOSED_PIPE, main
-from adiv_monitor.audit.command.prepare import prepare
-from adiv_monitor.audit.options.config import Config, load
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.command.code import OF_FILE, UsageError, imported
+from adiv_monitor.audit.command.options import Config, load
+from adiv_monitor.audit.command.prepare import loss_of, prepare
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.sources import named
-from adiv_monitor.audit.sources.imported import OF_FILE, imported
 from adiv_monitor.sinks import HtmlSink
 
 HERE = "audit.command_models"
@@ -92,7 +90,7 @@ def test_precisions(precision: str) -> None:
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
     assert next(made["model"].parameters()).dtype == made["batches"][0][0].dtype == dtype
     of = made["model"], made["batches"][0]
-    assert (made["loss"](*of) != named.loss("cross_entropy")(*of)) == (precision == "bf16-mixed")
+    assert (made["loss"](*of) != loss_of("cross_entropy")(*of)) == (precision == "bf16-mixed")
 
 
 def test_help_that_is_not_read_to_its_end_leaves_no_traceback(

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from adiv_monitor.alarms import Rule
-from adiv_monitor.audit.options.fail_if import hits, parse
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.command.cli import hits
+from adiv_monitor.audit.command.code import UsageError
+from adiv_monitor.audit.command.options import rule as parse
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Facts, Record
@@ -61,7 +62,7 @@ def test_what_is_no_rule_is_refused(text: str) -> None:
     [
         ("scale_cvv > 1", "scale_cvv.*scale_cv"),
         ("rate-to-high", "rate-to-high.*rate-too-high"),
-        ("head.*: acts-up", "the name or strength of a finding"),
+        ("head.*: acts-up", r"or \[LAYERS:\] NAME, such as 'act'"),
         ("module-repeated", "'module-repeated' is no longer looked for$"),
         ("head.*: gradient-differs", "no longer looked for; torch.autograd.gradcheck"),
     ],

@@ -11,7 +11,7 @@ from audited import mlp, seen
 from torch import nn
 
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.options.config import Config, load
+from adiv_monitor.audit.command.options import Config, load
 from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys, without_secrets
 
 HERE = "audit.command_models"

@@ -1,15 +1,16 @@
 """What a model takes, and targets that fit its output."""
 
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.options.config import Config
-from adiv_monitor.audit.options.usage import UsageError, blamed
+from adiv_monitor.audit.command.code import UsageError, blamed
+from adiv_monitor.audit.command.options import Config
 from adiv_monitor.audit.training.setup import seeded
 from adiv_monitor.audit.training.target_loss import first_tensor
 
@@ -18,15 +19,14 @@ MOST_CLASSES = 10  # of random data, so that each class has several samples
 _SAMPLES = 2  # of the pass that tells the output's shape; batch norm needs more than one
 _SIDE = 64  # of images, in pixels, for models that take any
 _SIDES = {"Inception3": 299, "MaxVit": 224}  # of torchvision's models that take no small ones
-# Shape of one sample of each named source, for models whose own shape isn't known.
-_OF_DATA = {
-    "digits": (1, 8, 8),
-    "cifar10": (3, 32, 32),
-    "imagefolder": (3, _SIDE, _SIDE),
-    "text": (32,),
-}
+_LENGTH = 32  # tokens, of models of transformers
+_MASKED = 0.15  # share of the tokens that BERT's pretraining hides
+_IGNORED = -100  # label that transformers' losses leave out
 
+Shape = tuple[int, ...]
 Made = Callable[[Tensor, Tensor], Any]  # made of samples and their classes
+# (tokens or pixels, classes, number of classes of the head) → the arguments that hold labels
+Labels = Callable[[Tensor, Tensor, int], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Inputs:
         vocabulary: Inputs are whole numbers below this; None: they are floats.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     vocabulary: int | None = None
 
 
@@ -59,19 +59,27 @@ class Form:
     loss: str | None
 
 
-def form(model: nn.Module, config: Config) -> Form:
+def form(model: nn.Module, config: Config, usual: Shape | None) -> Form:
     """Choose the targets that fit a model's outputs and the requested loss.
 
     One number for each of several classes: the sample's class. For tokens: the next token if the
     output has one entry for each of the vocabulary, else a class of each token. Anything else:
     values of the output's shape, unless --num-classes or the loss request classes. The values are
     the input itself if the output has its shape, else random values that stand for the sample's
-    class.
+    class. Models of transformers get the labels that their head wants.
+
+    Args:
+        model: The model.
+        config: The loss, the number of classes, the seed and the shape, if the user gives them.
+        usual: Shape of the data's samples.
 
     Raises:
         UsageError: The shape of the inputs is not known, or the data have other targets than these.
     """
-    inputs, output = fit(model, config.input_shape, config.data.partition(":")[0])
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        return _of_transformers(model, config.input_shape)
+    inputs, output = fit(model, config.input_shape, usual)
     target, classes, loss = _target(inputs, output, config)
 
     def batch(x: Tensor, label: Tensor) -> Any:
@@ -80,9 +88,7 @@ def form(model: nn.Module, config: Config) -> Form:
     return Form(inputs, batch, classes, config.loss or loss)
 
 
-def _target(
-    inputs: Inputs, output: tuple[int, ...], config: Config
-) -> tuple[Made, int | None, str]:
+def _target(inputs: Inputs, output: Shape, config: Config) -> tuple[Made, int | None, str]:
     """Return what makes the targets, the number of classes, and the name of the loss."""
     # What the loss asks for; one that is no name of ours takes whatever fits the output.
     of_classes = config.loss in ("cross_entropy", "nll")
@@ -112,9 +118,7 @@ def _target(
     return lambda x, label: stand_ins[label], None, "mse"
 
 
-def fit(
-    model: nn.Module, shape: tuple[int, ...] | None, data: str = "random"
-) -> tuple[Inputs, tuple[int, ...]]:
+def fit(model: nn.Module, shape: Shape | None, usual: Shape | None = None) -> tuple[Inputs, Shape]:
     """Return the inputs of a model, and the shape of its output for one sample.
 
     The inputs are whole numbers if the first layer with weights is an embedding, else floats. Of
@@ -122,15 +126,14 @@ def fit(
 
     Args:
         model: The model, of which a copy runs.
-        shape: Shape of one sample; None: that of a model of torchvision or timm, else that of the
-            data's samples.
-        data: Name of a data source.
+        shape: Shape of one sample; None: that of a model of torchvision or timm, else the usual.
+        usual: Shape of the data's samples.
 
     Raises:
         UsageError: The shape is not known, or the model can't take it.
     """
     name = type(model).__name__
-    shape = shape or _of_images(model) or _OF_DATA.get(data)
+    shape = shape or _of_images(model) or usual
     if shape is None:
         raise UsageError(
             f"{name}: the shape of its inputs is not known; give batches with --data module:name, "
@@ -151,7 +154,7 @@ def fit(
     return Inputs(shape, words), tuple(output.shape[1:])
 
 
-def _of_images(model: nn.Module) -> tuple[int, ...] | None:
+def _of_images(model: nn.Module) -> Shape | None:
     """Return the shape of the images that a model of torchvision or timm takes; None for others."""
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and "input_size" in config:
@@ -162,3 +165,53 @@ def _of_images(model: nn.Module) -> tuple[int, ...] | None:
         return None
     channels = (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
     return next(channels, 3), side, side
+
+
+def _of_transformers(model: Any, shape: Shape | None) -> Form:
+    """Return how samples and their classes become the arguments of a model of transformers."""
+    name, main, config = type(model).__name__, model.main_input_name, model.config
+    labels = next((_HEADS[ending] for ending in _HEADS if name.endswith(ending)), None)
+    if labels is None or main not in ("input_ids", "pixel_values"):
+        raise UsageError(
+            f"{name}: expected a model of text or images with a head, one of {', '.join(_HEADS)}; "
+            "or give batches (dicts of its arguments, with labels) by --data package.module:name"
+        )
+    if main == "input_ids":
+        text = config.get_text_config()
+        longest = getattr(text, "max_position_embeddings", None) or 2 * _LENGTH
+        # Half of the maximal length, since some models count positions from an offset.
+        inputs = Inputs(shape or (max(min(_LENGTH, longest // 2), 1),), text.vocab_size)
+    else:
+        side = getattr(config, "image_size", None) or _SIDE
+        sides = side if isinstance(side, list | tuple) else (side, side)
+        inputs = Inputs(shape or (getattr(config, "num_channels", 3), *sides))
+    classes = getattr(config, "num_labels", 0)
+
+    def batch(x: Tensor, label: Tensor) -> dict[str, Tensor]:
+        x = x if inputs.vocabulary is None else x[..., : inputs.shape[-1]]
+        return {main: x, **labels(x, label, classes)}
+
+    return Form(inputs, batch, classes if labels is _class and classes > 1 else None, None)
+
+
+def _hidden_tokens(x: Tensor, label: Tensor, classes: int) -> dict[str, Tensor]:
+    """Replace some tokens by token 0 of the vocabulary; the labels are the replaced tokens."""
+    hidden = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(x.sum()))) < _MASKED
+    hidden[:, 0] = True  # at least one in each sequence
+    return {"input_ids": x.masked_fill(hidden, 0), "labels": x.masked_fill(~hidden, _IGNORED)}
+
+
+def _class(x: Tensor, label: Tensor, classes: int) -> dict[str, Tensor]:
+    return {"labels": label.float() if classes == 1 else label}  # one label is a regression's
+
+
+# Ending of the class name → function that makes the labels.
+_HEADS: Mapping[str, Labels] = {
+    **dict.fromkeys(
+        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
+        lambda x, label, classes: {"labels": x},
+    ),
+    "ForMaskedLM": _hidden_tokens,
+    **dict.fromkeys(("ForSequenceClassification", "ForImageClassification"), _class),
+    "ForTokenClassification": lambda x, label, classes: {"labels": x % classes},
+}
