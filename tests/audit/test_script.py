@@ -207,7 +207,7 @@ def test_files_are_imported_as_in_their_package_or_as_scripts(write: Write) -> N
 
 
 def test_a_script_that_holds_all_below_main_is_told_three_lines(write: Write) -> None:
-    write("train.py", 'if __name__ == "__main__":\n    model = 1\n')
+    write("train.py", 'Model = int\nif __name__ == "__main__":\n    model = 1\n')
     write("plain.py", "net = 1\n")
     with pytest.raises(UsageError, match=r"def model\(\): .*def batches\(\): .*def loss\(output"):
         imported("train:model", "MODEL")

@@ -134,7 +134,7 @@ def imported(path: str, option: str, known: Iterable[str] = ()) -> Any:
         if isinstance(error, AttributeError):
             file = str(getattr(error.obj, "__file__", ""))
             has_main = file.endswith(".py") and "if __name__ ==" in Path(file).read_text("utf-8")
-            hint = close(str(error.name), dir(error.obj)) or _BELOW_MAIN * has_main
+            hint = _BELOW_MAIN if has_main else close(str(error.name), dir(error.obj))
         raise UsageError(f"{where}{said(error)}{hint}") from error
     home = str(getattr(found, "__module__", None))
     if option in OF_FILE.get() and not _may_be_of_file(found, home):

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from adiv_monitor.audit.command.code import UsageError, blamed, imported, needed
 from adiv_monitor.audit.command.models import tokenizer
 from adiv_monitor.audit.command.options import Config
-from adiv_monitor.audit.command.targets import MOST_CLASSES, Form, Inputs, Shape, form
+from adiv_monitor.audit.command.targets import MOST_CLASSES, Form, Shape, form
 from adiv_monitor.audit.training.batches import is_data_set, loader_of, mapped, taken
 
 _PLACES = 4  # cells of a class's pattern along each side of a random image
@@ -80,32 +80,32 @@ def _random(config: Config, fits: Form, argument: str) -> Samples:
     pooling. The next token is larger by a number that is the class's, or by up to three more.
     Sequences are one token longer than the model's inputs, so that each token has a next one.
     """
-    inputs, generator = fits.inputs, torch.Generator().manual_seed(config.seed)
+    shape, generator = fits.shape, torch.Generator().manual_seed(config.seed)
     classes = config.num_classes or min(MOST_CLASSES, fits.classes or MOST_CLASSES)
     count = config.batch_size * min(config.steps, _MOST_BATCHES)
     labels = torch.randint(classes, (count,), generator=generator)
-    if inputs.vocabulary is not None:
-        return TensorDataset(_chains(inputs, labels, classes, generator), labels), classes
-    is_image = len(inputs.shape) == 3 and min(inputs.shape[1:]) > _PLACES
-    size = (inputs.shape[0], _PLACES, _PLACES) if is_image else inputs.shape
+    if fits.vocabulary is not None:
+        return TensorDataset(_chains(fits, labels, classes, generator), labels), classes
+    is_image = len(shape) == 3 and min(shape[1:]) > _PLACES
+    size = (shape[0], _PLACES, _PLACES) if is_image else shape
     means = torch.randn(classes, *size, generator=generator)
     if is_image:
-        means = F.interpolate(means, inputs.shape[1:], mode="bicubic")
+        means = F.interpolate(means, shape[1:], mode="bicubic")
         means /= means.std()
-    noise = torch.randn(count, *inputs.shape, generator=generator)
+    noise = torch.randn(count, *shape, generator=generator)
     return TensorDataset((means[labels] + noise) / 2**0.5, labels), classes
 
 
-def _chains(inputs: Inputs, labels: Tensor, classes: int, generator: torch.Generator) -> Tensor:
+def _chains(fits: Form, labels: Tensor, classes: int, generator: torch.Generator) -> Tensor:
     """Return (samples, tokens + 1) whole numbers below the vocabulary size."""
-    assert inputs.vocabulary is not None
-    words = min(_WORDS, inputs.vocabulary)
-    first = inputs.vocabulary - words  # small numbers are often special tokens
-    *places, length = inputs.shape
+    assert fits.vocabulary is not None
+    words = min(_WORDS, fits.vocabulary)
+    first = fits.vocabulary - words  # small numbers are often special tokens
+    *places, length = fits.shape
     strides = torch.randint(words, (classes,), generator=generator)[labels]
     size = (len(labels), *places, length + 1)
     steps = torch.randint(_SUCCESSORS, size, generator=generator)
-    steps += strides.reshape(-1, *(1 for _ in inputs.shape))
+    steps += strides.reshape(-1, *(1 for _ in fits.shape))
     starts = torch.randint(words, (*size[:-1], 1), generator=generator)
     return (starts + steps.cumsum(-1)) % words + first
 
@@ -117,7 +117,7 @@ def _text(config: Config, fits: Form, file: str) -> Samples:
     than the largest token. Without a tokenizer each different byte of the file is a token, numbered
     from 0.
     """
-    where, vocabulary, shape = f"--data text:{file}", fits.inputs.vocabulary, fits.inputs.shape
+    where, vocabulary, shape = f"--data text:{file}", fits.vocabulary, fits.shape
     if fits.classes is not None:
         raise UsageError(f"{where} has no labels for the model's classes")
     if vocabulary is None or len(shape) != 1:
@@ -169,11 +169,11 @@ def _adapted(images: Tensor, fits: Form) -> Tensor:
     (C, H, W): resized, and grey in all channels if there are not as many; (T, K): the rows of a
     grey image as a sequence; (K,): a square image, grey or in colour, with K entries in a row.
     """
-    shape = fits.inputs.shape
+    shape = fits.shape
     grey, colour = isqrt(shape[0]), isqrt(shape[0] // 3)
     forms = [shape, (1, *shape), (1, grey, grey), (3, colour, colour)]
     image = next((f for f in forms if len(f) == 3 and prod(f) == prod(shape)), None)
-    if image is None or fits.inputs.vocabulary is not None:
+    if image is None or fits.vocabulary is not None:
         takes = f"inputs of shape {shape}" if image is None else "tokens"
         raise UsageError(
             f"--data: images can't be brought to the model's {takes}; expected (C, H, W), or as "

@@ -30,30 +30,19 @@ Labels = Callable[[Tensor, Tensor, int], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """One input of a model.
-
-    Attributes:
-        shape: Shape of one sample.
-        vocabulary: Inputs are whole numbers below this; None: they are floats.
-    """
-
-    shape: Shape
-    vocabulary: int | None = None
-
-
-@dataclass(frozen=True)
 class Form:
     """How samples and their classes become a batch.
 
     Attributes:
-        inputs: The model's inputs.
+        shape: Shape of one sample of the model's inputs.
+        vocabulary: Inputs are whole numbers below this; None: they are floats.
         batch: The batch of some samples; samples of tokens have one more than the model takes.
         classes: Number of classes that the model tells apart; None: as many as the data have.
         loss: Name of the loss for these targets; None: the model's own.
     """
 
-    inputs: Inputs
+    shape: Shape
+    vocabulary: int | None
     batch: Made
     classes: int | None
     loss: str | None
@@ -79,34 +68,30 @@ def form(model: nn.Module, config: Config, usual: Shape | None) -> Form:
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         return _of_transformers(model, config.input_shape)
-    inputs, output = fit(model, config.input_shape, usual)
-    target, classes, loss = _target(inputs, output, config)
-
-    def batch(x: Tensor, label: Tensor) -> Any:
-        return x if inputs.vocabulary is None else x[..., :-1], target(x, label)
-
-    return Form(inputs, batch, classes, config.loss or loss)
-
-
-def _target(inputs: Inputs, output: Shape, config: Config) -> tuple[Made, int | None, str]:
-    """Return what makes the targets, the number of classes, and the name of the loss."""
+    shape, words, output = fit(model, config.input_shape, usual)
     # What the loss asks for; one that is no name of ours takes whatever fits the output.
     of_classes = config.loss in ("cross_entropy", "nll")
     of_shares = config.loss == "binary_cross_entropy_with_logits"
     of_values = of_shares or config.loss in ("mse", "l1", "smooth_l1", "huber")
-    if output and not of_values:
-        if inputs.vocabulary is not None and output[:-1] == inputs.shape:
-            if output[-1] == inputs.vocabulary:
-                return lambda x, label: x[..., 1:], None, "cross_entropy"
-            return lambda x, label: x[..., :-1] % output[-1], None, "cross_entropy"
-        is_class = len(output) == 1 and output != (1,)
-        if of_classes or is_class or (config.num_classes and len(output) > 1):
-            # The classes are the first dimension of an image, else the last.
-            classes, *places = output if len(output) > 2 else (output[-1], *output[:-1])
-            alike = [-1, *(1 for _ in places)]
-            return lambda x, label: label.view(alike).expand(-1, *places), classes, "cross_entropy"
-    if output == inputs.shape and not of_shares:
-        return lambda x, label: x, None, "mse"
+
+    def made(target: Made, loss: str, classes: int | None = None) -> Form:
+        def batch(x: Tensor, label: Tensor) -> Any:
+            return x if words is None else x[..., :-1], target(x, label)
+
+        return Form(shape, words, batch, classes, config.loss or loss)
+
+    if words is not None and output[:-1] == shape and not of_values:
+        if output[-1] == words:
+            return made(lambda x, label: x[..., 1:], "cross_entropy")
+        return made(lambda x, label: x[..., :-1] % output[-1], "cross_entropy")
+    is_class = of_classes or (len(output) == 1 and output != (1,))
+    if output and not of_values and (is_class or (config.num_classes and len(output) > 1)):
+        # The classes are the first dimension of an image, else the last.
+        classes, *places = output if len(output) > 2 else (output[-1], *output[:-1])
+        alike = [-1, *(1 for _ in places)]
+        return made(lambda x, y: y.view(alike).expand(-1, *places), "cross_entropy", classes)
+    if output == shape and not of_shares:
+        return made(lambda x, label: x, "mse")
     if config.data != "random":
         raise UsageError(
             f"--data {config.data} has classes; the model's outputs {output} need other targets: "
@@ -115,11 +100,15 @@ def _target(inputs: Inputs, output: Shape, config: Config) -> tuple[Made, int | 
     generator = torch.Generator().manual_seed(config.seed)
     drawn = torch.randn(config.num_classes or MOST_CLASSES, *output, generator=generator)
     stand_ins = (drawn > 0).float() if of_shares else drawn
-    return lambda x, label: stand_ins[label], None, "mse"
+    return made(lambda x, label: stand_ins[label], "mse")
 
 
-def fit(model: nn.Module, shape: Shape | None, usual: Shape | None = None) -> tuple[Inputs, Shape]:
-    """Return the inputs of a model, and the shape of its output for one sample.
+def fit(
+    model: nn.Module, shape: Shape | None, usual: Shape | None = None
+) -> tuple[Shape, int | None, Shape]:
+    """Return the shape of a model's inputs, their vocabulary, and the shape of its output.
+
+    The shapes are those of one sample.
 
     The inputs are whole numbers if the first layer with weights is an embedding, else floats. Of
     several outputs, the shape is that of the first.
@@ -151,7 +140,7 @@ def fit(model: nn.Module, shape: Shape | None, usual: Shape | None = None) -> tu
         output = first_tensor(copy.deepcopy(model)(x))
         if output is None or output.shape[:1] != (_SAMPLES,):
             raise ValueError("it gives no output for each sample")
-    return Inputs(shape, words), tuple(output.shape[1:])
+    return shape, words, tuple(output.shape[1:])
 
 
 def _of_images(model: nn.Module) -> Shape | None:
@@ -176,22 +165,24 @@ def _of_transformers(model: Any, shape: Shape | None) -> Form:
             f"{name}: expected a model of text or images with a head, one of {', '.join(_HEADS)}; "
             "or give batches (dicts of its arguments, with labels) by --data package.module:name"
         )
+    words = None
     if main == "input_ids":
         text = config.get_text_config()
-        longest = getattr(text, "max_position_embeddings", None) or 2 * _LENGTH
+        words, longest = text.vocab_size, getattr(text, "max_position_embeddings", 2 * _LENGTH)
         # Half of the maximal length, since some models count positions from an offset.
-        inputs = Inputs(shape or (max(min(_LENGTH, longest // 2), 1),), text.vocab_size)
+        usual: Shape = (max(min(_LENGTH, longest // 2), 1),)
     else:
         side = getattr(config, "image_size", None) or _SIDE
         sides = side if isinstance(side, list | tuple) else (side, side)
-        inputs = Inputs(shape or (getattr(config, "num_channels", 3), *sides))
-    classes = getattr(config, "num_labels", 0)
+        usual = (getattr(config, "num_channels", 3), *sides)
+    inputs, classes = shape or usual, getattr(config, "num_labels", 0)
 
     def batch(x: Tensor, label: Tensor) -> dict[str, Tensor]:
-        x = x if inputs.vocabulary is None else x[..., : inputs.shape[-1]]
+        x = x if words is None else x[..., : inputs[-1]]
         return {main: x, **labels(x, label, classes)}
 
-    return Form(inputs, batch, classes if labels is _class and classes > 1 else None, None)
+    told_apart = classes if labels is _class and classes > 1 else None
+    return Form(inputs, words, batch, told_apart, None)
 
 
 def _hidden_tokens(x: Tensor, label: Tensor, classes: int) -> dict[str, Tensor]:
