@@ -31,11 +31,8 @@ def report(*steps: dict[str, LayerReading], findings: tuple[Finding, ...] = ()) 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("scale_cv > 1", ("*", "scale_cv", ">", 1.0)),
-        ("scale_cv>=-1.5e-3", ("*", "scale_cv", ">=", -1.5e-3)),
         (" encoder.*:update_cosine <= .5 ", ("encoder.*", "update_cosine", "<=", 0.5)),
-        ("a:b c : update_cosine < 0", ("a:b c", "update_cosine", "<", 0.0)),
-        ("attention_cosine < 0", ("*", "attention_cosine", "<", 0.0)),
+        ("a:b c : attention_cosine < 0", ("a:b c", "attention_cosine", "<", 0.0)),
         ("rate-too-high", ("*", "rate-too-high")),
         ("head.*: dead-units", ("head.*", "dead-units")),
     ],
@@ -45,23 +42,11 @@ def test_a_rule_compares_a_measure_or_names_a_finding(text: str, rule: tuple[Any
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("scale_cv", "scale_cv > ", "> 1", "scale_cv > one", "scale_cv >> 1", "scale_cv == 1"),
-        *("scale_cv > 1 or True", "__import__('os').system('x') > 1", "", "scale_cv > nan"),
-        *("1 < scale_cv", "scale_cv > 1; import os", "scale_cv > 0x1"),
-    ],
-)
-def test_what_is_no_rule_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        parse(text)
-
-
-@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("scale_cvv > 1", "scale_cvv.*scale_cv"),
         ("rate-to-high", "rate-to-high.*rate-too-high"),
+        *((text, "expected") for text in ("scale_cv", "> 1", "scale_cv > 1 or True", "")),
         ("head.*: acts-up", r"or \[LAYERS:\] NAME, such as 'act'"),
         ("module-repeated", "'module-repeated' is no longer looked for$"),
         ("head.*: gradient-differs", "no longer looked for; torch.autograd.gradcheck"),

@@ -32,7 +32,7 @@ from adiv_monitor import alarms
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.code import OF_FILE, UsageError, needed, one_line, place, said
-from adiv_monitor.audit.command.options import Config, Parser, read, rule
+from adiv_monitor.audit.command.options import OF_AUDIT, Config, Parser, read, rule
 from adiv_monitor.audit.command.prepare import prepare
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.target_loss import LossError
@@ -86,7 +86,8 @@ def _audit(config: Config) -> int:
     try:
         with output.progress() as progress:
             given, notes = prepare(config)
-            report = audit(**given, **config.passed, progress=progress)
+            options = {name: x for name, x in vars(config).items() if name in OF_AUDIT}
+            report = audit(**{**options, **given}, progress=progress)
     except SystemExit as error:
         where = place(traceback.extract_tb(error.__traceback__)) or "the code under audit"
         raise UsageError(

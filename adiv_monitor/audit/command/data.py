@@ -45,22 +45,23 @@ def data(
 
     kind, _, argument = config.data.partition(":")
     found: Any
-    loss, notes = None, (_RANDOM,) * (kind == "random")
-    if kind in SOURCES:
-        shape, source = SOURCES[kind]
-        fits = form(model, config, shape)
-        samples, classes = source(config, fits, argument)
-        if fits.classes is not None and classes > fits.classes:
-            raise UsageError(
-                f"--data {config.data} has {classes} classes, the model has {fits.classes} outputs:"
-                f""" give it more by --model-args, such as '{{"num_classes": {classes}}}'"""
-            )
-        loader = loader_of(samples, config.batch_size, config.seed)
-        found, loss = (fits.batch(x, label) for x, label in loader), fits.loss
-    else:
-        found = imported(config.data, "--data", SOURCES)
+    loss: str | None = None
+    notes = (_RANDOM,) * (kind == "random")
     with blamed(f"--data {config.data}"):
-        found = found() if callable(found) else found
+        if kind in SOURCES:
+            shape, source = SOURCES[kind]
+            fits = form(model, config, shape)
+            samples, classes = source(config, fits, argument)
+            if fits.classes is not None and classes > fits.classes:
+                raise UsageError(
+                    f"--data {config.data} has {classes} classes, the model has {fits.classes} "
+                    f"outputs: give it more, as by --model-args '{{\"num_classes\": {classes}}}'"
+                )
+            loader = loader_of(samples, config.batch_size, config.seed)
+            found, loss = (fits.batch(x, label) for x, label in loader), fits.loss
+        else:
+            found = imported(config.data, "--data", SOURCES)
+            found = found() if callable(found) else found
         if is_data_set(found):
             found = loader_of(found, config.batch_size, config.seed)
             notes = (f"--data is a data set: shuffled, in batches of {config.batch_size} "
@@ -174,7 +175,7 @@ def _adapted(images: Tensor, fits: Form) -> Tensor:
     forms = [shape, (1, *shape), (1, grey, grey), (3, colour, colour)]
     image = next((f for f in forms if len(f) == 3 and prod(f) == prod(shape)), None)
     if image is None or fits.vocabulary is not None:
-        takes = f"inputs of shape {shape}" if image is None else "tokens"
+        takes = "tokens" if fits.vocabulary else f"inputs of shape {shape}"
         raise UsageError(
             f"--data: images can't be brought to the model's {takes}; expected (C, H, W), or as "
             "many entries as a square image has"

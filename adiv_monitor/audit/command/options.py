@@ -24,7 +24,8 @@ _RETIRED = {
     **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"), ""),
     "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
 }
-_OF_AUDIT = {name: p.default for name, p in inspect.signature(audit).parameters.items()}
+# Arguments of `audit` → their defaults.
+OF_AUDIT = {name: p.default for name, p in inspect.signature(audit).parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -91,28 +92,21 @@ class Config:
     loss: str | None = None
     optimizer: str = "AdamW"
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
-    clip_norm: float | None = _OF_AUDIT["clip_norm"]
-    steps: int = _OF_AUDIT["steps"]
-    seed: int = _OF_AUDIT["seed"]
+    clip_norm: float | None = OF_AUDIT["clip_norm"]
+    steps: int = OF_AUDIT["steps"]
+    seed: int = OF_AUDIT["seed"]
     device: str | None = None
     precision: str = "32-true"
-    realised: bool = _OF_AUDIT["realised"]
-    attention: bool = _OF_AUDIT["attention"]
-    alignment: bool = _OF_AUDIT["alignment"]
-    try_fixes: bool = _OF_AUDIT["try_fixes"]
-    try_seconds: float = _OF_AUDIT["try_seconds"]
+    realised: bool = OF_AUDIT["realised"]
+    attention: bool = OF_AUDIT["attention"]
+    alignment: bool = OF_AUDIT["alignment"]
+    try_fixes: bool = OF_AUDIT["try_fixes"]
+    try_seconds: float = OF_AUDIT["try_seconds"]
     losses: str | None = None
     fail_if: Sequence[str] = ()
     out: str = "adiv-audit"
     force: bool = False
     config: str | None = None
-
-    @property
-    def passed(self) -> dict[str, Any]:
-        """The options that are arguments of `audit`, except those that name objects."""
-        given = asdict(self)
-        of_audit = given.keys() & _OF_AUDIT.keys() - {"model", "loss", "optimizer"}
-        return {name: given[name] for name in of_audit}
 
 
 _ARGUMENTS = ("model_args", "optimizer_args")
@@ -129,7 +123,7 @@ _POWER = re.compile(r'"(-?\d+(?:\.\d+)?[eE][-+]?\d+)"')
 
 def option(name: str) -> str:
     """Return the name by which a user knows an option."""
-    return "MODEL" if name == "model" else f"--{_key(name).replace('_', '-')}"
+    return "MODEL" if name == "model" else f"--{_key(name)}".replace("_", "-")
 
 
 def _key(name: str) -> str:
