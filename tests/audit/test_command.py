@@ -172,6 +172,7 @@ def test_the_losses_of_ones_own_run_and_rules_that_hold(capsys: Read) -> None:
     assert report().record.own_losses == dict.fromkeys(range(12), 50.0)
     printed = capsys.readouterr().out
     assert "does not train as your run did" in printed.replace("\n", " ")
+    assert all(line == line.rstrip() for line in printed.splitlines()), "to be copied"
     told = [line for line in printed.splitlines() if line.startswith("fails")]
     assert [line.split(":")[1].strip() for line in told] == ["0", "2"]
 
@@ -226,14 +227,21 @@ def test_code_that_parses_arguments_finds_none(monkeypatch: pytest.MonkeyPatch) 
 BAD = {
     "no model": ([], "which model?"),
     "no value": (["audit", NET, "--steps"], "expected one argument"),
+    "no module": (["none.deep:x"], "'none'; modules are found from the current folder"),
     "no shape": ([NET], "give batches with --data module:name, or the shape of one"),
     "no JSON": ([f"{HERE}:mlp", "--model-args", '{"width": '], "as JSON"),
-    "batches that don't fit": ([NET, "--data", f"{HERE}:pairs"], "on the first batch raised"),
+    "batches that don't fit": (
+        [NET, "--data", f"{HERE}:pairs"],
+        "with shapes (4, 7), (4, 7), (4, 1), raised",
+    ),
     "no samples": ([NET, "--data", f"{HERE}:no_samples"], "got an empty tensor in batch 0"),
     "its arguments": ([NET, *SHAPE, "--optimizer-args", '{"rate": 1}'], "'rate'"),
     "no clipping": ([NET, "--clip-norm", "0"], "expected a number above 0"),
     "no device": ([NET, "--device", "toaster"], "can't be used here"),
-    "rule": ([NET, "--fail-if", "scale_cv ="], "expected [LAYERS:] MEASURE > NUMBER"),
+    "rule": (
+        [NET, "--fail-if", "scale_cv ="],
+        "--fail-if 'scale_cv =': expected [LAYERS:] MEASURE",
+    ),
     "no checkpoint": ([NET, "--checkpoint", "none.pt"], "it is missing"),
     "no config": (["--config", "none.yaml"], "No such file or directory: 'none.yaml'"),
     "file as folder": ([NET, "--out", "file/out"], "can't be written to"),

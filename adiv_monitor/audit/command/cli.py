@@ -31,7 +31,7 @@ from pathlib import Path
 from adiv_monitor import alarms
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import output
-from adiv_monitor.audit.command.code import OF_FILE, UsageError, needed, one_line, place, said
+from adiv_monitor.audit.command.code import OF_FILE, UsageError, blamed, needed, place, said
 from adiv_monitor.audit.command.options import OF_AUDIT, Config, Parser, read, rule
 from adiv_monitor.audit.command.prepare import prepare
 from adiv_monitor.audit.report import AuditReport
@@ -39,6 +39,7 @@ from adiv_monitor.audit.training.target_loss import LossError
 from adiv_monitor.diagnosis.finding import STRENGTHS
 from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable
+from adiv_monitor.report.wording import listed
 
 CLOSED_PIPE = 141  # 128 + SIGPIPE
 
@@ -132,7 +133,7 @@ def hits(rule: alarms.Rule, report: AuditReport) -> list[str]:
         known = {at for x in report.record.reports for at, *_ in alarms.compared(at_any, x)}
         raise UsageError(
             f"--fail-if {rule.text!r}: nothing could be compared: {rule.measure} was measured at "
-            f"{one_line(', '.join(sorted(known))) or 'no layer'}; some measures need their option"
+            f"{listed(sorted(known)) or 'no layer'}; some measures need their option"
         )
     return [f"{layer}: {', '.join(values)}" for layer, values in found.items() if values]
 
@@ -173,7 +174,5 @@ def _report(name: str) -> AuditReport:
         path /= "report.json"
     elif path.suffix.lower() == ".html":
         path = beside(path, ".json")
-    try:
+    with blamed(f"compare {name}: {path} is no report of an audit or a training"):
         return AuditReport.from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"compare {name}: {path} is no report: {one_line(error)}") from error

@@ -135,6 +135,8 @@ def imported(path: str, option: str, known: Iterable[str] = ()) -> Any:
             file = str(getattr(error.obj, "__file__", ""))
             has_main = file.endswith(".py") and "if __name__ ==" in Path(file).read_text("utf-8")
             hint = _BELOW_MAIN if has_main else close(str(error.name), dir(error.obj))
+        elif isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
+            hint = "; modules are found from the current folder, others by FILE.py:NAME"
         raise UsageError(f"{where}{said(error)}{hint}") from error
     home = str(getattr(found, "__module__", None))
     if option in OF_FILE.get() and not _may_be_of_file(found, home):

@@ -84,7 +84,7 @@ def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     exists = isinstance(found, nn.Module)
     if exists and arguments:
         raise UsageError(f"MODEL {name}: takes no --model-args: it is made already")
-    with blamed(f"MODEL {name} with --model-args {dict(arguments)}"):
+    with blamed(f"MODEL {name}: can't be built with --model-args {dict(arguments)}"):
         model: nn.Module = found(**arguments) if callable(found) and not exists else found
         check_model(model)
     return model

@@ -113,7 +113,7 @@ _ARGUMENTS = ("model_args", "optimizer_args")
 _OF_LINE = ("trust_checkpoint", "force", "config")  # only the command line can say these
 _DESCRIBED = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 HELP = {
-    name: text
+    name: text.removesuffix(".")
     for described in (audit, Config)
     for name, text in _DESCRIBED.findall(inspect.getdoc(described) or "")
 }
@@ -148,11 +148,11 @@ def _arguments(text: str) -> dict[str, Any]:
 # Type of an option → what argparse makes of it.
 _READ: Mapping[Any, Mapping[str, Any]] = {
     bool: {"action": argparse.BooleanOptionalAction},
-    **{kind: {"type": int} for kind in (int, int | None)},
-    **{kind: {"type": float} for kind in (float, float | None)},
-    tuple[int, ...] | None: {"type": _shape},
-    Mapping[str, Any]: {"type": _arguments},
-    Sequence[str]: {"action": "append"},
+    **{kind: {"type": int, "metavar": "N"} for kind in (int, int | None)},
+    **{kind: {"type": float, "metavar": "X"} for kind in (float, float | None)},
+    tuple[int, ...] | None: {"type": _shape, "metavar": "SHAPE"},
+    Mapping[str, Any]: {"type": _arguments, "metavar": "JSON"},
+    Sequence[str]: {"action": "append", "metavar": "RULE"},
 }
 
 
@@ -179,7 +179,7 @@ def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
     )
     usual = asdict(Config())
     for name, kind in get_type_hints(Config).items():
-        shown = f" (default: {usual[name]})" if usual[name] else ""
+        shown = f" (default: {usual[name]})" if usual[name] or name == "seed" else ""
         about = {**_READ.get(kind, {}), "help": (HELP[name] + shown).replace("%", "%%")}
         if name == "model":
             parser.add_argument("model", nargs="?", metavar="MODEL", **about)
@@ -221,12 +221,15 @@ def rule(text: str) -> alarms.Rule:
     """Return the rule of --fail-if: that of an alarm, or the name or strength of a finding.
 
     Raises:
-        ValueError: The text is no such rule, or there is no such measure or finding.
+        UsageError: The text is no such rule, or there is no such measure or finding.
     """
     name = text.rpartition(":")[2].strip()
     if name in _RETIRED:
-        raise ValueError(f"{text!r}: {name!r} is no longer looked for{_RETIRED[name]}")
-    return alarms.parse(text, (*FAULTS, *STRENGTHS))
+        raise UsageError(f"--fail-if {text!r}: {name!r} is no longer looked for{_RETIRED[name]}")
+    try:
+        return alarms.parse(text, (*FAULTS, *STRENGTHS))
+    except ValueError as error:
+        raise UsageError(f"--fail-if {error}") from error
 
 
 def load(file: str) -> dict[str, Any]:

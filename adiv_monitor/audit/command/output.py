@@ -5,11 +5,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from adiv_monitor.audit.command.code import UsageError
 from adiv_monitor.audit.command.options import Config, dumped
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.files import write_whole
 from adiv_monitor.pages.digest import MARK
 from adiv_monitor.pages.report_page import introduced
@@ -19,7 +21,7 @@ from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
 _COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
 _CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"
@@ -36,29 +38,21 @@ _BOARD = "tensorboard"
 _BOARD_MARK = ".adiv-audit"  # suffix of file names
 
 
-class ProgressBars:
-    """One progress bar for each part of the audit."""
-
-    def __init__(self, bars: "Progress") -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        """Update the bar of a part of the audit: `done` units `of` all."""
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=of)
-        self._bars.update(self._tasks[what], completed=done, total=of)
-
-
 @contextmanager
-def progress() -> Iterator[ProgressBars]:
-    """Show progress bars in a block, if the output of errors is a terminal."""
+def progress() -> Iterator[Progress]:
+    """Show a bar for each part of the audit in a block, if the output of errors is a terminal."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress as Bars
 
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bars:
-        yield ProgressBars(bars)
+    errors, tasks = Console(stderr=True), dict[str, "TaskID"]()
+    with Bars(console=errors, transient=True, disable=not errors.is_terminal) as bars:
+
+        def update(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=of)
+            bars.update(tasks[what], completed=done, total=of)
+
+        yield update
 
 
 def console() -> "Console":
@@ -80,23 +74,34 @@ def show(report: AuditReport, console: "Console", model: str = "") -> None:
         console: where to print.
         model: the name by which the user calls the model.
     """
-    from rich.padding import Padding
     from rich.text import Text
 
+    def tell(head: str, text: str, style: str = "") -> None:
+        """Print a text, wrapped to the right of its head, which has the style; "": all has it."""
+        hang = " " * len(head)
+        lines = fill(
+            head + printable(text), console.width, subsequent_indent=hang, break_on_hyphens=False
+        )
+        told = Text(lines)
+        told.stylize(style, 0, len(head) or None)
+        console.print(told)
+
     print(printable(introduced(report.record, model)), file=console.file)
-    console.print(Text(printable(report.verdict), "bold"))
+    tell("", report.verdict, "bold")
     for finding in report.findings:
         at = f" · {listed([quoted(path) for path in finding.layers])}" if finding.layers else ""
-        strength = (f"\n{finding.strength:5}", _COLOURS[finding.strength])
-        console.print(Text.assemble(strength, printable(f"  {finding.name}{at}")))
+        console.print()
+        tell(f"{finding.strength:5}  ", f"{finding.name}{at}", _COLOURS[finding.strength])
         told = [f"{advice.outcome.mark} {advice}" for advice in finding.advice]
         not_advised = finding.not_advised and f"no fix: {finding.not_advised}"
         for line in filter(None, (finding.summary, *told, not_advised)):
-            console.print(Padding(Text(printable(line)), (0, 0, 0, 7), expand=False))
+            tell(" " * 7, line)
     hurried = "with more time (--try-seconds), the audit tries more fixes"
-    console.print()
-    for note in (*[hurried] * report.hurried, *report.record.notes):
-        console.print(Text(printable(f"note: {note}")))
+    notes = (*[hurried] * report.hurried, *report.record.notes)
+    if notes:
+        console.print()
+    for note in notes:
+        tell("note: ", note)
 
 
 def check(out: str, *, force: bool = False) -> None:

@@ -24,6 +24,7 @@ from adiv_monitor.audit.command.code import (
 from adiv_monitor.audit.command.data import data
 from adiv_monitor.audit.command.options import Config
 from adiv_monitor.audit.run import loss_of_output
+from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
 from adiv_monitor.audit.training.target_loss import Function, TargetLoss
 from adiv_monitor.audit.training.train import train
@@ -61,7 +62,11 @@ def prepare(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
         loss: Loss = loss_of(name) if name else loss_of_output
     if config.precision == "bf16-mixed":
         loss = torch.autocast(device.type, torch.bfloat16)(loss)
-    with blamed("a training step on the first batch raised"):
+    shapes = ", ".join(str(tuple(x.shape)) for x in tensors(batches[0])) or "no tensors"
+    with blamed(
+        f"MODEL {config.model}: a training step on the first batch of --data {config.data}, "
+        f"with shapes {shapes}, raised"
+    ):
         setup = Setup(model, optimizer, loss, batches, 1, config.clip_norm, config.seed)
         train(setup.fork())
     return {
