@@ -58,7 +58,8 @@ def _hf(path: str, **arguments: Any) -> nn.Module:
             f"""{transformers.__version__}, such as "architectures": ["GPT2LMHeadModel"]"""
         )
     with blamed(f"{where}{names[0]} can't be made of it"):
-        model: nn.Module = kind(kind.config_class.from_dict(content))
+        made: Any = kind  # the check has narrowed it
+        model: nn.Module = made(made.config_class.from_dict(content))
     return model
 
 

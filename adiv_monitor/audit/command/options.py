@@ -180,12 +180,15 @@ def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
     usual = asdict(Config())
     for name, kind in get_type_hints(Config).items():
         shown = f" (default: {usual[name]})" if usual[name] or name == "seed" else ""
-        about = {**_READ.get(kind, {}), "help": (HELP[name] + shown).replace("%", "%%")}
+        about: dict[str, Any] = {
+            **_READ.get(kind, {}),
+            "help": (HELP[name] + shown).replace("%", "%%"),
+        }
         if name == "model":
             parser.add_argument("model", nargs="?", metavar="MODEL", **about)
         else:
-            choices = {"choices": _PRECISIONS} if name == "precision" else {}
-            parser.add_argument(option(name), dest=name, **choices, **about)
+            about |= {"choices": _PRECISIONS} if name == "precision" else {}
+            parser.add_argument(option(name), dest=name, **about)
     return vars(parser.parse_args(argv))
 
 
