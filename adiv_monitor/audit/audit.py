@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.audit.arguments import check_numbers, check_training
 
 if TYPE_CHECKING:
     from adiv_monitor.audit.report import AuditReport
@@ -73,6 +74,8 @@ def audit(
         TypeError, ValueError: an argument is not as expected; the message says what is expected.
     """
     given = dict(locals())
+    check_training(model, loss, optimizer)
+    check_numbers(given)
     # Rules and trials are loaded by an audit, not by who imports the package for its monitor.
     from adiv_monitor.audit.run import run
 

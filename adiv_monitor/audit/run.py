@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.audit import trials
-from adiv_monitor.audit.arguments import check_numbers, check_training
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.batches import (
@@ -39,28 +38,16 @@ def run(
     optimizer: Optimizer | OptimizerFactory | None,
     steps: int,
     every_n_steps: int | None,
-    max_rows: int | None,
     clip_norm: float | None,
-    realised: bool,
-    attention: bool,
-    alignment: bool,
     try_fixes: bool,
     try_seconds: float,
     seed: int,
     own_losses: Mapping[int, float] | Sequence[float] | None,
     progress: Progress | None,
     _facts: Mapping[str, str] | None,
+    **measured: Any,
 ) -> AuditReport:
-    """Run an audit; see `audit`."""
-    check_training(model, loss, optimizer)
-    check_numbers(
-        steps=steps,
-        every_n_steps=every_n_steps,
-        max_rows=max_rows,
-        clip_norm=clip_norm,
-        seed=seed,
-        try_seconds=try_seconds,
-    )
+    """Run an audit; see `audit`. `measured` says what else of a step is measured."""
     name = "" if loss is None else name_of(loss)
     facts: dict[str, Any] = {"data": in_words(batches), "loss": name, **(_facts or {})}
     if loss is not None and takes_outputs(loss):
@@ -80,11 +67,8 @@ def run(
         record = observe(
             setup,
             every_n_steps=every_n_steps or max(1, steps // 10),
-            max_rows=max_rows,
-            realised=realised,
-            attention=attention,
-            alignment=alignment,
             progress=progress,
+            **measured,
         )
         record = replace(
             record,
@@ -150,20 +134,18 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         TypeError: the model's output has no loss, or the model does not accept the batch.
     """
-    name = type(model).__name__
+    where = f"audit(loss=None): {type(model).__name__}"
+    told = (
+        "expected a model that gives its own loss, as the `loss` of an object or a dict: give "
+        "audit a loss, (model, batch) → number, or batches that hold what the model computes its "
+        "loss from, such as labels"
+    )
     try:
         output = called(model, batch)
     except TypeError as error:
-        raise TypeError(
-            f"audit(loss=None): {name} can't take the whole batch ({error}), expected a model that "
-            "gives its own loss: give audit a loss, (model, batch) → number"
-        ) from error
+        raise TypeError(f"{where} can't take the whole batch ({error}), {told}") from error
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")
-        raise TypeError(
-            f"audit(loss=None): {name} gave {got}, expected an object with the loss as its `loss`, "
-            "or a dict with it: give audit a loss, (model, batch) → number, or batches that hold "
-            "what the model computes its loss from, such as labels"
-        )
+        raise TypeError(f"{where} gave {got}, {told}")
     return loss

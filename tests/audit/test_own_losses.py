@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from trial_setups import batches, mlp
 
 from adiv_monitor import audit
+from adiv_monitor.audit.command.code import UsageError
+from adiv_monitor.audit.command.prepare import own_losses
 from adiv_monitor.audit.experiments.measure import averages
-from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.sources.own_losses import own_losses
 from adiv_monitor.diagnosis import own_run
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
