@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ Losses = tuple[float, float]
 
 
 class Answered:
-    """The loss of a batch for any outputs of the model.
+    """The loss of a batch for any outputs of the model, which runs once.
 
     Attributes:
         outputs: The model's own first output of floating point; None: it has none.
@@ -29,24 +30,25 @@ class Answered:
     """
 
     def __init__(self, fork: Fork, batch: Any) -> None:
-        self.outputs: Tensor | None = None
-        self._instead: Tensor | None = None
-        self._loss, self._batch = RepeatedLoss(fork), batch
-        fork.model.register_forward_hook(self._replace)
-        self.first = self._loss.of(batch)
+        self._made: list[Any] = []  # what each call of the model in the loss returned
+        self._model, self._loss, self._batch = fork.model, RepeatedLoss(fork), batch
+        with fork.model.register_forward_hook(lambda m, args, out: self._made.append(out)):
+            self.first = self._loss.of(batch)
+        own = (x.detach() for x in tensors(self._made) if x.is_floating_point())
+        self.outputs = next(own, None)
 
     def loss(self, outputs: Tensor) -> float:
         """Return the loss of these outputs."""
-        self._instead = outputs
-        return self._loss.of(self._batch)
+        made = iter(self._made)
 
-    def _replace(self, module: nn.Module, args: Any, output: Any) -> Any:
-        instead = self._instead
-        if instead is None:
-            own = (x.detach() for x in tensors(output) if x.is_floating_point())
-            self.outputs = next(own, None)
-            return None
-        return mapped(output, lambda x: instead.to(x.dtype) if x.shape == instead.shape else x)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return mapped(next(made), instead)
+
+        def instead(x: Tensor) -> Tensor:
+            return outputs.to(x.dtype) if x.shape == outputs.shape else x
+
+        with patch.object(self._model, "forward", forward):
+            return self._loss.of(self._batch)
 
 
 def _preferred(
@@ -94,13 +96,13 @@ def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
     A loss of logits is not zero where these equal the targets, and a loss of probabilities is
     nowhere lower. One that is zero there and lower beyond has its lowest value elsewhere.
     """
-    found = _preferred(setup, _beyond)
+    if (found := _preferred(setup, _beyond)) is None:
+        return
     x = Answered(setup.fork_like(trained), setup.batches[0]).outputs
-    if found is not None and x is not None:
-        outside = float(((x < 0) | (x > 1)).float().mean())
+    outside = 0.0 if x is None else float(((x < 0) | (x > 1)).float().mean())
+    if outside >= OUTSIDE:
         at, beyond = found[1]
-        if outside >= OUTSIDE:
-            yield Fact("", {"at": at, "beyond": beyond, "outside": outside})
+        yield Fact("", {"at": at, "beyond": beyond, "outside": outside})
 
 
 def _beyond(of: Answered, target: Tensor) -> Losses | None:

@@ -61,6 +61,58 @@ def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
     return found
 
 
+@torch.no_grad()
+def outputs(fork: Fork, batch: Any) -> list[Tensor]:
+    """Return the outputs of the model in a loss, which may change what the model keeps."""
+    made: list[Tensor] = []
+    with fork.model.register_forward_hook(_into(made)), seeded(fork.seed):
+        fork.loss(fork.model, copied(batch))
+    return made
+
+
+def input_gradients(fork: Fork, batch: Any) -> dict[int, Tensor]:
+    """Return the gradient of a random sum of all outputs, by the number of the input.
+
+    Numbers are those of `ChangedInputs`. {}: there are no gradients.
+    """
+    found: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def leaf(name: str, x: Tensor) -> Tensor:
+        if not _is_of_samples(x, batch):
+            return x
+        found.append(x.detach().requires_grad_(x.is_floating_point()))
+        return found[-1]
+
+    with (
+        change_inputs(fork.model, leaf),
+        fork.model.register_forward_hook(lambda m, args, out: made.extend(tensors(out))),
+        seeded(fork.seed),
+        torch.enable_grad(),
+    ):
+        fork.loss(fork.model, copied(batch))
+        of = [x for x in made if x.requires_grad and x.is_floating_point()]
+        total = sum((x * torch.randn_like(x)).sum() for x in of)
+    leaves = {i: x for i, x in enumerate(found) if x.requires_grad}
+    if not leaves or not isinstance(total, Tensor):
+        return {}
+    gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+    return {i: g for i, g in zip(leaves, gradients, strict=True) if g is not None}
+
+
+def _into(made: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a hook that notes copies of a module's outputs of floating point."""
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        made.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())
+
+    return note
+
+
+def _is_of_samples(x: Tensor, batch: Any) -> bool:
+    return x.layout is torch.strided and x.ndim > 0 and len(x) == size_of(batch)
+
+
 def change_inputs(
     model: nn.Module, change: Callable[[str, Tensor], Tensor], everything: bool = False
 ) -> RemovableHandle:
@@ -124,19 +176,16 @@ class ChangedInputs:
             self.inputs, self.names = [], []
 
         def instead(name: str, x: Tensor) -> Tensor:
-            if x.layout is not torch.strided or not x.ndim or len(x) != size_of(self._batch):
+            if not _is_of_samples(x, self._batch):
                 return x
             self.inputs.append(x.detach())
             self.names.append(name)
             return change(x) if number in (None, len(self.inputs) - 1) else x
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            made.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())
-
         with (
             self._model.register_forward_pre_hook(begins),
             change_inputs(self._model, instead, everything),
-            self._model.register_forward_hook(after),
+            self._model.register_forward_hook(_into(made)),
         ):
             self._loss.of(self._batch)
         return made

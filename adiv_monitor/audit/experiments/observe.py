@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from statistics import median
 from typing import Any, TypeVar
 
@@ -16,13 +17,13 @@ from adiv_monitor.audit.experiments.averages import averages
 from adiv_monitor.audit.experiments.backward import descent_share
 from adiv_monitor.audit.experiments.beginning import are_trained, chance, weights
 from adiv_monitor.audit.experiments.changed_inputs import arguments
+from adiv_monitor.audit.experiments.concerned import of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.digits import told
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
 from adiv_monitor.audit.experiments.moving_targets import moving_targets, same
 from adiv_monitor.audit.experiments.questions import asked
-from adiv_monitor.audit.experiments.step_cost import step_cost
 from adiv_monitor.audit.experiments.units import Units
 from adiv_monitor.audit.experiments.watching import Watching
 from adiv_monitor.audit.experiments.wiring import unused
@@ -37,7 +38,7 @@ from adiv_monitor.monitor import Monitor
 from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
-# Least number of batches, and of samples, with which the trained model is examined.
+# Least number of batches, and of values of each unit, with which the trained model is examined.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
 _LEARNT = 0.9  # first loss over that of a constant prediction: weights that were drawn predict less
 _NO_INPUTS = "Nothing is known of the model's inputs: the loss did not call the model itself."
@@ -56,7 +57,8 @@ _OPPOSED = (
     "gradient is not that of the loss. The audit does not judge learning rates by the fall of such "
     "a loss."
 )
-EXCHANGED = 2  # number of these batches whose inputs are exchanged between samples
+# Most of these batches whose inputs are exchanged between samples, until outputs change by this.
+EXCHANGED, CLEARLY = 2, 0.1
 
 
 def observe(
@@ -163,6 +165,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
     notes = list(record.notes)
     batches = _spread(setup.batches)
     try:
+        small = of_few(setup) if setup.is_costly else setup
         begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
         inputs = input_statistics(setup.fork())
         if inputs is None:
@@ -176,19 +179,22 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
             found |= _beginning(record, setup)
             if is_opposed(replace(record, **found)):
                 notes.append(_OPPOSED.format(found["descent_share"]))
-            if moving_targets(setup, fork):
+            if moving_targets(small, fork):
                 found["moving_targets"] = True
                 notes.append(_MOVING)
         wiring = record.wiring
         names = unused(setup.fork(), setup.batches[0], wiring.unreached)
+        found["probed"] = asked(setup, fork, small=small)
         # A model that died in training used its inputs before: that is another fault.
-        matters = [input_matters(setup.fork(), batches[:EXCHANGED])]
-        found["probed"] = asked(setup, fork)
+        forks = [setup.fork()]
         if all(bool(p.isfinite().all()) for p in fork.model.parameters()):
             found["units"] = _units(fork, batches)
-            matters.append(input_matters(fork, batches[:EXCHANGED]))
-        most = max((x for x in matters if not math.isnan(x)), default=math.nan)
-        found["wiring"] = replace(wiring, unused=names, input_matters=most)
+            forks.append(fork)
+        matters = math.nan
+        for of, batch in product(forks, batches[:EXCHANGED]):
+            if not matters > CLEARLY:
+                matters = max(matters, input_matters(of, [batch]), key=_known)
+        found["wiring"] = replace(wiring, unused=names, input_matters=matters)
     except KeyboardInterrupt:
         found["interrupted"] = True
     return replace(record, **found, notes=tuple(notes))
@@ -199,7 +205,6 @@ def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
     constant, output = chance(setup), activated_output(setup.fork())
     below = constant is not None and 0 < record.losses[0] < _LEARNT * constant
     return {
-        "facts": replace(record.facts, step_cost=step_cost(setup)),
         "chance": constant,
         "double_softmax": output is not None and output.function == "softmax",
         "activated_output": output,
@@ -211,16 +216,23 @@ def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
 def _units(fork: Fork, batches: Sequence[Any]) -> Any:
     units = Units(fork.model)
     with seeded(fork.seed), forced_eager(), torch.no_grad():
-        for batch in batches:
-            with units.watching():
-                fork.loss(fork.model, copied(batch))
+        for number, batch in enumerate(batches):
+            if number < BATCHES or units.fewest_values < SAMPLES:
+                with units.watching():
+                    fork.loss(fork.model, copied(batch))
     return units.statistics()
 
 
+def _known(x: float) -> float:
+    return -1.0 if math.isnan(x) else x
+
+
 def _spread(batches: Sequence[Any]) -> list[Any]:
-    """Return at least some batches, and as many as it takes to hold some samples."""
+    """Return some batches, evenly spread, in an order in which the first few are spread, too."""
     wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
-    return spread(batches, min(max(BATCHES, wanted), MOST_BATCHES))
+    found = spread(batches, min(max(BATCHES, wanted), MOST_BATCHES))
+    apart = max(1, len(found) // BATCHES)
+    return [x for i in range(apart) for x in found[i::apart]]
 
 
 def _trains_any(fork: Fork) -> bool:
@@ -274,6 +286,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         seed=setup.seed,
         device=str(parameters[0].device),
         torch=str(torch.__version__),
+        step_cost=setup.cost,
         seconds_per_step=median(plain or course.seconds or [math.nan]),
         clip_norm=setup.clip_norm,
         resumed=_is_resumed(setup),

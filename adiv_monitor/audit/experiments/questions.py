@@ -38,6 +38,11 @@ class Look(Protocol):
 
 
 ASKS: dict[str, Ask] = {}  # with passes of their own
+# Those that need all samples.
+OF_DATA = (
+    *("same-batch", "unshuffled", "constant-data", "target-leak", "targets-moved"),
+    *("class-untaught", "behind-reference"),
+)
 LOOKS: dict[str, Callable[[Fork], Look]] = {}
 
 
@@ -89,12 +94,17 @@ def first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
     return tuple(found.values())
 
 
-def asked(setup: Setup, trained: Fork, names: Collection[str] = ()) -> dict[str, Probed]:
-    """Return the answers by name, of all questions or of some; a failed one has a reason."""
+def asked(
+    setup: Setup, trained: Fork, names: Collection[str] = (), small: Setup | None = None
+) -> dict[str, Probed]:
+    """Return the answers by name, of all questions or of some; a failed one has a reason.
+
+    Questions about the model are asked of a setup of few samples, `small`, if there is one.
+    """
     found = _looked(setup, [name for name in LOOKS if not names or name in names])
     for name, ask in ASKS.items():
         if not names or name in names:
-            found[name] = _answer(ask, setup, trained)
+            found[name] = _answer(ask, setup if name in OF_DATA else small or setup, trained)
     return found
 
 

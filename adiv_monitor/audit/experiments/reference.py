@@ -19,6 +19,7 @@ from adiv_monitor.diagnosis.record import Fact
 EVERY = 4  # one of so many batches is held out
 BATCHES = 8  # fewest different batches
 SAMPLES = 100  # fewest samples that are held out
+SOME = 32  # samples after which a model that explains as much as the small network is told
 EXPLAINS = 0.3  # of the labels: what a small network must explain
 MOST_SAMPLES, MOST_FEATURES, HIDDEN = 2048, 512, 256
 PENALTY = 0.1  # times the number of samples
@@ -58,7 +59,7 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     numbers = {
         "reference": found,
         "error": error,
-        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY]),
+        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY], found),
         "per class": math.inf if is_values else len(labels) / len(set(labels.tolist())),
         "held out": float(len(others)),
     }
@@ -146,12 +147,20 @@ def skill(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
     return (right - most) / (1 - most), error / (1 - most)
 
 
-def _own_share(fork: Fork, batches: Sequence[Any]) -> float:
-    """Return what the model explains in evaluation or in training mode, whichever is more."""
+def _own_share(fork: Fork, batches: Sequence[Any], enough: float) -> float:
+    """Return what the model explains in evaluation or in training mode, whichever is more.
+
+    No more batches run once it explains enough of some.
+    """
     shares = []
     for training in (False, True):
         fork.model.train(training)
-        pairs = [_compared(fork, batch) for batch in batches]
-        predicted, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        shares.append(skill(predicted, labels)[0])
+        pairs = []
+        for batch in batches:
+            pairs.append(_compared(fork, batch))
+            predicted, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+            share = skill(predicted, labels)[0] if len(set(labels.tolist())) > 1 else -math.inf
+            if share >= enough and len(labels) >= SOME:
+                return share
+        shares.append(share)
     return max(shares)

@@ -40,6 +40,12 @@ class Units:
         self._seen: dict[str, list[_Seen]] = defaultdict(list)
         self._batches = 0
 
+    @property
+    def fewest_values(self) -> int:
+        """The number of values that each unit of any function has got, at least."""
+        counts = [sum(x.entries // len(x.awake) for x in seen) for seen in self._seen.values()]
+        return min(counts, default=0)
+
     def statistics(self) -> dict[str, UnitStatistics]:
         """Return the statistics of each function by path; `path#2` is a module's second one.
 

@@ -55,7 +55,7 @@ class Config:
             function model → optimizer
         optimizer_args: arguments of the optimizer as JSON, such as '{"lr": 0.1}'
         clip_norm: clip the gradient to this norm
-        steps: number of steps to train a copy for
+        steps: number of steps to train a copy for; by default 60, or fewer if they are costly
         seed: seed of initial weights, data and training
         device: cpu, cuda, cuda:1, mps …; by default cuda if available
         precision: 32-true, 64-true, bf16-true, bf16-mixed
@@ -95,7 +95,7 @@ class Config:
     optimizer: str = "AdamW"
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
     clip_norm: float | None = None
-    steps: int = 60
+    steps: int | None = None
     seed: int = 0
     device: str | None = None
     precision: str = "32-true"

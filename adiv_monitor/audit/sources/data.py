@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from adiv_monitor.audit.options.config import Config
 from adiv_monitor.audit.options.usage import UsageError, blamed
+from adiv_monitor.audit.run import MOST_STEPS
 from adiv_monitor.audit.sources import huggingface, samples, targets
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.training.batches import is_data_set, loader_of, mapped, taken
@@ -35,7 +36,9 @@ def data(
     is_named = config.data.partition(":")[0] in _SOURCES
     found, loss, notes = (_named if is_named else _users)(config, model)
     with blamed(f"--data {config.data}"):
-        batches = tuple(mapped(batch, moved) for batch in taken(found, config.steps, device))
+        batches = tuple(
+            mapped(batch, moved) for batch in taken(found, config.steps or MOST_STEPS, device)
+        )
     if not is_named and isinstance(batches[0], tuple | list):
         is_real = getattr(batches[0][-1], "is_floating_point", lambda: True)()
         loss = "mse" if is_real else "cross_entropy"
@@ -64,7 +67,7 @@ def _samples(config: Config, form: targets.Form) -> tuple[Dataset[Any], int, tup
     if kind == "random":
         most = min(targets.MOST_CLASSES, form.classes or targets.MOST_CLASSES)
         classes = config.num_classes or most
-        count = config.batch_size * min(config.steps, _MOST_BATCHES)
+        count = config.batch_size * min(config.steps or MOST_STEPS, _MOST_BATCHES)
         note = (
             "The data were random: inputs that depend on their class, of mean 0 and standard "
             "deviation 1 where they are floats. What this says of inputs says nothing of yours."

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from adiv_monitor.audit.options.usage import UsageError, blamed
+from adiv_monitor.audit.run import adamw
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory
 from adiv_monitor.audit.training.target_loss import Function, TargetLoss
@@ -79,6 +80,8 @@ def optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer | OptimizerF
         UsageError: There is no such optimizer. The returned function raises it if the optimizer
             can't be made with these arguments.
     """
+    if name.lower() == "adamw" and not arguments:
+        return adamw
     found: Any = _OPTIMIZERS.get(name.lower()) or imported(name, "--optimizer", _OPTIMIZERS)
     if isinstance(found, Optimizer):
         if arguments:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[nn.Module], Optimizer]
+
+COSTLY = 0.15  # seconds of a step on a usual machine
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Setup:
         steps: Number of training steps; batches are repeated if there are fewer.
         clip_norm: Largest norm of the gradient; None: not clipped.
         seed: Seed of the run's random numbers.
+        cost: What a step costs, as `Facts.step_cost`; NaN: unknown.
         differentiates: Whether the loss computes gradients itself, such as a gradient penalty. The
             losses of forks then do so even where gradients are disabled.
     """
@@ -75,7 +79,13 @@ class Setup:
     steps: int
     clip_norm: float | None = None
     seed: int = 0
+    cost: float = math.nan
     differentiates: bool = False
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether a step costs so much that the audit saves passes and steps."""
+        return self.cost > COSTLY
 
     @cached_property
     def lifted(self) -> dict[int, float]:
@@ -131,17 +141,6 @@ class Setup:
         if self.differentiates:
             loss = partial(_with_gradients, loss)
         return Fork(model, optimizer, loss, batches, self.clip_norm, self.seed, lost)
-
-
-def differentiates(setup: Setup) -> bool:
-    """Return whether the loss fails without gradients, because it computes some itself."""
-    fork = setup.fork()
-    try:
-        with torch.no_grad():
-            fork.first_loss()
-    except Exception as error:  # training says what else is wrong
-        return "does not require grad" in str(error)
-    return False
 
 
 def _with_gradients(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
