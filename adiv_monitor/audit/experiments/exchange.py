@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -321,37 +322,40 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     Parts that are equal in nearly all samples, such as padding, are left out, and so is an input
     that is ignored as a whole, unless another is not.
     """
-    batch = first(setup.batches[0], SAMPLES)
-    runs = [ChangedInputs(still(fork), batch)
-            for fork in (setup.fork_like(trained), setup.fork())]  # fmt: skip
-    inputs = [*zip(runs[0].names, runs[0].inputs, strict=True)]
-    gradients = input_gradients(still(setup.fork_like(trained)), batch)
+    batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
+    gradients, after = input_gradients(fork, batch), ChangedInputs(fork, batch)
+    before = cache(lambda: ChangedInputs(still(setup.fork()), batch))
+    masks = cache(lambda: calls_of(setup.fork(), lambda call: mask_of(call) is not None, batch))
 
     def is_silent(number: int, part: Part) -> bool:
-        if number in gradients and bool(part.of(gradients[number]).any()):
-            return False
+        """Return whether no output changes; where one has a gradient, nothing need be tried."""
 
         def exchanged(x: Tensor) -> Tensor:
             changed = x.clone()
             part.of(changed).copy_(_next_sample(part.of(x)))
             return changed
 
-        return all(run.own and all(map(torch.equal, run.own, run.outputs(exchanged, number)))
-                   for run in runs)  # fmt: skip
+        def is_same(run: ChangedInputs) -> bool:
+            return bool(run.own) and all(map(torch.equal, run.own, run.outputs(exchanged, number)))
 
-    masked = calls_of(setup.fork(), lambda call: mask_of(call) is not None, batch)
-    found, unused = [], []
+        has_gradient = number in gradients and bool(part.of(gradients[number]).any())
+        return not has_gradient and is_same(after) and is_same(before())
+
+    def fact(place: str, x: Tensor, share: float, parts: int, **words: str) -> Fact:
+        words |= {"masked": "True"} if masks() else {}
+        numbers = {"share": share, "parts": float(parts)}
+        return Fact(place, numbers, {"shape": str(tuple(x.shape)), **words})
+
+    found, unused, inputs = [], [], [*zip(after.names, after.inputs, strict=True)]
     for number, (name, x) in enumerate(inputs):
-        words = {"shape": str(tuple(x.shape)), **({"masked": "True"} if masked else {})}
         of = f"input {number}" if len(inputs) > 1 else "the input"
         parts = [part for part in _parts(x) if _varies(part.of(x))]
         silent = [part for part in parts if is_silent(number, part)]
         if len(silent) < len(parts):
-            numbers = {"share": len(silent) / len(parts), "parts": float(len(silent))}
-            found += [Fact(f"{part} of {of}", numbers, words) for part in _joined(silent)]
+            share = len(silent) / len(parts)
+            found += [fact(f"{part} of {of}", x, share, len(silent)) for part in _joined(silent)]
         elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
-            words = {**words, "whole": "True"}
-            unused.append(Fact(f"input '{name}'", {"share": 1.0, "parts": 1.0}, words))
+            unused.append(fact(f"input '{name}'", x, 1.0, 1, whole="True"))
     return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
 
 
