@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import calls_of
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
@@ -67,6 +67,9 @@ def _places(setup: Setup) -> _Places | None:
 
     Of several losses, one of the next tokens counts, and the others are additions to it.
     """
+    given = given_inputs(setup.fork(), setup.batches[0]).values()
+    if not any(x.ndim == 2 and _is_integer(x) for x in given):
+        return None
     calls = calls_of(setup.fork(), lambda call: call.name in _LOSSES)
     targets = [y for y in (call.argument(1, "target") for call in calls) if _is_integer(y)]
     run = ChangedInputs(setup.fork(), setup.batches[0]) if targets else None

@@ -59,6 +59,9 @@ def epsilon_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     gradients at the end of the run; Adam corrects it for its bias (Kingma and Ba 2015, algorithm
     1), RMSprop does not, and Adagrad uses their sum.
     """
+    given = [group.get("eps") for group in trained.optimizer.param_groups]
+    if not any(isinstance(eps, float) and eps > USUAL for eps in given):
+        return
     found = [(eps, root[root > 0]) for eps, root in _roots(trained.optimizer)]
     smaller = [(int((root < eps).sum()), eps) for eps, root in found if eps > USUAL]
     if any(count for count, _ in smaller):
