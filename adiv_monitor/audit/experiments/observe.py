@@ -92,7 +92,7 @@ def observe(
         fork.optimizer if trains else None,
         every_n_steps=every_n_steps,
         max_rows=max_rows,
-        attainable=True,
+        attainable=not setup.is_costly,  # which would take longer than the step
         attention=attention,
         alignment=_probe(setup) if alignment else None,
         realised=realised,

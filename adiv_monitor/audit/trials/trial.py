@@ -28,8 +28,8 @@ from adiv_monitor.diagnosis.record import Record
 Losses = tuple[float, ...]
 
 # Largest costs of the trials of learning rates, of one batch and of fixes, in the unit of
-# `Facts.step_cost`: together some 120 steps of a ResNet-18 on 16 images of 64 × 64.
-FOR_RATES, FOR_ONE_BATCH, FOR_FIXES = 28.0, 8.0, 16.0
+# `Facts.step_cost`: together some 90 steps of a ResNet-18 on 16 images of 64 × 64.
+FOR_RATES, FOR_ONE_BATCH, FOR_FIXES = 23.0, 8.0, 9.0
 _DIVERGED = 1e3
 _FACTORS = (0.1, 0.3, 3.0, 10.0)  # tried where the loss does not fall
 _LOWER = (0.1, 0.01, 0.001)  # tried first where the loss rises, until one helps
@@ -294,7 +294,7 @@ def rate_trials(
     if shorter is None:
         return {}
     progress("learning rates", 0, 1)
-    bench = Bench(shorter, record, cap)
+    bench = Bench(shorter, record, cap, affordable(record, FOR_RATES))
     runs = Runs(bench, {1.0: bench.without})
     with suppress(CapReached, DoesNotApply):
         _try(runs)
