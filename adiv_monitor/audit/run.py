@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from adiv_monitor.audit import trials
 from adiv_monitor.audit.arguments import check_numbers, check_training
 from adiv_monitor.audit.experiments.observe import observe
-from adiv_monitor.audit.experiments.step_cost import counted
+from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.batches import (
     DEFAULT_SIZE,

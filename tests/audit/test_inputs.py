@@ -65,13 +65,6 @@ def test_inputs_are_named_and_labels_and_tokens_are_none() -> None:
     assert found(Mean(), batches(), loss).keys() == {"x", "1.0", "1.1"}
 
 
-def test_what_is_not_finite_shows() -> None:
-    data = batches()
-    data[1][0][0, 0] = torch.nan
-    of = found(nn.Linear(6, 3), data)["input"]
-    assert np.isnan([of.mean, of.std, of.minimum, of.maximum]).all()
-
-
 def test_a_model_that_is_not_called_itself_is_told_of() -> None:
     record = seen(nn.Sequential(nn.Linear(6, 3)), loss=lambda m, batch: cross_entropy(m[0], batch))
     assert record.inputs == {}

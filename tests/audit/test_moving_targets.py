@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adiv_monitor import audit
-from adiv_monitor.audit.experiments.moving_targets import moving_targets
+from adiv_monitor.audit.experiments.measure import moving_targets
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 

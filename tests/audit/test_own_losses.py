@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trial_setups import batches, mlp
 
 from adiv_monitor import audit
-from adiv_monitor.audit.experiments.averages import averages
+from adiv_monitor.audit.experiments.measure import averages
 from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.sources.own_losses import own_losses

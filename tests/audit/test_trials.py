@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from trial_setups import batches, loss, mlp, ran, setup, sgd
 
-from adiv_monitor.audit.experiments.step_cost import counted
+from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train

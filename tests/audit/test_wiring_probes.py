@@ -11,9 +11,8 @@ from made_records import record
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam, AdamW, Optimizer, RMSprop
-from trial_setups import answer, batches, loss, mlp, setup
+from trial_setups import answer, loss, mlp, setup
 
-from adiv_monitor.audit.experiments.attention import spread, sums_to_1
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
@@ -92,13 +91,8 @@ def einsum(axis: int) -> Weighing:
 
 
 def pooled(axis: int) -> Weighing:
-    """One score for each place from a layer, whose products are summed."""
-
-    def attend(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        weights = functional.softmax(net.logits(q.tanh())[..., :1], dim=axis)
-        return (weights * v).sum(-2, keepdim=True)
-
-    return attend
+    """One score for each place from a layer."""
+    return lambda net, q, k, v: net.logits(q.tanh())[..., :1].softmax(axis).mT @ v
 
 
 def slots(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,25 +107,9 @@ def clusters(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (assigned.transpose(-1, -2) @ v)[..., :4, :]
 
 
-def linear_attention(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmaxes over features of queries and over places of keys (Shen et al. 2018)."""
-    return q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)
-
-
-def both_ways(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Weights of queries times weights of keys are weights again (Xiong et al. 2017)."""
-    s = scores(q, k)
-    return s.softmax(-1) @ s.softmax(-2).transpose(-1, -2) @ v
-
-
-def gated(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A softmax over features as a gate, whose results are summed over places."""
-    return (net.logits(q).softmax(-1)[..., :4] * v).sum(-2, keepdim=True)
-
-
 WRONG = [along(-2), masked(-2), einsum(2), pooled(-1)]
 RIGHT = [along(-1), masked(-1), einsum(3), pooled(-2)]
-OTHERS = [slots, clusters, linear_attention, both_ways, gated]
+OTHERS = [slots, clusters]
 
 
 @pytest.mark.parametrize("attend", WRONG)
@@ -154,16 +132,6 @@ def test_the_softmax_is_moved_to_the_summed_axis(wrong: Weighing, right: Weighin
         FIXES["summed-axis"].apply(other)
     FIXES["summed-axis"].apply(fork)
     assert train(fork).losses == pytest.approx(train(other).losses, rel=1e-5)
-
-
-def test_a_tensor_with_negative_entries_holds_no_weights() -> None:
-    assert sums_to_1(torch.tensor([[2.0, -1.0], [0.5, 0.5]])) == ()
-    assert sums_to_1(torch.tensor([[1.0, 0.0], [0.5, 0.5]])) == (1,)
-
-
-def test_masked_scores_do_not_count_in_the_spread() -> None:
-    x = torch.tensor([[1.0, 3.0, -torch.inf, -1e4], [2.0, 0.0, -98.0, -3e38]]).double()
-    assert spread(x, -1) == pytest.approx(1.0)
 
 
 def test_saturated_attention_is_seen() -> None:
@@ -211,10 +179,9 @@ class Branched(nn.Module):
              nn.ReLU()), "4", "zeros"),
      (Branched(of_scale(nn.LayerNorm(16), 0.0), nn.Linear(16, 3)), "", ""),
      (Branched(nn.GroupNorm(16, 16), nn.Identity()), "", ""),
-     (hidden(last=of_scale(nn.Linear(16, 3), 0.0)), "", ""),
-     (hidden(nn.Threshold(1e3, 0.0)), "", "")],
+     (hidden(last=of_scale(nn.Linear(16, 3), 0.0)), "", ""),],
     ids=["norm", "groups", "weight", "small weight", "zeros", "branch", "constant branch",
-         "last layer", "all ignored"],
+         "last layer"],
 )  # fmt: skip
 def test_outputs_that_are_the_same_for_all_samples_are_named(
     model: nn.Module, place: str, by: str
@@ -270,15 +237,6 @@ def test_outputs_that_collapse_are_told_where_the_loss_keeps_none_apart(
     found = answer("collapsed", of, trained)
     assert bool(found.facts) is is_named and not found.untold
     assert strengths("collapsed", *found.facts) == ["act"] * is_named
-
-
-def test_a_model_that_returns_its_loss_only_can_not_be_told_to_collapse() -> None:
-    class Own(Pair):
-        def forward(self, x: Tensor) -> Tensor:
-            return alike(self, (x,))
-
-    found = asked("collapsed", setup(model=Own(), loss=lambda model, batch: model(batch[0])))
-    assert not found.facts and "no trained module" in found.untold
 
 
 # Evaluation mode
@@ -339,10 +297,6 @@ def test_running_statistics_that_are_no_average_are_watched(options: Any, is_nam
     found = asked("running-statistics", with_model(hidden(norm, nn.ReLU()))).facts
     assert [fact.place for fact in found] == ["1"] * is_named
     assert strengths("running-statistics", *found) == ["watch"] * is_named
-    if options == {"momentum": 0.0}:
-        norm.running_mean += 1.0  # type: ignore[operator]
-        kept = with_model(hidden(norm, nn.ReLU()))
-        assert not asked("running-statistics", kept).facts, "statistics that are given"
 
 
 # Outputs
@@ -383,27 +337,26 @@ def test_dropout_on_what_is_compared_is_seen(of: Any) -> None:
         FIXES["outputs-without-dropout"].apply(plain.fork())
 
 
+class Residual(nn.Module):
+    """A sum with a branch that drops entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(12, 12), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return z + self.drop(z.relu())
+
+
 def test_dropout_on_outputs_is_named_and_other_dropout_is_not() -> None:
     assert "dropout-on-outputs" in named(setup(model=ends_in(nn.Dropout(0.3))))
     before = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
-    assert "dropout-on-outputs" not in named(setup(model=before))
-    assert asked("dropout-on-outputs", setup(model=ends_in(nn.Dropout(0.0)))) == Probed()
-
-
-def test_dropout_on_a_residual_branch_is_none_on_the_outputs() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.drop = nn.Linear(12, 12), nn.Dropout(0.2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            z = self.layer(x)
-            return z + self.drop(z.relu())
-
-    def restored(model: nn.Module, batch: Any) -> Tensor:
-        return functional.mse_loss(model(batch[0]), batch[0])
-
-    assert asked("dropout-on-outputs", setup(model=Residual(), loss=restored)) == Probed()
+    restored = setup(
+        model=Residual(), loss=lambda model, batch: functional.mse_loss(model(batch[0]), batch[0])
+    )
+    for of in (setup(model=before), setup(model=ends_in(nn.Dropout(0.0))), restored):
+        assert asked("dropout-on-outputs", of) == Probed()
 
 
 @pytest.mark.parametrize("last", [nn.BatchNorm1d(1), nn.Sequential(nn.BatchNorm1d(1), nn.ReLU())])
@@ -422,25 +375,6 @@ def test_normalised_outputs_are_named_where_the_targets_are_not(last: nn.Module)
     assert train(fork).losses == train(of(30.0, 100.0, nn.Identity()).fork()).losses
     with pytest.raises(DoesNotApply):
         FIXES["outputs-without-norm"].apply(of(30.0, 100.0, nn.ReLU()).fork())
-
-
-class Rescaled(nn.Module):
-    """Puts normalised outputs back into the targets' units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 30.0 * self.norm(x) + 100.0
-
-
-def test_normalised_outputs_in_the_units_of_the_targets_are_no_fault() -> None:
-    by = partial(squared, scale=30.0, shift=100.0)
-    of = setup(model=ends_in(Rescaled(), 1), loss=by)
-    (fact,) = asked("outputs-normalised", of).facts
-    assert fact.numbers["mean"] == pytest.approx(100.0)
-    assert "outputs-normalised" not in named(of)
 
 
 def test_normalised_logits_are_no_fault() -> None:
@@ -473,8 +407,7 @@ def test_a_loss_without_a_gradient_is_named_with_its_place() -> None:
      (lambda z: z.clamp(0, 1), 4.0, "clip"), (lambda z: torch.where(z > 0, z, 0.0), 0.5, "clip"),
      (lambda z: z + (z.round() - z).detach(), 0.0, ""), (torch.tanh, 2.0, ""),
      (lambda z: z.sigmoid().clamp(1e-7, 1 - 1e-7), 0.0, ""), (lambda z: z - z.clamp(0, 1), 4.0, ""),
-     (lambda z: functional.leaky_relu(z), 4.0, ""), (lambda z: z.sign() * z.abs().log1p(), 0.0, ""),
-     (lambda z: z[:2].clamp(0, 1), 4.0, "")],
+     (lambda z: z.sign() * z.abs().log1p(), 0.0, ""), (lambda z: z[:2].clamp(0, 1), 4.0, "")],
 )  # fmt: skip
 def test_functions_that_stop_the_gradient_are_named(
     change: Callable[[Tensor], Tensor], lower: float, kind: str
@@ -506,19 +439,6 @@ def test_margins_and_hidden_clips_are_left_alone() -> None:
     assert fact.words["kind"] == "clip" and fact.numbers["share"] == 0.0
     for of in (setup(), setup(loss=masked_out)):
         assert asked("zero-slope", of) == Probed()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [lambda z: torch.complex(z, z).abs(), lambda z: z.to_sparse().to_dense()],
-)
-def test_a_call_that_cannot_be_examined_hides_no_other(other: Callable[[Tensor], Tensor]) -> None:
-    def rounded(model: nn.Module, batch: Any) -> Tensor:
-        z = model(batch[0])
-        return ((2 * z).round() - other(3 * z)).square().mean()
-
-    (fact,) = asked("zero-slope", setup(loss=rounded)).facts
-    assert fact.words["kind"] == "step" and fact.place.startswith("round")
 
 
 def test_stopped_targets_of_other_features_are_compared_with_others() -> None:
@@ -558,6 +478,7 @@ def tiny(model: nn.Module, batch: Any) -> Tensor:
 )  # fmt: skip
 def test_an_epsilon_above_the_roots_is_seen(optimizer: Made) -> None:
     (fact,) = trained(optimizer).facts
+    assert strengths("epsilon-dominates", fact)
     assert fact.numbers["share"] > 0.9 and fact.numbers["root"] < fact.numbers["epsilon"]
 
 
@@ -585,10 +506,7 @@ def test_usual_epsilons_and_optimizers_without_one_are_no_fault(optimizer: Made,
 
 
 def test_the_epsilon_becomes_the_usual_one() -> None:
-    of = setup(optimizer=adam(1.0), batches=batches())
-    assert named(of)["epsilon-dominates"] in ("act", "watch")
-    assert "epsilon-dominates" not in named(setup(optimizer=adam(1e-8)))
-    fork = of.fork()
+    fork = setup(optimizer=adam(1.0)).fork()
     FIXES["usual-epsilon"].apply(fork)
     assert train(fork).losses == train(setup(optimizer=adam(1e-8)).fork()).losses
     with pytest.raises(DoesNotApply):

@@ -25,11 +25,11 @@ from write_up import parser, table
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.experiments import (
     answers,
+    beginning,
     exchange,
     loss_inputs,
     modules,
-    operands,
-    taught,
+    places,
 )
 from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.report import AuditReport
@@ -861,7 +861,7 @@ PICTURES: dict[str, Picture] = {
         with_model(lambda model: nn.Sequential(
             *(nn.Identity() if isinstance(m, nn.ReLU) else m for m in model))),
         {},
-        (operands, ("LEAST",)),
+        (beginning, ("LEAST",)),
     ),
     "input-partly-ignored": Picture(
         "a GRU reads images row by row, and its first output is taken for its last",
@@ -910,7 +910,7 @@ PICTURES: dict[str, Picture] = {
         "a hinge loss of labels of 0 and 1; the healthy one's are −1 and 1",
         lambda: by_margin(of_signs=False),
         {"samples of the class": of_fact("class-untaught", "samples")},
-        (taught, ("CLASS_BATCHES", "SAMPLES", "TAUGHT")),
+        (places, ("CLASS_BATCHES", "SAMPLES", "TAUGHT")),
         lambda: by_margin(of_signs=True),
     ),
     "padding-counts": Picture(
@@ -971,7 +971,7 @@ PICTURES: dict[str, Picture] = {
         "all weights from torch.rand, over √(fan-in)",
         with_model(changed(by_rand)),
         {"mean over rms of the first layer's weights": of_fact("one-sided-weights", "share")},
-        (operands, ("ONE_SIDED", "ENTRIES")),
+        (beginning, ("ONE_SIDED", "ENTRIES")),
     ),
     "bounded-logits": Picture(
         "the logits are cosines; the healthy one's are 20 times them",

@@ -2,18 +2,17 @@
 
 # ruff: noqa: F401
 from adiv_monitor.audit.experiments import (
+    activations,
     answers,
-    attention,
+    axes,
     backward,
+    beginning,
     data,
     exchange,
     loss_inputs,
     modules,
-    operands,
+    places,
     reference,
-    reshapes,
-    sequences,
     state,
-    taught,
     terms,
 )

@@ -1,20 +1,25 @@
-"""Questions about the backward pass: where it stops, what changes it, and what loss it lowers."""
+"""Questions about the backward pass: where it stops, what changes it, and where it is steep."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.experiments.derived import MULTIPLIES, PRODUCTS, flat, given
+from adiv_monitor.audit.experiments.calls import (
+    MULTIPLIES,
+    PRODUCTS,
+    Call,
+    calls_of,
+    change_calls,
+    flat,
+    given,
+    see_calls,
+)
 from adiv_monitor.audit.experiments.questions import Untold, asks, first_at_each_place
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import copied, first, mapped
 from adiv_monitor.audit.training.hooks import without_gradient_hooks
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
 
@@ -120,10 +125,8 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
     pairs = zip(backward(setup.fork()), backward(fork), strict=True)
     changed = [(g, h) for g, h in pairs if not torch.equal(g, h)]
     own, uncut = [g for g, _ in changed], [h for _, h in changed]
-    numbers = {
-        "cosine": compared(own, uncut)[0],
-        "removed": compared(own, [h - g for g, h in changed])[0],
-    }
+    removed = [h - g for g, h in changed]
+    numbers = {"cosine": compared(own, uncut)[0], "removed": compared(own, removed)[0]}
     places = dict.fromkeys(call.place.replace("__get__", ".data") for call in found)
     return tuple(Fact(place, numbers) for place in places)
 
@@ -140,88 +143,13 @@ def gradient_hooks(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact("", {"ratio": ratio, "cosine": cosine}),)
 
 
-# The loss along its gradient
-
-LARGEST = 100_000_000  # most parameters of a model that is copied in float64
-MOST_PARTS = 4  # of a model that are taken for players
-SHORT = 1e-6  # length of a step, relative to the weights' length
-
-
-def descent_share(setup: Setup) -> float | None:
-    """Return how much a few samples' loss falls along its gradient, relative to ‖gradient‖².
-
-    (L(θ + hg) − L(θ − hg)) / (2h‖g‖²) with a small h and the same random numbers, in float64. It is
-    1 if g is the gradient of the loss. It is less, or below 0, if parts of the loss oppose one
-    another, as in the summed loss of a generative adversarial network, each of whose players has
-    its own part of the gradient. So the model's parts are moved one by one, and the smallest share
-    counts.
-
-    Returns:
-        The share; None if it is unknown: the model has one part, or too many for players; it is
-        large, or does not run in float64; there is no gradient.
-    """
-    size = sum(p.numel() for p in setup.model.parameters())
-    if not 1 < len(_parts(setup.model)) <= MOST_PARTS or size > LARGEST:
-        return None
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # for the random numbers that the loss draws
-    try:
-        with seeded(setup.seed), torch.enable_grad():
-            fork = setup.fork()
-            fork.model.double()
-            batch = mapped(
-                first(setup.batches[0], 2), lambda x: x.double() if x.is_floating_point() else x
-            )
-            again, loss = RepeatedLoss(fork), fork.loss(fork.model, copied(batch))
-            shares = [_share(loss, partial(again.of, batch), p) for p in _parts(fork.model)]
-    except Exception:  # the training run reports errors of the loss
-        return None
-    finally:
-        torch.set_default_dtype(before)
-    return min((share for share in shares if share is not None), default=None)
-
-
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """Return the model's children that hold parameters; of an only child, its children."""
-    parts = [child for child in model.children() if any(True for _ in child.parameters())]
-    return _parts(parts[0]) if len(parts) == 1 else parts
-
-
-def _share(loss: Tensor, again: Callable[[], float], part: nn.Module) -> float | None:
-    """Return the share for a short step of a model's part; None: it has no gradient."""
-    parameters = [p for p in part.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-    moved = [(p, p.data, g.to_dense())
-             for p, g in zip(parameters, found, strict=True) if g is not None]  # fmt: skip
-    square = sum(float(g.square().sum()) for *_, g in moved)
-    weights = sum(float(here.square().sum()) for _, here, _ in moved)
-    if not 0 < square < math.inf:
-        return None
-    h = SHORT * math.sqrt((weights or 1.0) / square)
-    losses = []
-    for step in (h, -h):
-        for p, here, g in moved:
-            p.data = here + step * g
-        losses.append(again())
-    for p, here, _ in moved:
-        p.data = here
-    return (losses[0] - losses[1]) / (2 * h * square)
-
-
 # Functions of zero slope
 
 FEWEST = 8  # entries of a clip; the ends of a range fit two entries of any function
 STEPS = ("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside")
 
 
-class _Seen(NamedTuple):
-    """A step, or a clip, with its argument, its range, and the gradients at result and argument."""
-
-    place: str
-    x: Tensor
-    ends: tuple[float, float] | None
-    after: list[Tensor]
-    before: list[Tensor]
+Ends = tuple[float, float]
 
 
 @asks("zero-slope")
@@ -232,37 +160,39 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
     count that the loss would pull back into its range: their share, among those with a gradient at
     its result, with the weights after training.
     """
-    steps: list[_Seen] = []
-    clips: list[_Seen] = []
+    seen: list[tuple[str, Tensor, Tensor, Ends | None]] = []  # argument, result, range of a clip
 
     def see(call: Call) -> None:
         computed, made = [x for x in given(call) if x.requires_grad], call.result
         is_product = len(computed) > 1 and call.name in (*PRODUCTS, *MULTIPLIES)
         if (is_product and call.path is not None) or any(x.is_leaf for x in computed):
-            clips.clear()  # a layer, whose weights another network may compute
+            # A layer, whose weights another network may compute: clips before it are hidden ones.
+            seen[:] = [known for known in seen if known[-1] is None]
         x = next((x for x in computed if x.shape == getattr(made, "shape", None)), made)
         if x is made or not made.requires_grad or {x.layout, made.layout} != {torch.strided}:
             return
         ends = None if call.name in (*STEPS, *MULTIPLIES) else _ends(x, made)
         if ends or call.name in STEPS:
-            seen = _Seen(call.place, x, ends, [], [])
-            made.register_hook(seen.after.append)
-            x.register_hook(seen.before.append)
-            (clips if ends else steps).append(seen)
+            x.retain_grad()
+            made.retain_grad()
+            seen.append((call.place, x, made, ends))
 
     with torch.enable_grad():
         see_calls(setup.fork_like(trained), see).backward()  # type: ignore[no-untyped-call]
-    facts = [Fact(place, {}, {"kind": "step"}) for place, _, _, after, before in steps
-             if any(g.any() for g in after) and not any(g.any() for g in before)]  # fmt: skip
-    for place, x, ends, after, _ in clips:
-        if ends and after and after[0].any():
-            stuck = ((x < ends[0]) & (after[0] < 0)) | ((x > ends[1]) & (after[0] > 0))
-            share = float(stuck.sum() / after[0].ne(0).sum())
+    facts = []
+    for place, x, made, ends in seen:
+        if (g := made.grad) is None or not g.any():
+            continue
+        if ends:
+            stuck = ((x < ends[0]) & (g < 0)) | ((x > ends[1]) & (g > 0))
+            share = float(stuck.sum() / g.ne(0).sum())
             facts.append(Fact(place, {"share": share}, {"kind": "clip"}))
+        elif x.grad is None or not x.grad.any():
+            facts.append(Fact(place, {}, {"kind": "step"}))
     return first_at_each_place(facts)
 
 
-def _ends(x: Tensor, made: Tensor) -> tuple[float, float] | None:
+def _ends(x: Tensor, made: Tensor) -> Ends | None:
     """Return the ends of the range to which entries are cut; None: more than that is done."""
     if made.numel() < FEWEST or x.is_complex() or made.is_complex():
         return None
@@ -271,3 +201,35 @@ def _ends(x: Tensor, made: Tensor) -> tuple[float, float] | None:
         return (low, high) if bool((x < low).all() or (x > high).all()) else None
     is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
     return (low, high) if is_cut and not torch.equal(made, x) else None
+
+
+# Divisions
+
+
+BATCHES = 4  # most whose divisors are taken together
+DIVISORS = 16  # fewest
+_DIVISOR = {"div": 1, "divide": 1, "true_divide": 1, "__truediv__": 1, "__itruediv__": 1,
+            "__rtruediv__": 0, "__rdiv__": 0, "reciprocal": 0}  # fmt: skip
+
+
+@asks("unsafe-division")
+def unsafe_division(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return divisions by tensors of both signs, with the size of the smallest over the median one.
+
+    Also return the largest result over the median one, without units that are off.
+    """
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for batch in setup.batches[:BATCHES]:
+        for call in calls_of(setup.fork(), lambda call: call.name in _DIVISOR, batch):
+            divisor = call.argument(_DIVISOR[call.name], "other")
+            if isinstance(divisor, Tensor) and divisor.is_floating_point():
+                pair = divisor.float().flatten(), call.result.abs().float().flatten()
+                found.setdefault(call.place, []).append(pair)
+    for place, pairs in found.items():
+        divisors, made = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        sizes, made = divisors.abs().sort().values, made[made > 0]
+        middle = float(sizes[len(sizes) // 2])
+        are_told = len(sizes) >= DIVISORS and middle > 0 and len(made) and made.isfinite().all()
+        if are_told and bool((divisors > 0).any() and (divisors < 0).any()):
+            times = float(made.max() / made.median())
+            yield Fact(place, {"close": float(sizes[0]) / middle, "times": times})

@@ -1,25 +1,26 @@
-"""The state at the beginning of training: the weights, and the loss of a constant prediction."""
+"""The state in which training begins: the weights, and those that nothing uses."""
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import nodes_of
-from adiv_monitor.audit.experiments.calls import Call, see_calls
-from adiv_monitor.audit.training.batches import copied, tensors
+from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, see_calls
+from adiv_monitor.audit.experiments.questions import looks
+from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.diagnosis.record import WeightStatistics
+from adiv_monitor.diagnosis.record import Fact, WeightStatistics
 
-_MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 # Functions that multiply by a weight, and the place of the weight among their arguments.
 _RIGHT = {"linear": 1, "matmul": 1, "__matmul__": 1, "mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
 _COUNTED = 10  # batches that batch normalisations may have counted before training, as in a test
-_BATCHES = 4  # number of batches for the loss of a constant prediction
 
 
 def weights(setup: Setup) -> dict[str, WeightStatistics]:
@@ -29,16 +30,14 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     are multiplied by, under the parameter's name.
     """
     fork = setup.fork()
-    last, normalised = _places(fork)
+    last, normalised = last_maps(fork)
     found = {}
     for path, module in fork.model.named_modules():
-        if isinstance(module, _MAPS) and module.weight.numel():
+        if isinstance(module, MAPS) and module.weight.numel():
             weight = module.weight.detach()
             fan_out = len(weight) * weight[0, 0].numel()
-            found[path] = _statistics(
-                weight.flatten(1), module.bias, fan_out, normalised=path in normalised,
-                last=path in last,
-            )  # fmt: skip
+            where = {"normalised": path in normalised, "last": path in last}
+            found[path] = _statistics(weight.flatten(1), module.bias, fan_out, **where)
     for name, rows in bare_weights(setup.fork()).items():
         found[name] = _statistics(rows, None, rows.shape[-2], bare=True)
     return found
@@ -50,7 +49,7 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
 
     Each is viewed as (…, outputs, inputs), by its name, in the order of the products.
     """
-    owned = {id(m.weight) for m in fork.model.modules() if isinstance(m, _MAPS)}
+    owned = {id(m.weight) for m in fork.model.modules() if isinstance(m, MAPS)}
     names = {id(p): name for name, p in fork.model.named_parameters() if id(p) not in owned}
     found: dict[str, Tensor] = {}
 
@@ -65,28 +64,17 @@ def bare_weights(fork: Fork) -> dict[str, Tensor]:
     return found
 
 
-def last_maps(fork: Fork) -> list[str]:
-    """Return the paths of the last linear and convolutional layers, whose outputs no other takes.
-
-    Those outputs reach the loss. Empty: no such layer runs, or its outputs can't be marked.
-    """
-    return _places(fork)[0]
-
-
-def _places(fork: Fork) -> tuple[list[str], set[str]]:
-    """Return the paths of the last maps, and of those directly before a normalisation.
+def last_maps(fork: Fork) -> tuple[list[str], set[str]]:
+    """Return the paths of the last linear and convolutional layers, and of those before a norm.
 
     The last ones are those whose outputs reach the loss and no other map: several if a model has
     several heads. It is the one that runs last if each one's outputs reach another, as where
-    outputs are fed back, and if the graph does not show it. A normalisation removes the scale of
-    its inputs.
+    outputs are fed back, and if the graph does not show it. There is none if no such layer runs, or
+    its outputs can't be marked. A normalisation, directly behind, removes the scale of its inputs.
     """
     made: dict[int, tuple[str, Tensor, Any]] = {}  # tensors are held so that their ids stay unique
     given: list[Any] = []
     normalised: set[str] = set()
-
-    def look(module: nn.Module, inputs: Any) -> None:
-        given.extend(x.grad_fn for x in tensors(inputs))
 
     def mark(path: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         marked = output.requires_grad_().clone()  # a frozen map's outputs have no node
@@ -97,8 +85,10 @@ def _places(fork: Fork) -> tuple[list[str], set[str]]:
         normalised.update(made[id(x)][0] for x in inputs[:1] if id(x) in made)
 
     for path, module in fork.model.named_modules():
-        if isinstance(module, _MAPS):
-            module.register_forward_pre_hook(look)
+        if isinstance(module, MAPS):
+            module.register_forward_pre_hook(
+                lambda module, inputs: given.extend(x.grad_fn for x in tensors(inputs))
+            )
             module.register_forward_hook(partial(mark, path))
         elif isinstance(module, _NORMS):
             module.register_forward_pre_hook(look_of_norm)
@@ -156,35 +146,76 @@ def _spreads(values: Tensor | None, within: float = 0.0) -> bool:
     return spread > 0 and abs(mean) > within * spread
 
 
-def chance(setup: Setup) -> float | None:
-    """Return the loss with the last layers' outputs replaced by zeros; None if it is unknown.
+# Weights of nearly one sign
 
-    It is log(classes) for cross-entropy, and the mean square of the targets for squared errors. The
-    last layers are the linear and convolutional ones whose outputs no other one takes. It is
-    unknown if the outputs then differ between samples: a residual model returns its inputs.
+
+WEIGHTED = (*PRODUCTS, "addmm", "conv1d", "conv2d", "conv3d", "bilinear")
+ENTRIES = 64  # fewest of a weight: the mean of fewer differs from zero by chance
+ONE_SIDED = 0.3  # abs(mean) / rms
+DEVIATIONS = 4.0  # of the mean of independent entries around zero: 1 / sqrt(their number)
+
+
+@looks("one-sided-weights")
+class OneSided:
+    """Do weights that multiply inputs begin with nearly one sign, like those of torch.rand?"""
+
+    def __init__(self, fork: Fork) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self._names = {id(p): name for name, p in fork.model.named_parameters()}
+
+    def see(self, call: Call) -> None:
+        """Look for weights; complex numbers have no sign."""
+        for x in call.args if call.name in WEIGHTED else ():
+            name = self._names.get(id(x))
+            if name is None or x.ndim < 2 or x.numel() < ENTRIES or x.is_complex():
+                continue
+            if x.requires_grad and share(x) > max(ONE_SIDED, DEVIATIONS / math.sqrt(x.numel())):
+                self.weights[name] = x
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return abs(mean) / rms of each weight for which it is above 0.3, and not by chance."""
+        return [Fact(name, {"mean": float(p.detach().mean()), "share": share(p)})
+                for name, p in self.weights.items()]  # fmt: skip
+
+
+def share(weight: Tensor) -> float:
+    """Return abs(mean) / rms of the entries, 0 to 1."""
+    x = weight.detach().double()
+    rms = float(x.square().mean().sqrt())
+    return abs(float(x.mean())) / rms if rms > 0 else 0.0
+
+
+# Parameters on which the loss does not depend
+
+
+LOOKED = 32  # most forward passes that decide on which parameters the loss depends
+
+
+@torch.no_grad()
+def unused(fork: Fork, batch: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the parameters, out of `names`, that the loss of a batch does not depend on at all.
+
+    Normal noise of their own rms, but at least 0.1, is added to all of them; if the loss changes,
+    to each half of them, and so on. Parameters that the limit of passes leaves undecided are not
+    returned.
     """
-    plain, fork = setup.fork(), setup.fork()
-    own, without = _outputs(plain.model), _outputs(fork.model)
-    last = last_maps(plain)
-    for path in last:
-        fork.model.get_submodule(path).register_forward_hook(lambda m, x, y: torch.zeros_like(y))
-    try:
-        with seeded(setup.seed), torch.no_grad():
-            losses = [float(fork.loss(fork.model, copied(x))) for x in setup.batches[:_BATCHES]]
-    except Exception:  # not every loss takes zeros
-        return None
-    # Outputs that the last layers do not change are no predictions, such as a code beside them.
-    made = [y for x, y in zip(own, without, strict=False) if y.ndim and not torch.equal(x, y)]
-    is_constant = all(torch.allclose(y, y[:1].expand_as(y), equal_nan=True) for y in made)
-    return fmean(losses) if last and is_constant and all(map(math.isfinite, losses)) else None
-
-
-def _outputs(model: nn.Module) -> list[Tensor]:
-    """Return the list of what the model returns from now on."""
-    seen: list[Tensor] = []
-
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        seen.extend(x.detach().clone() for x in tensors(output))
-
-    model.register_forward_hook(note)
-    return seen
+    loss, parameters = RepeatedLoss(fork), dict(fork.model.named_parameters())
+    as_it_is = loss.of(batch)
+    found: set[str] = set()
+    groups = [list(names)]
+    for _ in range(LOOKED):
+        if not groups or not groups[0]:
+            break
+        group = groups.pop(0)
+        before = [parameters[name].clone() for name in group]
+        with seeded(fork.seed):
+            for name, p in zip(group, before, strict=True):
+                rms = max(float(p.float().square().mean().sqrt()), 0.1)
+                parameters[name].add_(rms * torch.randn_like(p))
+        if math.isclose(loss.of(batch), as_it_is, rel_tol=1e-6):
+            found.update(group)
+        elif len(group) > 1:
+            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+        for name, p in zip(group, before, strict=True):
+            parameters[name].copy_(p)
+    return tuple(name for name in names if name in found)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.experiments.inputs import by_name, changed, is_input, is_list
+from adiv_monitor.audit.experiments.calls import by_name, changed, is_input, is_list
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded

@@ -2,17 +2,16 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adiv_monitor.audit.experiments.calls import calls_of, is_input
 from adiv_monitor.audit.experiments.changed_inputs import arguments, given_inputs
-from adiv_monitor.audit.experiments.inputs import is_input
-from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like, those
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -192,9 +191,10 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     wide = [parts for parts in given.values() if parts[0].ndim > 1]
     if wide and all(map(_are_constant, wide)):
         return (Fact("", {"samples": samples}, {"of": "inputs"}),)
-    return _targets(setup) or [
-        fact for name, parts in given.items() for fact in _constant_input(name, parts, len(given))
-    ]  # fmt: skip
+    if facts := _targets(setup):
+        return facts
+    several = given.items() if len(given) > 1 else ()
+    return [fact for name, parts in several for fact in _constant_input(name, parts)]
 
 
 def _are_constant(parts: Sequence[Tensor]) -> bool:
@@ -202,12 +202,12 @@ def _are_constant(parts: Sequence[Tensor]) -> bool:
     return all(x.shape[1:] == one.shape[1:] and bool((x == one).all()) for x in parts)
 
 
-def _constant_input(name: str, parts: Sequence[Tensor], inputs: int) -> Iterable[Fact]:
+def _constant_input(name: str, parts: Sequence[Tensor]) -> Iterable[Fact]:
     """Yield a fact about an input of one value beside others."""
     if parts[0].dtype == torch.bool or parts[0].is_complex():
         return
     value, is_float = parts[0].flatten()[0], parts[0].is_floating_point()
-    if inputs > 1 and all(bool((x == value).all()) for x in parts):
+    if all(bool((x == value).all()) for x in parts):
         words = {"of": "input", "input": name, "type": "float" if is_float else "integer"}
         yield Fact("", {"samples": float(sum(map(len, parts))), "value": float(value)}, words)
 
@@ -221,7 +221,7 @@ def _targets(setup: Setup) -> list[Fact]:
     """
     is_pair = len(list(tensors(setup.batches[0]))) == 2
     names = (*CLASSIFIES, *LOSSES) if is_pair else CLASSIFIES
-    for call in those(setup.fork(), lambda call: call.name in names):
+    for call in calls_of(setup.fork(), lambda call: call.name in names):
         target, index = call.argument(1, "target"), call.kwargs.get("ignore_index", -100)
         given = parts_like(target, setup.batches)
         left = {value for x in given for value in torch.unique(x[x != index])[:2].tolist()}
@@ -240,25 +240,22 @@ def _targets(setup: Setup) -> list[Fact]:
 # Do they fit?
 
 ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
-CLASSES = 64  # most different targets that may be classes
-MOVES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "transposed": lambda y: y.mT,
-        "rows-reversed": lambda y: y.flip(1),
-        "columns-reversed": lambda y: y.flip(2),
-        "upside-down": lambda y: y.flip(1, 2),
-        "left": lambda y: y.rot90(1, (1, 2)),
-        "right": lambda y: y.rot90(-1, (1, 2)),
-    }
-)
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.mT,
+    "rows-reversed": lambda y: y.flip(1),
+    "columns-reversed": lambda y: y.flip(2),
+    "upside-down": lambda y: y.flip(1, 2),
+    "left": lambda y: y.rot90(1, (1, 2)),
+    "right": lambda y: y.rot90(-1, (1, 2)),
+}
 
 
 @asks("target-leak")
 def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the features (of several) that determine the target of all samples, and how well.
 
-    A feature determines a number if it is the same up to a factor and an offset, and a class if it
-    has one value for each class. Tokens and images are left out.
+    A feature determines the target if it is the same up to a factor and an offset. Tokens and
+    images are left out.
     """
     batches = spread(setup.batches)
     labels = _labels_of(batches)
@@ -277,21 +274,13 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 def explained(x: Tensor, y: Tensor) -> Tensor:
-    """Return the share of the target's variance that each feature (samples, features) explains.
+    """Return the square of each feature's correlation (samples, features) with the target.
 
-    It is the square of the correlation, or 1 for a feature that has one value for each class, and
-    another for each; 0 for constant features and targets.
+    It is 0 for constant features and targets.
     """
     apart, own = x - x.mean(0), y - y.mean()
     squares = apart.square().sum(0) * own.square().sum()
-    shares = ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0, 0.0, 0.0)
-    classes = y.tolist()
-    if 1 < len(set(classes)) <= CLASSES:
-        for feature in range(x.shape[1]):
-            pairs = set(zip(x[:, feature].tolist(), classes, strict=True))
-            if len(pairs) == len(set(classes)) == len({value for value, _ in pairs}):
-                shares[feature] = 1.0
-    return shares
+    return ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0, 0.0, 0.0)
 
 
 @asks("targets-moved")
@@ -305,14 +294,13 @@ def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
     inputs = [p for p in _given(setup, batches).values() if p[0].ndim == 4]
     if len(inputs) != 1 or len({x.shape[1:] for x in inputs[0]}) != 1:
         return ()
-    x = torch.cat(inputs[0]).float()
-    size = x.shape[-2:]
-    found = [[y.reshape(-1, *size).float().cpu() for y in list(tensors(batch))[1:]
-              if y.shape[-2:] == size and y.numel() == size_of(batch) * size.numel()]
-             for batch in batches]  # fmt: skip
-    if any(len(ys) != 1 for ys in found) or len(x) < ENOUGH:
+    x, size = torch.cat(inputs[0]).float(), inputs[0][0].shape[-2:]
+    targets = [[*tensors(batch)][-1].float().cpu() for batch in batches]
+    fit = all(y.shape[-2:] == size for y in targets)
+    if len(x) < ENOUGH or not fit or sum(map(torch.numel, targets)) != len(x) * size.numel():
         return ()
-    x, y = torch.cat([x, x.mean(1, keepdim=True)], 1), torch.cat([ys[0] for ys in found])
+    x = torch.cat([x, x.mean(1, keepdim=True)], 1)
+    y = torch.cat([y.reshape(-1, *size) for y in targets])
     scores = {name: _correlation(x, move(y)) for name, move in MOVES.items()
               if move(y).shape == y.shape}  # fmt: skip
     best = max(scores, key=lambda name: scores[name])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.calls import Call, calls_of, watched
+from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, calls_of, flat, given, watched
 from adiv_monitor.audit.experiments.changed_inputs import (
     ChangedInputs,
     given_inputs,
@@ -20,7 +20,6 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
 )
 from adiv_monitor.audit.experiments.concerned import SAMPLES, few, with_tensor
-from adiv_monitor.audit.experiments.derived import PRODUCTS, flat, given
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors

@@ -1,7 +1,6 @@
 """What does the loss get? Questions about the loss's own calls, and about those that lead to it."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.experiments.derived import Derived, flat
-from adiv_monitor.audit.experiments.dropout import rate_of
-from adiv_monitor.audit.experiments.flat import ends_of_function
-from adiv_monitor.audit.experiments.questions import (
-    asks,
-    first_at_each_place,
-    looks,
-    of_each_call,
+from adiv_monitor.audit.experiments.activations import ends_of_function
+from adiv_monitor.audit.experiments.calls import (
+    Call,
+    Derived,
+    calls_of,
+    change_calls,
+    flat,
+    rate_of,
+    see_calls,
 )
+from adiv_monitor.audit.experiments.questions import asks, first_at_each_place, looks, of_each_call
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -28,15 +28,6 @@ LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 DIFFERENCES = ("sub", "subtract", "__sub__", "__rsub__", "rsub", *LOSSES)
 OWN = ("cross_entropy", "binary_cross_entropy_with_logits")  # with their own softmax or sigmoid
 CLASSIFIES = (*OWN, "nll_loss", "binary_cross_entropy", "multi_margin_loss")
-
-
-def those(fork: Fork, is_met: Callable[[Call], bool], batch: Any = None) -> list[Call]:
-    """Return the calls of a batch's loss, by default the first, that meet a condition."""
-    found: list[Call] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run has shown them
-        see_calls(fork, lambda call: found.append(call) if is_met(call) else None, batch)
-    return found
 
 
 def parts_like(x: Tensor, batches: Sequence[Any]) -> list[Tensor]:
@@ -79,40 +70,26 @@ def compared(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
 
 @of_each_call("broadcast-loss")
 def broadcast(call: Call, fork: Fork) -> Fact | None:
-    """Find results larger than their operands, of which one depends on parameters."""
-    if not is_broadcast(call):
-        return None
-    a, b = call.args[:2]
-    words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
-    words |= {} if call.name in DIFFERENCES else {"by": "another function"}
-    return Fact(call.place, {"times": math.prod(_shape(a, b)) / max(a.numel(), b.numel())}, words)
+    """Find results larger than their operands, of which one depends on parameters.
 
-
-def is_broadcast(call: Call) -> bool:
-    """Return whether a call combines two tensors with different numbers of dimensions.
-
-    Both have the same number of samples, for example (B, 1) and (B,), whose difference is (B, B).
-    Other functions than differences count in the loss, if they work entry by entry on one number
-    for each sample: vectors may be paired on purpose.
+    The operands have different numbers of dimensions, but the same number of samples, for example
+    (B, 1) and (B,), whose difference is (B, B). Other functions than differences count in the loss,
+    if they work entry by entry on one number for each sample: vectors may be paired on purpose.
     """
     a, b = call.args[:2] if len(call.args) > 1 else (None, None)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad == b.requires_grad:
-        return False
+        return None
     if a.ndim == b.ndim or not (a.ndim and b.ndim and len(a) == len(b) > 1):
-        return False
-    shape, result = _shape(a, b), call.result
-    of_each = call.path is None and a.numel() == b.numel() == len(a)
+        return None
+    is_difference = call.name in DIFFERENCES
+    if not is_difference and (call.path is not None or not a.numel() == b.numel() == len(a)):
+        return None
+    shape = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
+    result, times = call.result, math.prod(shape) / max(a.numel(), b.numel())
     is_entrywise = isinstance(result, Tensor) and result.requires_grad and result.shape == shape
-    is_larger = math.prod(shape) > max(a.numel(), b.numel())
-    return is_larger and (call.name in DIFFERENCES or (of_each and is_entrywise))
-
-
-def _shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """Return the shape of both together; (0,): they do not fit."""
-    try:
-        return tuple(torch.broadcast_shapes(a.shape, b.shape))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return (0,)
+    words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
+    is_met = times > 1 and (is_difference or is_entrywise)
+    return Fact(call.place, {"times": times}, words) if is_met else None
 
 
 # Log-probabilities
@@ -189,7 +166,8 @@ SOFTMAXES = ("softmax", "log_softmax", "softmin")
 @of_each_call("softmax-of-one")
 def of_one(call: Call, fork: Fork) -> Fact | None:
     """Find softmaxes of (samples, 1) over the last axis, whose result is always 1."""
-    return _of_shape(call) if is_of_one(call, size_of(fork.batches[0])) else None
+    samples = size_of(fork.batches[0])
+    return _of_shape(call) if samples > 1 and _softmax_over(call, 1) == (samples, 1) else None
 
 
 @of_each_call("softmax-over-samples")
@@ -201,7 +179,9 @@ def over_samples(call: Call, fork: Fork) -> Fact | None:
     """
     samples = size_of(fork.batches[0])
     alike = all(len(x) == samples for x in tensors(fork.batches[0]) if x.ndim)
-    return _of_shape(call) if alike and is_over_samples(call, samples) else None
+    length, classes = _softmax_over(call, 0) or (0, 0)
+    is_met = alike and length == samples > 1 and classes not in (1, samples)
+    return _of_shape(call) if is_met else None
 
 
 def _of_shape(call: Call) -> Fact:
@@ -209,23 +189,12 @@ def _of_shape(call: Call) -> Fact:
     return Fact(call.place, {}, {"shape": shape, "function": call.name})
 
 
-def is_of_one(call: Call, samples: int) -> bool:
-    """Return whether a call is a softmax, or a cross-entropy, of one class."""
-    return _softmax_of(call) == ((samples, 1), 1) and samples > 1
-
-
-def is_over_samples(call: Call, samples: int) -> bool:
-    """Return whether a call is a softmax over the samples, with several classes."""
-    shape, axis = _softmax_of(call)
-    return axis == 0 and shape[0] == samples > 1 and shape[1] not in (1, samples)
-
-
-def _softmax_of(call: Call) -> tuple[tuple[int, ...], int]:
-    """Return the shape and the axis of a softmax of two dimensions; an axis of -1: it is none."""
-    x, axis = call.argument(0, "input"), call.argument(1, "dim")
+def _softmax_over(call: Call, axis: int) -> tuple[int, ...]:
+    """Return the shape of a softmax, or cross-entropy, of two dimensions over an axis; or ()."""
+    x, of = call.argument(0, "input"), call.argument(1, "dim")
     if call.name not in (*SOFTMAXES, "cross_entropy") or not isinstance(x, Tensor) or x.ndim != 2:
-        return (), -1
-    return tuple(x.shape), axis % 2 if isinstance(axis, int) else 1
+        return ()
+    return tuple(x.shape) if (of % 2 if isinstance(of, int) else 1) == axis else ()
 
 
 # Weights of classes
@@ -242,10 +211,9 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
     place of their inverses 1. Of binary targets, the weights are 1 and `pos_weight`.
     """
     weight, target = call.argument(2, "weight"), call.argument(1, "target")
-    if call.name == "binary_cross_entropy_with_logits":
-        weight = call.argument(6, "pos_weight")
-        if isinstance(weight, Tensor) and weight.numel() == 1:
-            weight = torch.cat([torch.ones_like(weight.flatten()), weight.flatten()])
+    positive = call.argument(6, "pos_weight") if call.name == OWN[1] else None
+    if isinstance(positive, Tensor) and positive.numel() == 1:
+        weight = torch.cat([torch.ones_like(positive.flatten()), positive.flatten()])
     elif call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
         return None
     if not isinstance(weight, Tensor):
@@ -273,10 +241,6 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
 # Functions with a bounded range that never fall.
 BOUNDED = ("relu", "softplus", "relu6", "sigmoid", "special_expit", "hardsigmoid", "tanh",
            "hardtanh")  # fmt: skip
-# Linear in each operand, but for divisors.
-LINEAR = ("add", "__add__", "__radd__", "sub", "subtract", "__sub__", "__rsub__", "rsub", "mul",
-          "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__",
-          "neg", "__neg__")  # fmt: skip
 SEVERAL = 1.5  # sum of the targets of a sample from which on they are of several classes
 
 
@@ -286,7 +250,6 @@ class OutOfRange:
 
     These are targets outside its range, rows of targets of several classes at once, if it is a
     softmax, whose results sum to 1, or targets of a binary cross-entropy below 0 or above 1.
-    Bounded results that numbers scale and move remain bounded.
     """
 
     def __init__(self, fork: Fork) -> None:
@@ -301,20 +264,21 @@ class OutOfRange:
                 self._compare(call, output, target.double())
         if call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
             self._known.note(call.result, (call, None))
-        elif (bounds := self._bounds(call)) is not None:
-            self._known.note(call.result, bounds)
+        elif call.name in BOUNDED:
+            ends = torch.tensor([-math.inf, math.inf])
+            ends = call.function(ends, *call.args[1:], **call.kwargs)
+            self._known.note(call.result, (call, ends.tolist()))
 
     def _compare(self, call: Call, x: Tensor, y: Tensor) -> None:
         source, ends = self._known.of(x) or (call, None)
         axis = min(1, y.ndim - 1) if source is call else source.argument(1, "dim")
+        is_own = call.name == "cross_entropy" if source is call else x.shape == source.result.shape
         if call.name == "binary_cross_entropy_with_logits":
             self._met.append((call, call, (y < 0) | (y > 1), y, {}))
         elif ends is not None:
             words = {"low": f"{ends[0]:g}", "high": f"{ends[1]:g}"}
             self._met.append((call, source, (y < ends[0]) | (y > ends[1]), y, words))
-        elif x.shape == y.shape and (
-            call.name == "cross_entropy" if source is call else x.shape == source.result.shape
-        ):
+        elif is_own and x.shape == y.shape:
             self._met.append((call, source, y.sum(axis) > SEVERAL, y, {"sum": "1"}))
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
@@ -341,20 +305,6 @@ class OutOfRange:
                 fact = Fact(source.place, {"share": share}, words)
                 found.setdefault(source.place, (source, fact))
         return list(found.values())
-
-    def _bounds(self, call: Call) -> tuple[Call, tuple[float, ...]] | None:
-        """Return the function that bounds a call's result, and the ends; None: nothing does."""
-        x = next((y for y in call.args if isinstance(y, Tensor)), None)
-        source, ends = self._known.of(x) or (call, None)
-        others = [y for y in call.args if y is not x]
-        if call.name in BOUNDED:
-            source, ends = call, (-math.inf, math.inf)
-        elif call.name not in LINEAR or any(isinstance(y, Tensor) for y in others):
-            return None
-        if ends is None:
-            return None
-        args = [torch.tensor(ends) if y is x else y for y in call.args]
-        return source, tuple(sorted(call.function(*args, **call.kwargs).tolist()))
 
 
 # Dropout, or a normalisation, between the last layer and the loss
@@ -403,11 +353,6 @@ class Normalised(_Behind):
             for name, x in (("", output.detach().double()), ("target ", target.double())):
                 numbers |= {f"{name}mean": float(x.mean()), f"{name}std": float(x.std())}
             yield Fact(call.place, numbers, {"function": call.name})
-
-
-def norms(fork: Fork) -> list[Call]:
-    """Return the calls of normalisations whose results a regression compares with targets."""
-    return Normalised(fork).calls(fork)
 
 
 @asks("dropout-on-outputs")
@@ -489,7 +434,7 @@ def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
     for factor in (1.0, _LARGER):
         for p in fork.model.parameters():
             p.mul_(factor)
-        calls = those(fork, lambda call: call.name == "cross_entropy")
+        calls = calls_of(fork, lambda call: call.name == "cross_entropy")
         logits = [x.float() for call in calls if (x := call.argument(0, "input")).ndim > 1]
         if not logits or logits[0].shape[1] < CLASSES:
             return ()
@@ -513,7 +458,7 @@ def compared_with_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
     These are the same entries in memory, or results of different calls. A student that begins as a
     copy of its teacher no longer equals it after training.
     """
-    calls = those(setup.fork_like(trained), _are_equal)
+    calls = calls_of(setup.fork_like(trained), _are_equal)
     return first_at_each_place(Fact(call.place) for call in calls)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls
-from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
+from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
 from adiv_monitor.audit.experiments.questions import (
+    Look,
     Untold,
     asks,
     first_at_each_place,
@@ -49,9 +49,8 @@ def starved(call: Call, fork: Fork) -> Fact | None:
     if _batch_norm(call, fork) is None:
         return None
     x = call.argument(0, "input")
-    values = x.numel() // x.shape[1]
-    numbers = {"values": float(values), "samples": float(len(x))}
-    return Fact(str(call.path), numbers) if values <= FEW else None
+    numbers = {"values": x.numel() / x.shape[1], "samples": float(len(x))}
+    return Fact(str(call.path), numbers) if numbers["values"] <= FEW else None
 
 
 @of_each_call("running-statistics")
@@ -123,7 +122,7 @@ def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 @looks("outputs-constant")
-class Constant:
+class Constant(Look):
     """Are a module's outputs, and with them the model's, the same for all samples?
 
     The variance over samples is compared with the mean square, both summed over all entries of a
@@ -141,9 +140,6 @@ class Constant:
                 module.register_forward_hook(partial(self._after, path))
         fork.model.register_forward_hook(lambda m, _, out: self._outputs.extend(self._spreads(out)))
 
-    def see(self, call: Call) -> None:
-        """Leave calls alone: the modules' hooks look."""
-
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the first leaf module whose outputs no longer vary over samples."""
         if self._size < FEWEST:
@@ -158,15 +154,12 @@ class Constant:
         if not given or not made:
             return
         (before, square_before), (variance, square) = given[0], made[0]
+        is_constant = variance <= max(CONSTANT * square, ROUNDING * min(before, 1.0))
         if variance > max(CONSTANT * square, ROUNDING):
             self._found.clear()  # a later sum varies again
-        elif before > VARIES * square_before and (
-            variance < CONSTANT * square or variance <= ROUNDING * min(before, 1.0)
-        ):
+        elif is_constant and before > VARIES * square_before:
             is_norm = "Norm" in type(module).__name__
             by = "weight" if _is_zero(module) else "norm" if is_norm else "zeros" * (square == 0)
-            if by == "zeros" and bool((args[0] > 0).any()):
-                return  # it ignores its input, which `input-ignored` tells
             share = min(variance / square, variance / before) if square else 0.0
             words = {"class": type(module).__name__, "by": by}
             self._found.append(Fact(path, {"share": share}, words))
@@ -210,7 +203,8 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
     Returns:
         The loss, and the variance over the samples of the last such outputs over their mean square.
     """
-    size, running = size_of(fork.batches[0]), [0]
+    size = size_of(fork.batches[0])
+    running: list[nn.Module] = []
     outputs: list[Tensor] = []
     of_all: dict[torch.Size, Tensor] = {}
 
@@ -220,15 +214,12 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
         outputs.append(x.detach().double())
         return of_all.setdefault(x.shape[1:], sign * x[0]).expand_as(x).clone() if sign else x
 
-    def before(module: nn.Module, args: Any) -> None:
-        running[0] += 1
-
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        running[0] -= 1
-        return None if running[0] else mapped(output, in_place_of)
+        running.pop()
+        return None if running else mapped(output, in_place_of)
 
     for module in fork.model.modules():
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(lambda module, args: running.append(module))
         module.register_forward_hook(after)
     with torch.enable_grad():
         loss = float(fork.first_loss().detach())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import product
 from statistics import median
 from typing import Any, TypeVar
@@ -13,20 +13,22 @@ from torch import Tensor
 
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.experiments.averages import averages
-from adiv_monitor.audit.experiments.backward import descent_share
-from adiv_monitor.audit.experiments.beginning import are_trained, chance, weights
+from adiv_monitor.audit.experiments.activations import Units
+from adiv_monitor.audit.experiments.beginning import are_trained, unused, weights
 from adiv_monitor.audit.experiments.changed_inputs import arguments
 from adiv_monitor.audit.experiments.concerned import of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
-from adiv_monitor.audit.experiments.digits import told
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
-from adiv_monitor.audit.experiments.moving_targets import moving_targets, same
+from adiv_monitor.audit.experiments.measure import (
+    averages,
+    chance,
+    descent_share,
+    moving_targets,
+    same,
+)
 from adiv_monitor.audit.experiments.questions import asked
-from adiv_monitor.audit.experiments.units import Units
 from adiv_monitor.audit.experiments.watching import Watching
-from adiv_monitor.audit.experiments.wiring import unused
 from adiv_monitor.audit.training.batches import copied, size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train
@@ -35,6 +37,7 @@ from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.monitor import Monitor
+from adiv_monitor.report import StepReport
 from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
@@ -115,7 +118,7 @@ def observe(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
-        reports=tuple(told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
+        reports=tuple(_told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
         realised=watch.realised,
         wiring=watch.wiring(copies),
         first_non_finite=watch.first_non_finite,
@@ -300,3 +303,21 @@ def _plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
+
+
+def _told(report: StepReport) -> StepReport:
+    """Return a report whose readings have seven significant digits, as float32 has."""
+    parts = ("layers", "attention", "alignment")
+    return replace(report, **{name: _cut(getattr(report, name)) for name in parts})
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, Mapping):
+        return {key: _cut(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_cut, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _cut(getattr(value, f.name)) for f in fields(value)})
+    return value

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
-from adiv_monitor.audit.experiments.dropout import undropped
+from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 

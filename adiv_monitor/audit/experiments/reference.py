@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adiv_monitor.audit.experiments.calls import calls_of
 from adiv_monitor.audit.experiments.changed_inputs import given_inputs
-from adiv_monitor.audit.experiments.loss_inputs import parts_like, those
+from adiv_monitor.audit.experiments.loss_inputs import parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
@@ -90,7 +91,7 @@ def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor]:
     They are integers if the labels are classes, and in float64 if they are values.
     """
     size = size_of(batch)
-    for call in those(fork, lambda call: call.name in LOSSES, batch):
+    for call in calls_of(fork, lambda call: call.name in LOSSES, batch):
         given, target = (x.detach().cpu() for x in call.args[:2])
         if target.numel() != size:
             continue

@@ -2,34 +2,34 @@
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from adiv_monitor.audit.experiments.calls import Call
+from adiv_monitor.audit.experiments.backward import nodes_of
+from adiv_monitor.audit.experiments.calls import Call, flat, given
 from adiv_monitor.audit.experiments.concerned import with_tensor
-from adiv_monitor.audit.experiments.questions import Untold, asks, looks
+from adiv_monitor.audit.experiments.questions import Look, Untold, asks, first_at_each_place, looks
 from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held, train
 from adiv_monitor.diagnosis.record import Fact
+from adiv_monitor.rerun.eager import forced_eager
 
 
 @looks("rate-zero")
-class RateZero:
+class RateZero(Look):
     """Tells groups of learning rate zero whose parameters get a gradient, without warm-ups."""
 
     def __init__(self, fork: Fork) -> None:
         self._fork = fork
-
-    def see(self, call: Call) -> None:
-        """Nothing to see: gradients tell."""
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return one fact for each group."""
@@ -159,3 +159,111 @@ def _negative_weights(loss: RepeatedLoss, batch: Any) -> int:
             if abs(above + below - 2 * none) < LINEAR * abs(above - none):
                 return int((x < 0).sum())
     return 0
+
+
+# Parameters that are not registered
+
+
+@looks("hidden-parameters")
+class Hidden:
+    """Does the forward pass use parameters that the model does not register?
+
+    They stay in an attribute of a module that torch does not search, or each pass makes them anew.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        known = {id(p) for p in (*fork.model.parameters(), *held(fork.optimizer))}
+        self._count = sum(p.numel() for p in fork.model.parameters())
+        self._inside = {id(x): (f"{path}.{name}".lstrip("."), x)
+                        for path, module in fork.model.named_modules()
+                        for name, x in _attributes(module) if id(x) not in known}  # fmt: skip
+        self._known = known | self._inside.keys()
+        self._anew: list[Fact] = []
+
+    def see(self, call: Call) -> None:
+        """Look for parameters that the model did not have before the pass."""
+        is_used = call.path is not None and any(x.grad_fn for x in flat(call.result))
+        for x in given(call) if is_used else ():
+            if isinstance(x, nn.Parameter) and id(x) not in self._known:
+                share = x.numel() / (self._count + x.numel())
+                self._anew.append(Fact(call.place, {"share": share}, {"made": "anew"}))
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return leaves that get a gradient, and the places where a new parameter is used."""
+        reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
+        found = [known for key, known in self._inside.items() if key in reached]
+        every = self._count + sum(x.numel() for _, x in found)
+        facts = [Fact(name, {"share": x.numel() / every}, {"shape": str(tuple(x.shape))})
+                 for name, x in found]  # fmt: skip
+        return (*facts, *first_at_each_place(self._anew))
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in plain attributes by name, also in modules in lists and dictionaries."""
+    for name, value in vars(module).items():
+        if not name.startswith(("_parameters", "_buffers", "_modules")):
+            yield from _tensors(name, value)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
+    elif isinstance(value, (list, tuple, Mapping)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(f"{name}[{key!r}]", item)
+
+
+# The cost of a step
+
+
+# Of a usual machine, in a second, rounded: multiplications and additions of one core of a server's
+# processor, whose time to read and write tensors is in them, and of a GPU; and calls of operators.
+CPU_FLOPS, GPU_FLOPS, CALLS = 4e10, 6e12, 1e5
+UPDATE = 12  # calls of operators by which an optimizer updates a parameter, as Adam does
+
+
+def counted(setup: Setup) -> tuple[float, bool]:
+    """Return what a training step costs, and whether the loss fails without gradients.
+
+    The cost is in seconds on a usual machine, flops / speed + calls / speed, counted in one forward
+    pass of a copy. A backward pass is taken for two of them, and a step of the optimizer for
+    `UPDATE` calls per parameter. If operators can't be counted, it is 6 multiplications and
+    additions per parameter and sample.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, if that is there
+
+    parameters = list(setup.model.parameters())
+    speed = CPU_FLOPS if parameters[0].device.type == "cpu" else GPU_FLOPS
+    differentiates = False
+    for with_gradients in (False, True):
+        try:
+            with (
+                forced_eager(),
+                torch.set_grad_enabled(with_gradients),
+                FlopCounterMode(display=False) as flops,  # type: ignore[no-untyped-call]
+                _Calls() as calls,
+            ):
+                setup.fork().first_loss()
+        except Exception as error:  # or an operator that a dispatch mode can't handle
+            if with_gradients or "does not require grad" not in str(error):
+                break  # training says what else is wrong
+            differentiates = True
+        else:
+            updates = UPDATE * len(parameters)
+            cost = 3.0 * flops.get_total_flops() / speed + (3.0 * calls.number + updates) / CALLS
+            return cost, differentiates
+    samples = max(size_of(setup.batches[0]), 1)
+    return 6.0 * samples * sum(p.numel() for p in parameters) / speed, differentiates
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that run in its context."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))

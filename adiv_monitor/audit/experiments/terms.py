@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import backward, compared
-from adiv_monitor.audit.experiments.calls import Call, see_calls, watched
+from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped, watched
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
-from adiv_monitor.audit.experiments.dropout import undropped
 from adiv_monitor.audit.experiments.questions import asks, looks
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
@@ -58,8 +57,7 @@ class Terms:
         before = [n for n, _ in node.next_functions if n is not None]
         if node.name().startswith(_SUMS):
             self.sums.add(node)
-            signs = (-1.0 if node.name().startswith("Rsub") else 1.0,
-                     -1.0 if node.name().startswith("Sub") else 1.0)  # fmt: skip
+            signs = (-1.0 if node.name().startswith(name) else 1.0 for name in ("Rsub", "Sub"))
             for (n, _), sign in zip(node.next_functions, signs, strict=False):
                 if n is not None:
                     yield from self._parts(n, sign * factor)

@@ -9,14 +9,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.audit.experiments import loss_inputs
-from adiv_monitor.audit.experiments.attention import uses
+from adiv_monitor.audit.experiments.activations import maps_that_run
+from adiv_monitor.audit.experiments.axes import uses
 from adiv_monitor.audit.experiments.backward import cuts, undo
-from adiv_monitor.audit.experiments.calls import Call, change_calls, see_calls
-from adiv_monitor.audit.experiments.dropout import rate_of, with_rate
+from adiv_monitor.audit.experiments.calls import (
+    Call,
+    calls_of,
+    change_calls,
+    rate_of,
+    see_calls,
+    with_rate,
+)
 from adiv_monitor.audit.experiments.exchange import mask_of
-from adiv_monitor.audit.experiments.loss_inputs import those
 from adiv_monitor.audit.experiments.modules import HIGH
-from adiv_monitor.audit.experiments.operands import maps_that_run
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record
@@ -32,7 +37,7 @@ def replace_calls(
     Raises:
         DoesNotApply: Nothing of that kind is called.
     """
-    some(those(fork, is_met), "nothing of that kind is called")
+    some(calls_of(fork, is_met), "nothing of that kind is called")
     change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
 
 
@@ -126,7 +131,7 @@ def _outputs_without_dropout(fork: Fork, layers: Layers, record: Record | None) 
 
 @fix("outputs-without-norm", rescales=True)
 def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = loss_inputs.norms(fork)
+    found = loss_inputs.Normalised(fork).calls(fork)
     loss_inputs.leave_out(fork, some(found, "no normalisation acts on the outputs"))
 
 
@@ -151,7 +156,7 @@ def _positions(fork: Fork, layers: Layers, record: Record | None) -> None:
         added = rows.detach().square().mean().sqrt() * math.sqrt(2) * added
         return made + (added if made.ndim == 3 else added.T.reshape(made.shape[1:]))
 
-    found = those(fork, lambda call: call.name in _MAKE_VECTORS and call.result.ndim in (3, 4))
+    found = calls_of(fork, lambda call: call.name in _MAKE_VECTORS and call.result.ndim in (3, 4))
     replace_those(fork, found[:1], instead, "no layer gives each place a vector")
 
 
@@ -167,7 +172,7 @@ def _inverted_masks(fork: Fork, layers: Layers, record: Record | None) -> None:
         others = {name: flipped(x) for name, x in call.kwargs.items()}
         return call.function(*map(flipped, call.args), **others)
 
-    some(those(fork, lambda call: mask_of(call) is not None), "no mask of booleans is used")
+    some(calls_of(fork, lambda call: mask_of(call) is not None), "no mask of booleans is used")
     change_calls(fork, change)
 
 

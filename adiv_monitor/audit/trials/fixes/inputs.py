@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.experiments.calls import changed, is_input
 from adiv_monitor.audit.experiments.changed_inputs import arguments
-from adiv_monitor.audit.experiments.inputs import changed, is_input
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record

@@ -8,11 +8,10 @@ from adiv_layers import convert
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.beginning import bare_weights
+from adiv_monitor.audit.experiments.beginning import OneSided, bare_weights
 from adiv_monitor.audit.experiments.calls import see_calls
 from adiv_monitor.audit.experiments.exchange import ORDERED
 from adiv_monitor.audit.experiments.modules import BATCH_NORM, NORMS
-from adiv_monitor.audit.experiments.operands import OneSided
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
 from adiv_monitor.audit.trials.fixes.optimizer import hold

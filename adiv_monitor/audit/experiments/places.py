@@ -1,6 +1,6 @@
-"""Questions about the places of the outputs that have a gradient: of padding, and of classes."""
+"""Places of outputs: padding and classes without a gradient, and the tokens that come next."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, product
 from operator import mul
 from typing import Any, NamedTuple
@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.calls import Call, see_calls
+from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs
+from adiv_monitor.audit.experiments.data import spread
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -23,8 +26,6 @@ COUNTS = 0.5
 # Of classes without a gradient: most batches, fewest labels of the class, and the share of the
 # labels of other classes that have a gradient, at least.
 CLASS_BATCHES, SAMPLES, TAUGHT = 8, 8, 0.5
-_LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-           "binary_cross_entropy", "binary_cross_entropy_with_logits")  # fmt: skip
 
 
 class _Outputs:
@@ -48,7 +49,7 @@ class _Outputs:
 
     def see(self, call: Call) -> None:
         """Note the targets."""
-        target = call.argument(1, "target") if call.name in _LOSSES else None
+        target = call.argument(1, "target") if call.name in (*CLASSIFIES, *LOSSES) else None
         if isinstance(target, Tensor):
             self.targets.append(target.detach())
 
@@ -143,8 +144,7 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
     none. There may be a label for each sample, token or pixel. A class of padding alone is none,
     and one of most tokens marks those without a label.
     """
-    count = min(CLASS_BATCHES, len(setup.batches))
-    batches = [setup.batches[i * len(setup.batches) // count] for i in range(count)]
+    batches = spread(setup.batches, CLASS_BATCHES)
     seen: list[list[Tensor]] = []
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         seen.append(_labelled(fork, batch))
@@ -171,8 +171,9 @@ def _labelled(fork: Fork, batch: Any) -> list[Tensor]:
         see_calls(fork, seen.see, batch).backward()  # type: ignore[no-untyped-call]
     seen.hook.remove()
     fork.optimizer.zero_grad()
-    of_places = [x for x in (*seen.targets, *tensors(batch)) if x.numel() > size
-                 and not x.is_floating_point() and not _is_among(x, seen.given)]  # fmt: skip
+    of_places = [x for x in (*seen.targets, *tensors(batch))
+                 if x.numel() > size and not x.is_floating_point()
+                 and not any(torch.equal(x, y) for y in seen.given)]  # fmt: skip
     one_each = [x for x in tensors(batch) if x.shape[:1] == (size,) and x.numel() == size > 1]
     for x in (*of_places, *one_each):
         labels, taught = x.double(), seen.at(x)
@@ -184,5 +185,112 @@ def _labelled(fork: Fork, batch: Any) -> list[Tensor]:
     raise Untold("no output and no class for each sample")
 
 
-def _is_among(x: Tensor, others: list[Tensor]) -> bool:
-    return any(torch.equal(x, y) for y in others)
+# Are the targets of a sequence the tokens that come next, and can the model see them?
+
+
+_ALIKE = 0.99  # share of the targets without padding and ends
+_SAME = 1e-5  # share of the outputs' length: rounding
+_SHIFTS = (1, 0, -1, 2)  # where several fit, the first is meant
+
+
+@asks("target-is-input")
+def target_is_input(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Find targets that are not the tokens after the last one that an output depends on.
+
+    A model that looks ahead may be an autoencoder, which reproduces its inputs on purpose. One that
+    does not even see the token of its own place shifts its inputs itself.
+    """
+    for shift, reach, _ in _places(setup):
+        if reach in (0, -1) and shift - reach != 1:
+            yield Fact("", {"places": float(shift - reach)})
+
+
+@asks("future-leak")
+def future_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Find targets that are the next tokens, in a model whose outputs depend on later inputs."""
+    for shift, _, earlier in _places(setup):
+        if shift == 1 and earlier > _SAME:
+            yield Fact("", {"change": earlier})
+
+
+def _places(setup: Setup) -> Iterator[tuple[int, int, float]]:
+    """Yield where the targets of the first tokens lie, and what outputs depend on.
+
+    Of several losses, one of the next tokens counts, and the others are additions to it.
+
+    Yields:
+        Places from a token to the token that is its target, and what `_change` returns.
+    """
+    given = given_inputs(setup.fork(), setup.batches[0]).values()
+    if not any(x.ndim == 2 and _is_integer(x) for x in given):
+        return
+    calls = calls_of(setup.fork(), lambda call: call.name in ("cross_entropy", "nll_loss"))
+    targets = [y for y in (call.argument(1, "target") for call in calls) if _is_integer(y)]
+    if not targets:
+        return
+    run = ChangedInputs(setup.fork(), setup.batches[0])
+    for number, tokens in enumerate(run.inputs):
+        is_text = tokens.ndim == 2 and tokens.shape[1] > 2 and _is_integer(tokens)
+        if not is_text or int(tokens.max()) <= 1:  # 1: the tensor is a mask
+            continue
+        shifts = [shift_of(tokens, y) for y in targets]
+        shift = next((shift for shift in _SHIFTS if shift in shifts), None)
+        if shift is not None and (change := _change(run, number, tokens)) is not None:
+            yield shift, *change
+            return
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+def shift_of(tokens: Tensor, targets: Tensor) -> int | None:
+    """Return how many places after each token its target stands; None: the targets are no tokens.
+
+    The targets are one for each place, or for each but the last. Negative ones are ignored.
+    """
+    size, length = tokens.shape
+    count = targets.numel() // max(size, 1)
+    if count not in (length, length - 1) or targets.numel() != size * count:
+        return None
+    labels = targets.reshape(size, count)
+    for shift in _SHIFTS:
+        first, end = max(0, -shift), min(count, length - shift)
+        real = labels[:, first:end] >= 0
+        alike = (labels[:, first:end] == tokens[:, first + shift : end + shift])[real]
+        if len(alike) and float(alike.float().mean()) >= _ALIKE:
+            return shift
+    return None
+
+
+def _change(run: ChangedInputs, number: int, tokens: Tensor) -> tuple[int, float] | None:
+    """Exchange the tokens of the second half.
+
+    Returns:
+        Places from the first output that changes to the first token that does, and the change of
+        the outputs of the first half, relative to their length; None: no output of the second half
+        changes, as with labels, which a model may receive too.
+
+    Raises:
+        Untold: No output has the places of the inputs.
+    """
+    half = tokens.shape[1] // 2
+
+    def other(x: Tensor) -> Tensor:
+        later = x[:, half:].roll(1, 0) if len(x) > 1 else x[:, half:].flip(1)
+        return torch.cat([x[:, :half], later], 1)
+
+    pairs = [(x, y) for x, y in zip(run.own, run.outputs(other, number), strict=True)
+             if x.ndim >= 3 and x.shape[:2] == tokens.shape]  # fmt: skip
+    if not pairs:
+        raise Untold("no output has the places of the inputs")
+    x, y = pairs[0]
+    own, apart = (z.flatten(2).norm(dim=2) for z in (x, x - y))
+    earlier, later = (
+        float(apart[:, part].norm() / own[:, part].norm().clamp(min=1e-30))
+        for part in (slice(half), slice(half, None))
+    )
+    if later <= _SAME:
+        return None
+    moved = (apart > _SAME * own).any(0).int()
+    return int((tokens != other(tokens)).any(0).int().argmax() - moved.argmax()), earlier
