@@ -14,6 +14,7 @@ from torch.nn import functional
 from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, calls_of, flat, given, watched
 from adiv_monitor.audit.experiments.changed_inputs import (
     ChangedInputs,
+    RepeatedLoss,
     given_inputs,
     input_gradients,
     outputs,
@@ -21,7 +22,6 @@ from adiv_monitor.audit.experiments.changed_inputs import (
 )
 from adiv_monitor.audit.experiments.concerned import SAMPLES, few, with_tensor
 from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, flat, given
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
 from adiv_monitor.audit.experiments.concerned import with_tensor
 from adiv_monitor.audit.experiments.questions import Look, Untold, asks, first_at_each_place, looks
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held, train
