@@ -25,7 +25,7 @@ from adiv_monitor.audit.training.batches import (
 )
 from adiv_monitor.audit.training.setup import COSTLY, Loss, OptimizerFactory, Setup, seeded
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
-from adiv_monitor.audit.training.train import Progress, each_warning_once
+from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import course, end, start
 from adiv_monitor.diagnosis.finding import Finding
@@ -97,7 +97,7 @@ def run(
             realised=realised,
             attention=attention,
             alignment=alignment,
-            progress=progress,
+            progress=progress or silent,
         )
         record = replace(
             record,
@@ -107,7 +107,7 @@ def run(
         )
         record = _beside(record, own_losses, drawn_anew=is_drawn_anew(batches))
         cap = trials.Cap(try_seconds) if try_fixes and try_seconds > 0 else None
-        return _report(setup, record, cap, progress or trials.silent)
+        return _report(setup, record, cap, progress or silent)
 
 
 def _beside(

@@ -195,16 +195,15 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
         differs = (x != x[:1]).reshape(len(x), -1).any(1).nonzero() if x.ndim else x
         if not x.ndim or not len(differs):
             continue
-        changed = passed(setup, with_tensor(batch, number, partial(_put, row=int(differs[0]))))
+        row = int(differs[0])
+        changed = passed(setup, with_tensor(batch, number, partial(_put, row=row)))
         if changed.outputs.shape != own.outputs.shape:
             raise Untold("the number of outputs depends on the inputs")
         counts = counts | (changed.gradients != 0)
         moved = changed.outputs != own.outputs
         if bool(moved.any()):
             of_inputs = of_inputs | moved
-            turned = with_tensor(
-                batch, number, partial(torch.roll, shifts=-int(differs[0]), dims=0)
-            )
+            turned = with_tensor(batch, number, partial(torch.roll, shifts=-row, dims=0))
             alive = alive | moved | (passed(setup, turned).outputs != own.outputs)
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)

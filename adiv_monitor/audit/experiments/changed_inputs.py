@@ -196,8 +196,7 @@ class RepeatedLoss:
     """Computes a fork's loss with fixed random numbers and restores random numbers and buffers.
 
     The same functions run as in training, but no gradient is taken and monitors do not observe it.
-    The computation starts from the random numbers and buffers at the time of construction, or of
-    the last `keep`.
+    The computation starts from the random numbers and buffers at the time of construction.
     """
 
     def __init__(self, fork: Fork) -> None:
@@ -205,10 +204,6 @@ class RepeatedLoss:
         own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
         self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
         self._devices = devices_of(self._modules)
-        self.keep()
-
-    def keep(self) -> None:
-        """Keep the present random numbers and buffers, from which the computation starts."""
         self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
 
     def of(self, batch: Any) -> float:

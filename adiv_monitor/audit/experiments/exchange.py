@@ -384,11 +384,10 @@ def _varies(part: Tensor) -> bool:
     return len(part) > 1 and float(differs.float().mean()) >= VARIES
 
 
-def mask_of(call: Call) -> tuple[int, str, Tensor] | None:
-    """Return the boolean mask that a call receives, with its position and name."""
-    place, name = MASKS.get(call.name, (0, ""))
-    mask = call.argument(place, name) if name else None
-    return (place, name, mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
+def mask_of(call: Call) -> Tensor | None:
+    """Return the boolean mask that a call receives; None: none."""
+    mask = call.argument(*MASKS[call.name]) if call.name in MASKS else None
+    return mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
 
 
 # The batch before, and parts of the batch

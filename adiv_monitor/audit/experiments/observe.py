@@ -6,6 +6,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from statistics import median
 from typing import Any, TypeVar
 
@@ -32,7 +33,15 @@ from adiv_monitor.audit.experiments.measure import (
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.audit.training.train import Course, Progress, Watch, gradient_norm, held, train
+from adiv_monitor.audit.training.train import (
+    Course,
+    Progress,
+    Watch,
+    gradient_norm,
+    held,
+    silent,
+    train,
+)
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.hidden import without_secrets
@@ -73,7 +82,7 @@ def observe(
     realised: bool = False,
     attention: bool = False,
     alignment: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Record:
     """Train one fork under a monitor, and observe the trained model.
 
@@ -197,7 +206,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
         matters = math.nan
         for of, batch in product(forks, batches[:EXCHANGED]):
             if not matters > CLEARLY:
-                matters = max(matters, input_matters(of, [batch]), key=_known)
+                matters = float(np.fmax(matters, input_matters(of, [batch])))
         found["wiring"] = replace(wiring, unused=names, input_matters=matters)
     except KeyboardInterrupt:
         found["interrupted"] = True
@@ -225,10 +234,6 @@ def _units(fork: Fork, batches: Sequence[Any]) -> Any:
                 with units.watching():
                     fork.loss(fork.model, copied(batch))
     return units.statistics()
-
-
-def _known(x: float) -> float:
-    return -1.0 if math.isnan(x) else x
 
 
 def _spread(batches: Sequence[Any]) -> list[Any]:
@@ -264,12 +269,8 @@ def _lost(setup: Setup, fork: Fork, copies: Sequence[str]) -> Iterator[str]:
 def _notes(setup: Setup) -> Iterator[str]:
     if setup.steps < FEWEST:
         yield f"{setup.steps} steps are too few to judge the loss: use at least {FEWEST}."
-    if _is_resumed(setup):
+    if getattr(setup.optimizer, "state", None):
         yield "The optimizer has taken steps before; the run goes on from its state."
-
-
-def _is_resumed(setup: Setup) -> bool:
-    return isinstance(setup.optimizer, torch.optim.Optimizer) and bool(setup.optimizer.state)
 
 
 def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
@@ -293,7 +294,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         step_cost=setup.cost,
         seconds_per_step=median(plain or course.seconds or [math.nan]),
         clip_norm=setup.clip_norm,
-        resumed=_is_resumed(setup),
+        resumed=bool(getattr(setup.optimizer, "state", None)),
     )
 
 
@@ -341,7 +342,7 @@ class Watching(Watch):
         setup: Setup,
         fork: Fork,
         every_n_steps: int,
-        progress: Progress | None,
+        progress: Progress,
         end_step: Callable[[], None],
     ) -> None:
         """Register the hooks; `end_step` is called after each step."""
@@ -349,9 +350,10 @@ class Watching(Watch):
         self._every = every_n_steps
         self._end_step = end_step
         self._progress = progress
-        self._repeated: RepeatedLoss | None = None
-        self._loss = math.nan
-        self._given = _gradients(setup.model)
+        self._given: list[Gradient] = [
+            (p, p.grad, None if p.grad is None else p.grad.clone())
+            for p in setup.model.parameters()
+        ]
         self._named = dict(fork.model.named_parameters())
         self._unreached = {name for name, p in self._named.items() if p.requires_grad}
         self._zero = set(self._unreached)
@@ -366,15 +368,12 @@ class Watching(Watch):
 
     def begins(self, step: int, batch: Any) -> None:
         """Keep the random numbers and buffers that the forward pass begins with."""
-        if self._repeated is None:  # the first batch may make parameters of lazy modules
-            self._repeated = RepeatedLoss(self._fork)
-        else:
-            self._repeated.keep()
+        self._repeated = RepeatedLoss(self._fork)
 
     def has_loss(self, step: int, batch: Any, loss: float) -> None:
         """If the loss is not finite, locate the first such value."""
         self._loss = loss
-        if not math.isfinite(loss) and self.first_non_finite is None and self._repeated is not None:
+        if not math.isfinite(loss) and self.first_non_finite is None:
             self.first_non_finite = _in_forward(self._fork, self._repeated, step, batch)
 
     def has_gradients(self, step: int, loss: Tensor) -> None:
@@ -393,11 +392,10 @@ class Watching(Watch):
     def has_stepped(self, step: int, batch: Any) -> None:
         """Recompute the batch's loss after a measured step; a loss may run once only."""
         self._end_step()
-        if step % self._every == 0 and self._repeated is not None:
+        if step % self._every == 0:
             with suppress(Exception):
                 self.realised[step] = self._repeated.of(batch) - self._loss
-        if self._progress is not None:
-            self._progress("training", step + 1, len(self._fork.batches))
+        self._progress("training", step + 1, len(self._fork.batches))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -421,12 +419,7 @@ class Watching(Watch):
 
 # Gradients of the user's own model
 
-Gradient = tuple[nn.Parameter, Tensor | None, Tensor | None]
-
-
-def _gradients(model: nn.Module) -> list[Gradient]:
-    """Return the parameters with their gradients, and copies of these."""
-    return [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+Gradient = tuple[nn.Parameter, Tensor | None, Tensor | None]  # and a copy
 
 
 def _check_untouched(before: list[Gradient]) -> None:
@@ -481,21 +474,18 @@ def _in_modules(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str:
 
     NaN and +∞ have precedence over -∞.
     """
-    broken: list[str] = []
-    infinite: list[str] = []
+    found: list[tuple[bool, str]] = []
 
     def look(path: str, module: nn.Module, args: Any, output: Any) -> None:
         outputs = list(tensors(output))
-        if any(map(_is_broken, outputs)):
-            broken.append(path or type(module).__name__)
-        elif not all(bool(x.isfinite().all()) for x in outputs):
-            infinite.append(path or type(module).__name__)
+        if not all(bool(x.isfinite().all()) for x in outputs):
+            found.append((not any(map(_is_broken, outputs)), path or type(module).__name__))
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():
             hooks.enter_context(module.register_forward_hook(partial(look, path)))
         loss.of(batch)
-    return next((f"output of {path}" for path in broken or infinite), "")
+    return f"output of {min(found, key=itemgetter(0))[1]}" if found else ""
 
 
 def _is_broken(x: Tensor) -> bool:

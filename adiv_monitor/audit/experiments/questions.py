@@ -52,12 +52,7 @@ def asks(name: str) -> Callable[[Ask], Ask]:
 
 def looks(name: str) -> Callable[[type[Any]], type[Any]]:
     """Register a class of `Look`."""
-
-    def register(look: type[Any]) -> type[Any]:
-        LOOKS[name] = look
-        return look
-
-    return register
+    return lambda look: LOOKS.setdefault(name, look)
 
 
 def of_each_call(name: str) -> Callable[[FactOf], FactOf]:

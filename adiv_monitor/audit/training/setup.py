@@ -125,20 +125,15 @@ class Setup:
             )
         if not model.training:
             model.train()
-        pair = None
-        if isinstance(self.optimizer, Optimizer):
-            optimizer, peaks = _copy(self.optimizer, memo), self.lifted
-            pair = self.optimizer, optimizer
-            _check_optimizer(model, optimizer)
-        else:
-            with seeded(self.seed):
-                optimizer = self.optimizer(model)
-            _check_optimizer(model, optimizer)
-            peaks = lifted(optimizer, self.steps)
+        own = self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        with seeded(self.seed):
+            optimizer = _copy(own, memo) if own is not None else self.optimizer(model)  # type: ignore[operator]
+        _check_optimizer(model, optimizer)
+        peaks = lifted(optimizer, self.steps) if own is None else self.lifted
         for i, rate in peaks.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        lost = tuple(carry_over(self.model, model, pair, memo))
+        lost = tuple(carry_over((self.model, own), (model, optimizer), memo))
         loss = loss or self.loss
         if self.differentiates:
             loss = partial(_with_gradients, loss)
@@ -214,7 +209,7 @@ Memo = dict[int, Any]
 
 
 def carry_over(
-    model: nn.Module, copied: nn.Module, optimizers: tuple[Optimizer, Optimizer] | None, memo: Memo
+    given: tuple[nn.Module, Optimizer | None], copies: tuple[nn.Module, Optimizer], memo: Memo
 ) -> list[str]:
     """Register the hooks of a model's parameters and of its optimizer on their copies.
 
@@ -222,21 +217,21 @@ def carry_over(
     of the user's is changed.
 
     Args:
-        model: The user's model.
-        copied: Its copy.
-        optimizers: The user's optimizer and its copy; None if the optimizer was made for the copy.
+        given: The user's model and optimizer; None: the optimizer was made for the copy.
+        copies: Their copies.
         memo: id of an original → its copy.
 
     Returns:
         The owners of the hooks that can't be copied: parameters by name, or the optimizer.
     """
     places: list[tuple[str, dict[int, Any] | None, Callable[..., object]]] = []
-    for (name, p), q in zip(model.named_parameters(), copied.parameters(), strict=True):
+    (model, own), (other, theirs) = given, copies
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         owner, late = f"parameter '{name}'", getattr(p, "_post_accumulate_grad_hooks", None)
         places.append((owner, p._backward_hooks, q.register_hook))
         places.append((owner, late, q.register_post_accumulate_grad_hook))
-    if optimizers is not None:
-        (own, theirs), owner = optimizers, "the optimizer"
+    if own is not None:
+        owner = "the optimizer"
         places.append((owner, own._optimizer_step_pre_hooks, theirs.register_step_pre_hook))
         places.append((owner, own._optimizer_step_post_hooks, theirs.register_step_post_hook))
     lost = []
@@ -295,7 +290,7 @@ STILL = 1_000  # steps without a rise after which it is over
 def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
     """Return the groups whose learning rate a warm-up raises, with its highest rate.
 
-    A copy of the scheduler is stepped until the rates fall, or have not risen for a while. A rate
+    A copy of the scheduler is stepped until the rates have not risen for a while. A rate
     of 0 that is not raised within the given steps is left out: it is a fault, not a warm-up. If no
     scheduler of torch's is known, a rate of 0 is taken for the beginning of another's warm-up.
     """
@@ -310,7 +305,7 @@ def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
 def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
     optimizer = scheduler.optimizer
     start = _rates(optimizer)
-    peaks, rising, last, step = dict(start), set(start), 0, 0
+    peaks, last, step = dict(start), 0, 0
     # Schedulers write to groups only: no parameters and no state are copied.
     memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     memo[id(optimizer.state)] = {}
@@ -318,21 +313,20 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
         warnings.simplefilter("ignore")  # the scheduler steps before the optimizer does
         try:
             moved = copy.deepcopy(scheduler, memo)
-            while rising and step < MOST and step - last < STILL:
+            while peaks and step < MOST and step - last < STILL:
                 moved.step()
                 step += 1
-                rates = _rates(moved.optimizer)
-                rising = {i for i in rising if rates[i] >= peaks[i]}
-                last = step if any(rates[i] > peaks[i] for i in rising) else last
-                peaks |= {i: rates[i] for i in rising}
+                higher = {i: x for i, x in _rates(moved.optimizer).items() if x > peaks.get(i, x)}
+                last = step if higher else last
+                peaks |= higher
                 if step == steps:
-                    rising = {i for i in rising if peaks[i] > 0}
+                    peaks = {i: peak for i, peak in peaks.items() if peak > 0}
         except Exception:  # of a scheduler that is at its end, or that waits for a loss
             pass
-    for i in rising:
-        if step - last < STILL or math.isinf(peaks[i]):  # a long warm-up, or a search for a rate
+    for i, peak in peaks.items():
+        if step - last < STILL or math.isinf(peak):  # a long warm-up, or a search for a rate
             group = optimizer.param_groups[i]
-            peaks[i] = min(peaks[i], float(group.get("max_lr", group["initial_lr"])))
+            peaks[i] = min(peak, float(group.get("max_lr", group["initial_lr"])))
     return {i: peak for i, peak in peaks.items() if peak > start[i] * (1 + 1e-6)}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.audit.training.train import Progress, train
+from adiv_monitor.audit.training.train import Progress, silent, train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply, Fix
 from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
@@ -49,12 +49,8 @@ _LEARNT = 0.5  # of the first loss: below it, nothing else is tried
 _STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
-def silent(part: str, done: int, units: int) -> None:
-    """Report no progress."""
-
-
 class CapReached(Exception):
-    """Raised if a run would end after the time, or the steps, that trials have."""
+    """Raised if a run would end after the time, or the steps, that trials have; it says which."""
 
 
 class Cap:
@@ -74,7 +70,7 @@ class Cap:
         takes = 0.0 if math.isnan(each) else steps * each
         if time.perf_counter() + takes > self._end:
             self.reached = True
-            raise CapReached
+            raise CapReached(NO_TIME)
 
 
 NEVER = Cap()
@@ -105,16 +101,11 @@ class Bench:
         """
         return self.record.losses[: self.setup.steps]
 
-    @property
-    def may_run(self) -> bool:
-        """Whether the steps of one more run are left."""
-        return self.setup.steps <= self.left
-
     def trial(self, fix: Fix, layers: Sequence[str]) -> Trial:
         """Train forks with the fix: at the run's learning rate, and at others if it rescales.
 
         Raises:
-            CapReached: there is no time for one run.
+            CapReached: there is no time, or no steps are left, for one run.
             DoesNotApply: the fix has nothing to change.
             KeyboardInterrupt: the user interrupted a run.
         """
@@ -133,6 +124,8 @@ class Bench:
 
     def losses(self, fix: Fix | None, layers: Sequence[str] = (), factor: float = 1.0) -> Losses:
         """Return the losses of a run with the fix and another learning rate; raises as `trial`."""
+        if self.setup.steps > self.left:
+            raise CapReached(NO_STEPS)
         fork = self.setup.fork()
         if fix is not None:
             fix.apply(fork, layers, self.record)
@@ -167,8 +160,6 @@ class Runs:
             DoesNotApply: the optimizer has no learning rate.
         """
         if factor not in self.losses:
-            if not self.bench.may_run:
-                raise CapReached
             self.losses[factor] = self.bench.losses(self.fix, self.layers, factor)
         return at_the_end(self.losses[factor], self.bench.setup.steps)
 
@@ -231,8 +222,7 @@ def compared(
     The standard error of n numbers, the losses of the last quarter or their paired differences, is
     std/√n; NaN if one of the runs diverged, or if there is only one step.
     """
-    loss, loss_without = at_the_end(losses, steps), at_the_end(without, steps)
-    n = quarter(steps)
+    loss, loss_without, n = at_the_end(losses, steps), at_the_end(without, steps), quarter(steps)
 
     def error(of: Any) -> float:
         return float(np.std(of, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
@@ -488,15 +478,15 @@ def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> 
         rank = STRENGTHS.index(finding.strength)
         first = [key for key in keys if key not in outcomes][: FIRST[rank]]
         wanted += [(rank, number, i, key) for number, key in enumerate(first)]
-    otherwise = NO_STEPS
+    interrupted = ""
     for done, (*_, key) in enumerate(sorted(wanted)):
         try:
-            if otherwise == NO_STEPS and key not in outcomes and bench.may_run:
-                outcomes[key] = _outcome(bench, *key)
+            if key not in outcomes:
+                outcomes[key] = interrupted or _outcome(bench, *key)
             progress("fixes", done + 1, len(wanted))
         except KeyboardInterrupt:
-            otherwise = "interrupted"
-        outcomes.setdefault(key, otherwise)
+            interrupted = "interrupted"
+            outcomes.setdefault(key, interrupted)
     return outcomes
 
 
@@ -516,9 +506,7 @@ def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
     """Return the trial of a fix, or the reason why there is none."""
     try:
         return bench.trial(FIXES[name], layers)
-    except CapReached:
-        return NO_TIME
-    except DoesNotApply as error:
+    except (CapReached, DoesNotApply) as error:
         return str(error)
     except Exception as error:  # the model does not run with this fix
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
