@@ -42,7 +42,7 @@ OF_DATA = (
     *("same-batch", "unshuffled", "constant-data", "target-leak", "targets-moved"),
     *("class-untaught", "behind-reference"),
 )
-LOOKS: dict[str, Callable[[Fork], Look]] = {}
+LOOKS: dict[str, type[Any]] = {}  # of `Look`
 
 
 def asks(name: str) -> Callable[[Ask], Ask]:
@@ -106,7 +106,7 @@ def _looked(setup: Setup, names: Collection[str]) -> dict[str, Probed]:
     """Run the recorded pass for some questions."""
     found: dict[str, Probed] = {}
     fork = setup.fork()
-    made = {name: LOOKS[name](fork) for name in names}
+    made: dict[str, Look] = {name: LOOKS[name](fork) for name in names}
 
     def see(call: Call) -> None:
         for name, look in made.items():

@@ -243,8 +243,8 @@ def counted(setup: Setup) -> tuple[float, bool]:
             with (
                 forced_eager(),
                 torch.set_grad_enabled(with_gradients),
-                FlopCounterMode(display=False) as flops,  # type: ignore[no-untyped-call]
-                _Calls() as calls,
+                FlopCounterMode(display=False) as flops,
+                _Calls() as calls,  # type: ignore[no-untyped-call]
             ):
                 setup.fork().first_loss()
         except Exception as error:  # or an operator that a dispatch mode can't handle

@@ -23,7 +23,7 @@ from adiv_monitor.audit.experiments.calls import (
 from adiv_monitor.audit.experiments.exchange import mask_of
 from adiv_monitor.audit.experiments.modules import HIGH
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
+from adiv_monitor.audit.trials.fixes import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record
 
 _MAKE_VECTORS = ("embedding", "linear", "conv2d")

@@ -15,7 +15,7 @@ from adiv_monitor.audit.experiments.changed_inputs import arguments
 from adiv_monitor.audit.experiments.exchange import ORDERED
 from adiv_monitor.audit.experiments.modules import BATCH_NORM, NORMS
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
+from adiv_monitor.audit.trials.fixes import Layers, fix, some
 from adiv_monitor.audit.trials.fixes.optimizer import hold
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.record import Record
