@@ -19,7 +19,7 @@ _NUMBERS: dict[str, Any] = {
     "clip_norm": (_NUMBER, lambda x: 0 < x < math.inf, "a number above 0, or None not to clip"),
     "try_seconds": (_NUMBER, lambda x: x >= 0, "a number of at least 0"),
 }
-_OPTIONAL = ("every_n_steps", "max_rows", "num_classes", "clip_norm")
+_OPTIONAL = ("steps", "every_n_steps", "max_rows", "num_classes", "clip_norm")
 
 
 def check_numbers(

@@ -14,6 +14,7 @@ from adiv_monitor.audit.command.code import UsageError, blamed, imported, needed
 from adiv_monitor.audit.command.models import tokenizer
 from adiv_monitor.audit.command.options import Config
 from adiv_monitor.audit.command.targets import MOST_CLASSES, Form, Shape, form
+from adiv_monitor.audit.run import MOST_STEPS
 from adiv_monitor.audit.training.batches import is_data_set, loader_of, mapped, taken
 
 _PLACES = 4  # cells of a class's pattern along each side of a random image
@@ -66,7 +67,9 @@ def data(
             found = loader_of(found, config.batch_size, config.seed)
             notes = (f"--data is a data set: shuffled, in batches of {config.batch_size} "
                      "(--batch-size).",)  # fmt: skip
-        batches = tuple(mapped(batch, moved) for batch in taken(found, config.steps, device))
+        batches = tuple(
+            mapped(batch, moved) for batch in taken(found, config.steps or MOST_STEPS, device)
+        )
     if kind not in SOURCES and isinstance(batches[0], tuple | list):
         is_real = getattr(batches[0][-1], "is_floating_point", lambda: True)()
         loss = "mse" if is_real else "cross_entropy"
@@ -83,7 +86,7 @@ def _random(config: Config, fits: Form, argument: str) -> Samples:
     """
     shape, generator = fits.shape, torch.Generator().manual_seed(config.seed)
     classes = config.num_classes or min(MOST_CLASSES, fits.classes or MOST_CLASSES)
-    count = config.batch_size * min(config.steps, _MOST_BATCHES)
+    count = config.batch_size * min(config.steps or MOST_STEPS, _MOST_BATCHES)
     labels = torch.randint(classes, (count,), generator=generator)
     if fits.vocabulary is not None:
         return TensorDataset(_chains(fits, labels, classes, generator), labels), classes

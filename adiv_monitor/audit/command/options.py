@@ -93,7 +93,7 @@ class Config:
     optimizer: str = "AdamW"
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
     clip_norm: float | None = OF_AUDIT["clip_norm"]
-    steps: int = OF_AUDIT["steps"]
+    steps: int | None = OF_AUDIT["steps"]
     seed: int = OF_AUDIT["seed"]
     device: str | None = None
     precision: str = "32-true"

@@ -23,7 +23,7 @@ from adiv_monitor.audit.command.code import (
 )
 from adiv_monitor.audit.command.data import data
 from adiv_monitor.audit.command.options import Config
-from adiv_monitor.audit.run import loss_of_output
+from adiv_monitor.audit.run import adamw, loss_of_output
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
 from adiv_monitor.audit.training.target_loss import Function, TargetLoss
@@ -133,6 +133,8 @@ def optimizer_of(name: str, arguments: Mapping[str, Any]) -> Optimizer | Optimiz
         UsageError: There is no such optimizer. The returned function raises it if the optimizer
             can't be made with these arguments.
     """
+    if name.lower() == "adamw" and not arguments:
+        return adamw
     found: Any = _OPTIMIZERS.get(name.lower()) or imported(name, "--optimizer", _OPTIMIZERS)
     if isinstance(found, Optimizer):
         if arguments:
