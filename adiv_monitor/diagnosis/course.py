@@ -55,7 +55,7 @@ def is_measure(record: Record) -> bool:
     alone = not any(report.other_optimizers for report in record.reports)
     fresh = bool(record.reports) and record.reports[0].step == 0
     falls = not any(report.maximize for report in record.reports)
-    return alone and fresh and falls and min(record.losses) > 0
+    return alone and fresh and falls and min(record.losses) >= 0
 
 
 def smoothed(record: Record) -> list[float]:

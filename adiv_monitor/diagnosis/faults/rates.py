@@ -255,7 +255,9 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
         path, move, furthest = over
         evidence = Evidence("update_ratio", move.value, furthest, path, move.since)
         said = (f"Step {move.since} moved the activations of {named(record, path)} by "
-                f"{move.value:.3g} times their length, and the loss rose after it.")  # fmt: skip
+                f"{move.value:.3g} times their length, and "
+                + ("a layer is dead since." if furthest == KILLS
+                   else "the loss rose after it."))  # fmt: skip
     else:
         return
     yield _too_high(record, suffers(record), said, (evidence,), 0.1)
@@ -265,14 +267,15 @@ def overshoot(record: Record) -> tuple[str, Typical, float] | None:
     """Return the layer that moved furthest before the loss rose, its move, and the limit of this.
 
     It counts at any measured step, though the layer may stand still later, if it is ten times
-    beyond the healthy range, or if it is longer than the activations and a layer is dead after it.
+    beyond the healthy range, or if it is longer than the activations and a layer is dead after it,
+    whatever the loss does.
     A weight that begins at or near zero (the second factor of a low-rank update, the end of a
     residual branch, a head) moves far relative to its output and is healthy.
     """
-    rising = [report for report in record.reports if _rises_after(record, report.step)]
     moves = [
         (path, move)
-        for report in rising
+        for report in record.reports
+        if _rises_after(record, report.step) or _kills(record, report.step)
         for path, move in by_layer(replace(record, reports=(report,)), "update_ratio").items()
         if path not in record.weights or record.weights[path].gain >= LEAST_GAIN
     ]
@@ -295,12 +298,15 @@ def _kills(record: Record, step: int | None) -> bool:
 
 
 def _rises_after(record: Record, step: int) -> bool:
-    """Return whether the loss over the next eighth of the run is above that of the step."""
-    by_step = dict(zip(record.steps_of_losses, record.losses, strict=False))
-    after = [loss for s, loss in by_step.items() if s > step][: max(3, len(by_step) // 8)]
-    if step not in by_step or not after:
+    """Return whether the loss over the next eighth of the run is above that up to the step.
+
+    The median before it counts, since the batch of the step may be the one with a large loss.
+    """
+    pairs = [*zip(record.steps_of_losses, record.losses, strict=False)]
+    length = max(3, len(pairs) // 8)
+    before = [loss for s, loss in pairs if s <= step][-length:]
+    after = [loss for s, loss in pairs if s > step][:length]
+    if not before or not after:
         return False
-    here = by_step[step]
-    return not fmean(after) <= here + max(
-        course.STILL * abs(here), course.noise(record) / math.sqrt(len(after))
-    )
+    here, error = median(before), course.noise(record) / math.sqrt(len(after))
+    return not fmean(after) <= here + max(course.STILL * abs(here), error)
