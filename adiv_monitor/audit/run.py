@@ -32,8 +32,8 @@ from adiv_monitor.audit.training.setup import (
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
 from adiv_monitor.audit.training.train import Progress, each_warning_once
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.course import compared
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.own_run import compared
 from adiv_monitor.diagnosis.record import Record
 
 

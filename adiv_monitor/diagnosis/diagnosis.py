@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.diagnose import fault_of, follows
+from adiv_monitor.diagnosis.course import difference
+from adiv_monitor.diagnosis.diagnose import fault_of, follows, running_headline
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.verdict import running_headline
 from adiv_monitor.report.written import read
 
 _D = TypeVar("_D", bound="Diagnosis")
@@ -43,7 +42,12 @@ class Diagnosis:
         if not self.record.is_audited:
             return f"{running_headline(self.findings, self.record)}."
         act = [f for f in self.findings if f.strength == "act"]
-        said = own_run.said(self.record) + (_cause(act, self.findings) if act else self._nothing())
+        said = _cause(act, self.findings) if act else self._nothing()
+        if differs := difference(self.record):
+            said = (
+                f"The copy does not train as your run did: {differs}. The copy lacks the cause of "
+                f"this difference, which may be the fault of your run. About the copy: {said}"
+            )
         if self.record.hurried:
             said += (
                 " The time for trials (try_seconds) was short: this result depends on the clock."

@@ -9,9 +9,9 @@ from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import course
+from adiv_monitor.diagnosis.diagnose import running_headline
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.verdict import running_headline
 
 CERTAIN = {name.split()[0] for name in HITS}
 

@@ -31,7 +31,7 @@ from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
-from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.rerun.eager import forced_eager

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from adiv_monitor.audit.arguments import check_numbers
 from adiv_monitor.audit.options.fail_if import parse
 from adiv_monitor.audit.options.usage import UsageError, needed, one_line
-from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys, without_secrets
+from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
