@@ -206,13 +206,13 @@ def difference(record: Record) -> str:
     steps = common_steps(record)
     middle = len(steps) // 2
     for half in (steps[:middle], steps[middle:]) if middle >= OF_HALF else ():
-        own = np.array([record.own_losses[step] for step in half])
-        copy = np.array([record.losses[step] for step in half])
-        differs = np.isfinite(own).all() != np.isfinite(copy).all()
-        if np.isfinite(own).all() and not differs:
-            error = float((own - copy).std(ddof=1) / math.sqrt(len(half)))
+        own, copy = (np.array([x[s] for s in half]) for x in (record.own_losses, record.losses))
+        finite = np.isfinite(own).all(), np.isfinite(copy).all()
+        differs = finite[0] != finite[1]
+        if all(finite):
+            error = ERRORS * (own - copy).std(ddof=1) / math.sqrt(len(half))
             larger = SHARE * max(abs(own.mean()), abs(copy.mean()))
-            least = max(ERRORS * error, larger, OF_THE_FIRST * abs(record.losses[0]))
+            least = max(error, larger, OF_THE_FIRST * abs(record.losses[0]))
             differs = abs((own - copy).mean()) > least
         if differs:
             return (

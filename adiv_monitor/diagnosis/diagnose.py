@@ -28,7 +28,7 @@ LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monit
 
 def fault_of(finding: Finding) -> Fault:
     """Return the fault of a finding; one that explains nothing if it is not registered."""
-    return FAULTS.get(finding.name, Fault(finding.name, ""))
+    return FAULTS.get(finding.name, Fault(sentence(finding.name), ""))
 
 
 def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Finding]:
@@ -40,8 +40,8 @@ def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Finding
     if course(record) == "rises":
         findings = sorted(findings, key=lambda finding: fault_of(finding).about == "inputs")
     causes = [finding for finding in findings if finding.strength != "note"]
-    of_loop = any(fault_of(finding).about == "loop" for finding in causes)
-    others = any(fault_of(finding).about != "symptom" for finding in causes)
+    abouts = {fault_of(finding).about for finding in causes}
+    of_loop, others = "loop" in abouts, bool(abouts - {"symptom"})
     explained = next((e for c in causes if {*LONG_STEPS} <= {*(e := fault_of(c).explains)}), ())
     for finding in findings:
         about = fault_of(finding).about
@@ -118,13 +118,6 @@ class Untold(NamedTuple):
     would_tell: str
 
 
-_ONLY_AUDITS = (
-    Untold("Whether another learning rate does better", "run `adiv-audit`"),
-    Untold("Wiring, inputs, labels, single units, the loss function, decay, clipping",
-           "run `adiv-audit`"),
-)  # fmt: skip
-
-
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
     """Return the strongest findings in a few words.
 
@@ -133,11 +126,10 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
     """
     found = [finding for finding in findings if fault_of(finding).about != "course"]
     if found:
-        strongest = min((f.strength for f in found), key=STRENGTHS.index)
-        titles = dict.fromkeys(finding_title(f.name) for f in found if f.strength == strongest)
-        first, *others = titles
+        strongest, said = found[0].strength, found[0].summary
         if found[0].name == "loss-stuck" and strongest != "note":
-            return NO_CAUSE + found[0].summary[:1].lower() + found[0].summary[1:].rstrip(".")
+            return f"{NO_CAUSE}{said[:1].lower()}{said[1:].rstrip('.')}"
+        first, *others = dict.fromkeys(fault_of(f).title for f in found if f.strength == strongest)
         more = f" and {len(others)} more" if others else ""
         return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
     return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
@@ -171,8 +163,11 @@ def untold(record: Record) -> tuple[Untold, ...]:
          "measure step 0 of a network with at least three layers"),
         (not FAULTS["interference"].shown_by(record), "Direction lost to interference",
          "measure with `Monitor(…, attainable=True)`"),
+        (True, "Whether another learning rate does better", "run `adiv-audit`"),
+        (True, "Wiring, inputs, labels, single units, the loss function, decay, clipping",
+         "run `adiv-audit`"),
     )  # fmt: skip
-    return (*(Untold(title, do) for is_open, title, do in asked if is_open), *_ONLY_AUDITS)
+    return tuple(Untold(title, do) for is_open, title, do in asked if is_open)
 
 
 def until(record: Record) -> str:

@@ -21,7 +21,7 @@ class Health:
     """The colouring of a measure.
 
     Attributes:
-        short: short title, above a narrow picture; the full one is `titles.measure_title`.
+        short: short title, above a narrow picture; the full one is `measure_title`.
         reads: how to read the measure, in one line.
         logarithmic: whether values are compared by their ratios.
         knots: (value, level), values rising: level −1 is far too little, −0.5 to 0.5 the range of
@@ -119,12 +119,16 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
         norms = gradients(record, report)
         last = next(reversed(norms.values()), 0.0)
         return {path: norm / last for path, norm in norms.items()} if last > 0 else {}
-    no_maps = {path for path, reading in report.layers.items() if reading.kind in NO_MAPS}
+    return _values(report, measure)
+
+
+def _values(report: StepReport, measure: str) -> dict[str, float]:
+    of_maps = measure in HEALTH and HEALTH[measure].of_maps
     return {
         path: value
         for path, reading in report.readings(measure).items()
         if (value := getattr(reading, measure)) is not None
-        and not (measure in HEALTH and HEALTH[measure].of_maps and path in no_maps)
+        and not (of_maps and report.layers[path].kind in NO_MAPS)
     }
 
 
@@ -141,23 +145,15 @@ def worst_layers(report: StepReport) -> dict[str, tuple[str, ...]]:
         if measure in ends and ends[measure].min_layers != ends[measure].max_layers  # of several
         and (path := ends[measure].min_layer if bad == "min" else ends[measure].max_layer)
     }  # fmt: skip
-    maps = [
-        (reading.update_ratio, reading.standard_error.get("update_ratio", 0.0), path)
-        for path, reading in report.layers.items()
-        if reading.kind not in NO_MAPS and reading.update_ratio is not None
-        and not math.isnan(reading.update_ratio)
-    ]  # fmt: skip
-    if len(maps) > 1:
-        errors = {path: error for _, error, path in maps}
+    moves = {p: x for p, x in _values(report, "update_ratio").items() if not math.isnan(x)}
+    errors = {p: report.layers[p].standard_error.get("update_ratio", 0.0) for p in moves}
+    if len(moves) > 1:
         low, high = HEALTH["update_ratio"].healthy
-        least = smallest(maps)
-        most = smallest((-value, error, path) for value, error, path in maps)
-        outside = [
-            end.layers[0]
-            for end, limit in ((least, low), (most, -high))
-            if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit
-        ]
-        worst["update_ratio"] = tuple(outside)
+        worst["update_ratio"] = ()
+        for sign, limit in ((1, low), (-1, -high)):
+            end = smallest((sign * move, errors[path], path) for path, move in moves.items())
+            if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit:
+                worst["update_ratio"] += end.layers
     return worst
 
 
@@ -218,11 +214,11 @@ _MEASURES = {  # title, and formula with how to read it
         for place, nth in (("p05", "5th"), ("p50", "50th"), ("p95", "95th"))
     },
     **{
-        f"kappa_{name}": (f"κ of {letter}", f"n^({letter} − 1): the share of full alignment")
-        for name, letter in (("alpha", "α"), ("omega", "ω"), ("u", "u"), ("cumulative", "A"))
-    },
-    **{
-        f"spectral_{name}": (f"Spectral {letter}", "with spectral norms of matrices")
+        f"{of}_{name}": (f"{title} {letter}", reads.format(letter))
+        for of, title, reads in (
+            ("kappa", "κ of", "n^({} − 1): the share of full alignment"),
+            ("spectral", "Spectral", "with spectral norms of matrices"),
+        )
         for name, letter in (("alpha", "α"), ("omega", "ω"), ("u", "u"), ("cumulative", "A"))
     },
     "row_cosine_p50": ("Cosine of the median row", "median of cos(d_r, g_r): how one sample fares"),

@@ -13,25 +13,21 @@ from adiv_monitor.report import StepReport
 HIDDEN = "***"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRETS = frozenset(
-    {
-        *{"password", "passwords", "passwd", "pwd", "passphrase", "secret", "secrets"},
-        *{"credential", "credentials", "authorization", "apikey", "apikeys"},
-    }
-)
+    ("password", "passwords", "passwd", "pwd", "passphrase", "secret", "secrets", "credential")
+).union(("credentials", "authorization", "apikey", "apikeys"))
 # Last words of names: text is secret under the first ones, and a number is a size under the second.
-_TEXTS = frozenset({"auth", "bearer", "cookie", "cookies", "pass", "passcode", "key"})
-_SIZES = frozenset({"dim", "dims", "len", "length", "size", "count", "num"})
-_KEYS = frozenset({"api", "access", "private", "secret", "signing", "encryption", "auth"})
+_TEXTS = frozenset(("auth", "bearer", "cookie", "cookies", "pass", "passcode", "key"))
+_SIZES = frozenset(("dim", "dims", "len", "length", "size", "count", "num"))
+_KEYS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "auth"))
 # Words beside which a token grants access.
 _DOORS = _KEYS | {"hf", "huggingface", "hub", "github", "gitlab", "wandb", "openai"}
 # Words of tokens in a text or a picture, of keys of a batch, and of passes through a network.
 _VOCABULARY = frozenset(
-    {
-        *{"pad", "padding", "bos", "eos", "sot", "eot", "cls", "class", "sep", "mask", "unk"},
-        *{"unknown", "begin", "start", "end", "stop", "special", "prefix", "suffix", "image"},
-        *{"audio", "video", "text", "word", "register", "dist", "query", "new", "input", "output"},
-        *{"target", "label", "batch", "feature", "loss", "sort", "forward", "backward"},
-    }
+    ("pad", "padding", "bos", "eos", "sot", "eot", "cls", "class", "sep", "mask", "unk", "unknown")
+).union(
+    ("begin", "start", "end", "stop", "special", "prefix", "suffix", "image", "audio", "video"),
+    ("text", "word", "register", "dist", "query", "new", "input", "output", "target", "label"),
+    ("batch", "feature", "loss", "sort", "forward", "backward"),
 )
 
 

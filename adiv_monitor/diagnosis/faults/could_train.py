@@ -1,9 +1,10 @@
 """Can the loop of a monitor's run train at all? What it does with gradients, rates and weights.
 
-Asked in the order of a step: are gradients zeroed between steps, too early, or clipped away; is the
-learning rate gone, or still rising; are the weights set back; are micro-batches summed? Each
-condition is exact, because each of these is also done on purpose. An audit trains a copy in a loop
-of its own. `parameters`, `data` and `loss` ask both kinds of runs.
+Asked in the order of a step: are gradients zeroed between steps, or too early; do they reach the
+parameters; are they clipped away; is the learning rate gone, or still rising; are the weights set
+back; are micro-batches summed? Each condition is exact, because each of these is also done on
+purpose. Last: do the samples of each batch agree, as sorted ones do? An audit trains a copy in a
+loop of its own. `parameters`, `data` and `loss` ask both kinds of runs.
 """
 
 import math
@@ -13,6 +14,7 @@ from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import course, end, is_known, is_measure, noise, smoothed
 from adiv_monitor.diagnosis.faults.fault import (
+    FEWEST_REPORTS,
     LEARNING,
     act_if,
     fault,
@@ -40,7 +42,7 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import NO_GRADIENT, percent
 
-FEWEST_MEASURED = 3  # measured steps, in all of which a condition must hold
+FEWEST_MEASURED = FEWEST_REPORTS  # in all of which a condition must hold
 FEWEST_SAME = 5  # the same, for batches: whole epochs of few batches repeat, too
 LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head that nobody uses
 # Norm of the gradient that was there before a step's first backward pass, over that of the gradient
@@ -94,13 +96,13 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
     out: a run may begin with gradients of other code. Several backward passes of one step are no
     fault, because `.grad` is zero before the first of them.
     """
-    kept, later = {}, record.reports[1:]
-    for path in dict.fromkeys(path for report in later for path in report.layers):
-        of_layer = [report.layers[path] for report in later if path in report.layers]
-        # Else the gradient's size is not known.
-        shares = [r.earlier_share for r in of_layer if not math.isnan(r.gradient_factor)]
-        if sum(share > KEPT for share in shares) > max(1, len(shares) / 2):
-            kept[path] = median(shares)
+    seen: dict[str, list[float]] = {}
+    for report in record.reports[1:]:
+        for path, reading in report.layers.items():
+            if not math.isnan(reading.gradient_factor):  # else the gradient's size is not known
+                seen.setdefault(path, []).append(reading.earlier_share)
+    kept = {path: median(shares) for path, shares in seen.items()
+            if sum(share > KEPT for share in shares) > max(1, len(shares) / 2)}  # fmt: skip
     if kept:
         largest = worst_first(kept)[0]
         yield Finding("not-zeroed", "act",
@@ -116,23 +118,28 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
 
 @loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
 def zeroed_early(record: Record) -> Iterator[Finding]:
-    """Find gradients that are removed between the backward pass and the step, or between passes."""
-    passes = {report.zeroed_passes for report in record.reports}
+    """Find gradients that are removed between the backward pass and the step."""
     paths, share = share_of(record, "removed", record.reports)
     if share > 0.5:
-        evidence = Evidence("share of the trainable parameters", share, 0.5)
-        said = ("Something, such as `zero_grad()`, removes the gradients of "
-                f"{these(record, paths)} between the backward pass and the step.")  # fmt: skip
-        advice = "call optimizer.zero_grad() before the backward pass, or after the step"
-    elif len(record.reports) >= FEWEST_MEASURED and len(passes) == 1 and (count := min(passes)) > 0:
-        paths, evidence = (), Evidence("backward passes of a step that were zeroed", count, 0)
-        said = (f"Gradients are zeroed between the micro-batches of a step: of {count + 1} "
-                "backward passes, the optimizer uses the last one alone.")  # fmt: skip
-        advice = "call optimizer.zero_grad() once for every optimizer step, not for each backward"
-    else:
-        return
-    yield Finding("zeroed-early", strength(record), said, (evidence,), (Advice(advice),),
-        layers=paths)  # fmt: skip
+        yield Finding("zeroed-early", strength(record),
+            f"Something, such as `zero_grad()`, removes the gradients of {these(record, paths)} "
+            "between the backward pass and the step.",
+            (Evidence("share of the trainable parameters", share, 0.5),),
+            (Advice("call optimizer.zero_grad() before the backward pass, or after the step"),),
+            layers=paths)  # fmt: skip
+
+
+@finds("monitor")
+def zeroed_between(record: Record) -> Iterator[Finding]:
+    """Find gradients that are removed between the backward passes of a step."""
+    counts = {report.zeroed_passes for report in record.reports}
+    if several(record) and len(counts) == 1 and (count := counts.pop()) > 0:
+        yield Finding("zeroed-early", strength(record),
+            f"Gradients are zeroed between the micro-batches of a step: of {count + 1} backward "
+            "passes, the optimizer uses the last one alone.",
+            (Evidence("backward passes of a step that were zeroed", count, 0),),
+            (Advice("call optimizer.zero_grad() once for every optimizer step, not for each "
+                    "backward"),))  # fmt: skip
 
 
 @finds("monitor")
@@ -144,56 +151,38 @@ def untrained(record: Record) -> Iterator[Finding]:
     """
     reports, sizes = record.reports, [*map(_reached, record.reports)]
     others = any(share_of(record, field, reports)[0] for field in ("cut_off", "removed"))
-    if len(reports) < FEWEST_MEASURED or others or not (most := max(r.trainable for r in reports)):
+    if not several(record) or others or not (most := max(r.trainable for r in reports)):
         return
-    before, now = max(sizes), max(sizes[len(sizes) // 2 :])
-    if ended := now < (1 - ENDED) * before:
-        first = next(i for i in range(len(sizes)) if max(sizes[i:]) == now)
-        later = {path for report in reports[first:] for path in report.layers}
-        paths = [path for path in maps(record) if path not in later]
-    elif before < most / 2 and course(record) != "falls":
-        first, paths = 0, [p for p, why in reports[-1].unsupported.items() if why == NO_GRADIENT]
-    else:
+    now = max(sizes[len(sizes) // 2 :])
+    ended, never = now < (1 - ENDED) * max(sizes), now < most / 2 and course(record) != "falls"
+    if not ended and not never:
         return
-    share, frozen = 1 - now / (before if ended else most), reports[-1].trainable < before
-    said = f"Since step {reports[first].step:,}" if ended else "In all measured steps"
+    first = next(i for i in range(len(sizes)) if max(sizes[i:]) == now)
+    later = {path for report in reports[first:] for path in report.layers}
+    paths = (*(path for path in maps(record) if path not in later), *_without(reports[-1]))
+    frozen, share = reports[-1].trainable < most, 1 - now / most
     yield Finding("unreached", strength(record),
-        f"{said}, no gradient reaches {these(record, paths)}, with {percent(share)} of the "
-        f"parameters that {'were trained before' if ended else 'are to be trained'}."
-        + " Their requires_grad is False." * frozen,
+        f"Since step {reports[first].step:,}, no gradient reaches {these(record, paths)}, with "
+        f"{percent(share)} of the parameters." + " Their requires_grad is False." * frozen,
         (Evidence("share of the parameters", share, ENDED if ended else 0.5),),
         (Advice("set requires_grad=True again after the code that froze them, unless they should "
-                "stay frozen"),) if frozen else
-        (Advice("look for a loss that is made anew from a number, as by torch.tensor(loss.item()), "
+                "stay frozen" if frozen else
+                "look for a loss that is made anew from a number, as by torch.tensor(loss.item()), "
                 "and for detach(), .data or no_grad() between these layers and the loss"),),
-        layers=tuple(paths), since=reports[first].step)  # fmt: skip
+        layers=paths, since=reports[first].step)  # fmt: skip
+
+
+def _without(report: StepReport) -> list[str]:
+    """Return the modules, and single parameters, that no gradient reached."""
+    return [path for path, why in report.unsupported.items() if why == NO_GRADIENT]
 
 
 def _reached(report: StepReport) -> int:
     """Return the number of elements of the trainable parameters that a gradient reached."""
-    without = {path for path, why in report.unsupported.items() if why == NO_GRADIENT}
+    without, sizes = {*_without(report)}, report.unmeasured.items()
     return report.trainable - sum(
-        count
-        for name, count in report.unmeasured.items()
-        if {name, name.rpartition(".")[0]} & without
+        count for name, count in sizes if {name, name.rpartition(".")[0]} & without
     )
-
-
-@finds("monitor")
-def sorted_samples(record: Record) -> Iterator[Finding]:
-    """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
-    cosines = [*by_layer(record, "gradient_cosine").items()][-1:]
-    if len(record.reports) < FEWEST_SAME or not cosines or not _goes_badly(record):
-        return
-    (path, cosine), *_ = cosines
-    if cosine.above(ALIKE) and is_measure(record) and overshoot(record) is None:
-        yield Finding("unshuffled", "act",
-            "The samples of a batch are alike, and the loss does not fall: in a typical step, they "
-            f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}), and "
-            "later batches for another one. Are the data sorted, by their class or target?",
-            (Evidence("gradient_cosine", cosine.value, ALIKE, path),),
-            (Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),),
-            "Larger batches of sorted data are sorted too.", against=())  # fmt: skip
 
 
 @loop_fault(
@@ -213,15 +202,16 @@ def clipped(record: Record) -> Iterator[Finding]:
             scales.append(fmean(report.loss_gradients))
             shares.append(max(1.0, scales[-1]) * median(factors))
     moves = [move.value for move in by_layer(at_peak(record), "update_ratio").values()]
-    if len(shares) < FEWEST_MEASURED or not median(shares) < CLIPPED:
+    if len(shares) < FEWEST_MEASURED or not moves:
         return
-    if moves and median(moves) < HEALTH["update_ratio"].healthy[0]:
-        scaled = median(scales) > 1
+    scale, share = median(scales), median(shares)
+    if share < CLIPPED and median(moves) < HEALTH["update_ratio"].healthy[0]:
+        scaled = scale > 1
         yield Finding("clipping-always", "act",
-            f"Clipping takes the step: the optimizer gets {median(shares):.2g} times the gradient."
+            f"Clipping takes the step: the optimizer gets {share:.2g} times the gradient."
             + (" The gradients are clipped while they are still multiplied by the scale "
-               f"{median(scales):g} of the mixed-precision scaler.") * scaled,
-            (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
+               f"{scale:g} of the mixed-precision scaler.") * scaled,
+            (Evidence("gradient used, over that of the backward pass", share, CLIPPED),),
             (Advice("call scaler.unscale_(optimizer) before the gradients are clipped" if scaled
                     else "clip at a higher norm, or not at all"),),
             "A higher learning rate makes up for it only while gradients keep their "
@@ -266,11 +256,10 @@ def rate_rises(record: Record) -> Iterator[Finding]:
     there = record.steps_of_losses[lowest]
     before = max((rate for step, rate in rates.items() if step <= there), default=0.0)
     times = rates[last] / before if before > 0 else 0.0
-    long = len(smooth) - lowest > RISEN_SHARE * len(smooth)
-    risen = not end(record) <= smooth[lowest] + 2 * noise(record)
     before_it = replace(record, losses=record.losses[: lowest + 1])
     learnt = record.losses[0] - smooth[lowest] > 2 * noise(before_it)
-    if times >= RISEN and learnt and risen and long and end(record) > 2 * abs(smooth[lowest]):
+    long = len(smooth) - lowest > RISEN_SHARE * len(smooth)
+    if times >= RISEN and learnt and long and end(record) > 2 * abs(smooth[lowest]):
         yield Finding("rate-rises", "act" if is_measure(record) else "note",
             "The learning rate rises, and so does the loss: since the lowest loss, near step "
             f"{there:,}, it has grown {times:.3g} times.",
@@ -306,18 +295,34 @@ def set_back(record: Record) -> Iterator[Finding]:
 )
 def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
-    counts = {len(report.loss_gradients) for report in record.reports}
-    if len(record.reports) < FEWEST_MEASURED or len(counts) != 1 or (k := counts.pop()) < SUMMED:
-        return
-    whole = all(min(report.loss_gradients) >= 1 for report in record.reports)
-    if not whole or optimizer_of(record) in SCALE_FREE or not _goes_badly(record):
+    passes = [report.loss_gradients for report in record.reports]
+    k = min(map(len, passes), default=0)
+    if not several(record) or k < SUMMED or k < max(map(len, passes)) or min(map(min, passes)) < 1:
         return
     high = HEALTH["update_ratio"].healthy[1]
     steps = (replace(record, reports=(report,)) for report in record.reports)
-    if any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values()):
+    far = any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values())
+    if far and optimizer_of(record) not in SCALE_FREE and _goes_badly(record):
         yield Finding("gradients-summed", "act",
             f"The gradients of {k} micro-batches are summed, not averaged: the steps are {k} times "
             "as long as those of their mean, and too long for this loss.",
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
             (Advice(f"divide the loss of each micro-batch by {k}"),
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
+
+
+@finds("monitor")
+def sorted_samples(record: Record) -> Iterator[Finding]:
+    """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
+    cosines = [*by_layer(record, "gradient_cosine").items()][-1:]
+    if len(record.reports) < FEWEST_SAME or not cosines or not _goes_badly(record):
+        return
+    (path, cosine), *_ = cosines
+    if cosine.above(ALIKE) and is_measure(record) and overshoot(record) is None:
+        yield Finding("unshuffled", "act",
+            "The samples of a batch are alike, and the loss does not fall: in a typical step, they "
+            f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}), and "
+            "later batches for another one. Are the data sorted, by their class or target?",
+            (Evidence("gradient_cosine", cosine.value, ALIKE, path),),
+            (Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),),
+            "Larger batches of sorted data are sorted too.", against=())  # fmt: skip
