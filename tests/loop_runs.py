@@ -55,6 +55,8 @@ NOT_ZEROED = {name: reading(earlier_share=0.9) for name in "abc"}
 DEAD = {name: reading(idle_share=1.0, gradient_factor=math.nan) for name in "ab"}
 HEAD = {"c": LAYERS["c"]}
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
+TURNED = {name: reading(gradient_cosine=-0.3, update_cosine=-0.3, descent=-0.1) for name in "abc"}
+UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
 HITS = {
     "not-zeroed": run(layers=NOT_ZEROED),
     "not-zeroed before units die": run(
@@ -88,9 +90,14 @@ HITS = {
     ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
+    "weights-set-back to new draws, seen by the loss": run(losses=(*WELL[:12],) * 4),
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
+    "gradient-reversed": run(losses=(*UP[:30], *(math.nan,) * 10), layers=TURNED),
+    "gradient-reversed of one layer": run(losses=STILL, layers=LAYERS | {"b": TURNED["b"]}),
+    "other-optimizer": run(changed_by=[(), *[("Adam",)] * 5], layers=UNDONE),
+    "frozen": run(layers=HEAD, trainable=300, frozen={"a": 300, "b": 400}),
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
     "unbounded-loss": run(losses=RISING, loss_gradients=(-1.0,)),
 }
@@ -103,7 +110,8 @@ MEANT = {
     ),
     "most of it unused, as the loss falls": run(layers=HEAD, **without(*["ab"] * 6)),
     "half of it unused": run(losses=STILL, **without(*"aaaaaa")),
-    "frozen from the start": run(layers=HEAD, trainable=300),
+    "a small part is frozen": run(trainable=1000, frozen={"a": 100}),
+    "frozen by turns": run(frozen=[{"a": 300}, {"b": 300}] * 3),
     "unfrozen step by step": run(
         layers=[HEAD, HEAD, *[LAYERS] * 4], trainable=[300, 300, *[1000] * 4]
     ),
@@ -142,6 +150,20 @@ MEANT = {
     "weights near earlier ones, as the loss falls": run(
         weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
+    "tasks in turn, each from a loss of its own": run(
+        losses=tuple(x + y for y in (0.0, 2.0, 0.0, 2.0) for x in WELL[:12])
+    ),
+    "a loss that jumps up for single batches": run(
+        losses=tuple(2.3 if i in (13, 22, 31) else x for i, x in enumerate(WELL))
+    ),
+    "a step uphill by momentum": run(
+        layers={name: reading(parameter_cosine=-0.1, update_cosine=-0.1) for name in "abc"}
+    ),
+    "sums of earlier gradients that point uphill": run(
+        layers=[LAYERS, LAYERS, *[TURNED] * 2, LAYERS, LAYERS]
+    ),
+    "another optimizer for other weights": run(other_optimizers=("Adam",), layers=UNDONE),
+    "another optimizer that takes over": run(changed_by=[(), ("Adam",), *[()] * 4]),
     "a mean of micro-batches": run(losses=RISING, layers=LONG, loss_gradients=(0.25,) * 4),
     "a sum of micro-batches that trains": run(layers=LONG, loss_gradients=ONES),
     "a sum of micro-batches in short steps": run(losses=RISING, loss_gradients=ONES),

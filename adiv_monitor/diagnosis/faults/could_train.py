@@ -2,9 +2,9 @@
 
 Asked in the order of a step: are gradients zeroed between steps, or too early; do they reach the
 parameters; are they clipped away; is the learning rate gone, or still rising; are the weights set
-back; are micro-batches summed? Each condition is exact, because each of these is also done on
-purpose. Last: do the samples of each batch agree, as sorted ones do? An audit trains a copy in a
-loop of its own. `parameters`, `data` and `loss` ask both kinds of runs.
+back, or changed by another optimizer; are micro-batches summed? Each condition is exact, because
+each of these is also done on purpose. Last: do the samples of each batch agree, as sorted ones do?
+An audit trains a copy in a loop of its own. `parameters`, `data` and `loss` ask both kinds of runs.
 """
 
 import math
@@ -12,10 +12,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.course import course, end, is_known, is_measure, noise, smoothed
+from adiv_monitor.diagnosis.course import (
+    STILL,
+    course,
+    end,
+    is_known,
+    is_measure,
+    noise,
+    smoothed,
+)
 from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_REPORTS,
     LEARNING,
+    LONG_STEPS,
     act_if,
     fault,
     finds,
@@ -40,7 +49,7 @@ from adiv_monitor.diagnosis.readings import (
 )
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
-from adiv_monitor.report.wording import NO_GRADIENT, percent
+from adiv_monitor.report.wording import NO_GRADIENT, listed, percent
 
 FEWEST_MEASURED = FEWEST_REPORTS  # in all of which a condition must hold
 FEWEST_SAME = 5  # the same, for batches: whole epochs of few batches repeat, too
@@ -60,6 +69,7 @@ RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
+FEWEST_JUMPS = 2  # of the loss, to where it began
 
 
 def strength(record: Record) -> Strength:
@@ -114,6 +124,32 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
                     "backward before the forward pass"),),
             "A lower learning rate still follows the sum of all gradients so far.",
             layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
+
+
+@loop_fault(
+    "gradient-reversed",
+    "Gradients are turned round, so that steps go uphill",
+    shown_by=stepped,
+    explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
+)
+def reversed_(record: Record) -> Iterator[Finding]:
+    """Find layers whose `.grad` points uphill, which that of a backward pass never does.
+
+    A step along it would move the activations against their own gradient. A layer that reverses
+    gradients in the graph turns both.
+    """
+    cosines = by_layer(record, "gradient_cosine")
+    turned = {path: -cosine.value for path, cosine in cosines.items() if cosine.below(0)}
+    if several(record) and turned and not any(not_zeroed(record)):
+        first = worst_first(turned)[0]
+        yield Finding("gradient-reversed", strength(record),
+            f"The gradients of {these(record, [*turned])} are turned round between the backward "
+            "pass and the step: a step along them raises the loss.",
+            (Evidence("gradient_cosine", -turned[first], 0, first),),
+            (Advice("look for a minus sign, or for a hook that reverses gradients, between the "
+                    "backward pass and the step"),),
+            "No learning rate makes steps uphill lower the loss.",
+            layers=worst_first(turned))  # fmt: skip
 
 
 @loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
@@ -183,6 +219,21 @@ def _reached(report: StepReport) -> int:
     return report.trainable - sum(
         count for name, count in sizes if {name, name.rpartition(".")[0]} & without
     )
+
+
+@finds("monitor")
+def frozen(record: Record) -> Iterator[Finding]:
+    """Find blocks that are frozen in all measured steps, beside those that train."""
+    paths, size = share_of(record, "frozen", record.reports)
+    share = size / (1 + size)  # of all parameters
+    if share > ENDED:
+        harms = share > 0.5 and _goes_badly(record)
+        yield Finding("frozen", "watch" if harms else "note",
+            f"{these(record, paths)} are frozen (requires_grad is False), with {percent(share)} of "
+            f"the parameters; {these(record, maps(record))} train.",
+            (Evidence("share of the parameters", share, ENDED),),
+            (Advice("set requires_grad=True, unless these parameters should stay frozen"),),
+            layers=paths)  # fmt: skip
 
 
 @loop_fault(
@@ -276,6 +327,10 @@ def rate_rises(record: Record) -> Iterator[Finding]:
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
+    advice = Advice(
+        "look for load_state_dict, copy_, reset_parameters or a moving average that writes to the "
+        "weights of the model in training, and is not undone"
+    )
     wholly = sum(share >= RETURNED for share in back) > len(back) / 2
     often = sum(share > SET_BACK for share in back) > len(back) / 2
     if len(back) >= FEWEST_MEASURED - 1 and (wholly or (often and _goes_badly(record))):
@@ -284,8 +339,45 @@ def set_back(record: Record) -> Iterator[Finding]:
             "The weights are set back between the optimizer's steps: measured steps begin after "
             f"{percent(share)} of the way since an earlier one is undone.",
             (Evidence("share of the weights' way that is undone", share, SET_BACK),),
-            (Advice("look for load_state_dict, copy_ or a moving average that writes to the "
-                    "weights of the model in training, and is not undone"),))  # fmt: skip
+            (advice,))  # fmt: skip
+    elif anew := _begins_anew(record):
+        yield Finding("weights-set-back", strength(record),
+            f"The training begins anew {len(anew)} times, first at step {anew[0]:,}: the loss "
+            f"jumps to where it began, {record.losses[0]:.3g}, and falls again as at first.",
+            (Evidence("jumps of the loss to its beginning", len(anew), FEWEST_JUMPS),),
+            (advice,), since=anew[0])  # fmt: skip
+
+
+def _begins_anew(record: Record) -> list[int]:
+    """Return the steps at which the loss begins its course anew; none if it jumps elsewhere, too.
+
+    A jump is a rise, in one step, by half of the way that the loss has gone. After it, the loss
+    stays where it was at first, within a quarter of that way.
+    """
+    losses, k = record.losses, FEWEST_REPORTS
+    if not is_known(record) or not is_measure(record):
+        return []
+    means = [fmean(losses[i : i + k]) for i in range(len(losses) - k + 1)]
+    way = means[0] - min(means)
+    jumps = [i for i in range(k, len(means)) if losses[i] - losses[i - 1] > way / 2]
+    back = all(abs(means[i] - means[0]) < way / 4 for i in jumps)
+    many, fell = len(jumps) >= FEWEST_JUMPS, way > max(STILL * abs(means[0]), 4 * noise(record))
+    return [record.steps_of_losses[i] for i in jumps] if back and fell and many else []
+
+
+@loop_fault("other-optimizer", "Another optimizer steps the same weights",
+            shown_by=several, explains=("projection-fights",))  # fmt: skip
+def other_optimizer(record: Record) -> Iterator[Finding]:
+    """Find another optimizer that changes measured weights in most of the steps."""
+    by = [r.changed_by for r in record.reports[1:]]
+    share = fmean(map(bool, by)) if several(record) else 0.0
+    if share > 0.5:
+        names = listed([*dict.fromkeys(name for each in by for name in each)])
+        yield Finding("other-optimizer", strength(record),
+            f"Between the steps of {record.reports[-1].optimizer}, another optimizer, {names}, "
+            f"changes weights that it trains, in {percent(share)} of the measured steps.",
+            (Evidence("share of the measured steps", share, 0.5),),
+            (Advice("give each parameter to one optimizer alone"),))  # fmt: skip
 
 
 @loop_fault(
