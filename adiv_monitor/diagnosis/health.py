@@ -225,20 +225,6 @@ _MEASURES = {  # title, and formula with how to read it
 }
 MEASURE_TITLES: Mapping[str, Title] = {name: Title(*said) for name, said in _MEASURES.items()}
 
-# Titles of narrow columns.
-SHORT_TITLES: Mapping[str, str] = {
-    "update_cosine": "Step’s cosine",
-    "gradient_cosine": "Gradient’s cosine",
-    "attainable_cosine": "Ceiling",
-    "realised_cosine": "Realised cosine",
-    "scale_cv": "Spread of scales",
-    "common_share": "Mean feature",
-    "interference_ratio": "Interference",
-    "harmed_fraction": "Harmed rows",
-    "effective_lr": "Effective lr",
-    "update_ratio": "Move",
-}
-
 
 def measure_title(measure: str) -> str:
     """Return the title of a measure, or of another recorded number."""
