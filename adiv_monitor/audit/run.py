@@ -26,9 +26,8 @@ from adiv_monitor.audit.training.setup import COSTLY, Loss, OptimizerFactory, Se
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
 from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
 from adiv_monitor.diagnosis import diagnose
-from adiv_monitor.diagnosis.course import course, end, start
+from adiv_monitor.diagnosis.course import compared, course, end, start
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.own_run import compared
 from adiv_monitor.diagnosis.record import Record
 
 # Without a given number of steps, a run has as many as cost no more than `MOST_STEPS` steps that
