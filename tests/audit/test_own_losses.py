@@ -21,6 +21,7 @@ from adiv_monitor.audit.command.code import UsageError
 from adiv_monitor.audit.command.prepare import own_losses
 from adiv_monitor.audit.experiments.measure import averages
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.course import difference
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.report_page import headline
