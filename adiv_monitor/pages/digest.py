@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from adiv_monitor.diagnosis.diagnose import follows
+from adiv_monitor.diagnosis.diagnose import finding_title, follows, what_happens
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Evidence, Finding
+from adiv_monitor.diagnosis.health import measure_title
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import finding_title, measure_title
-from adiv_monitor.diagnosis.verdict import what_happens
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.pages.report_page import (

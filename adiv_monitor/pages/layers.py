@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.health import worst_layers
-from adiv_monitor.diagnosis.titles import measure_title
+from adiv_monitor.diagnosis.health import measure_title, worst_layers
 from adiv_monitor.pages.chain import Block, Part, bar, chain
 from adiv_monitor.report import WORST, LayerReading, StepReport, taken
 from adiv_monitor.report.wording import cell, listed, number

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.health import fix_title
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import fix_title
 from adiv_monitor.printable import printable
 
 if TYPE_CHECKING:

@@ -8,13 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adiv_monitor.diagnosis.titles import (
-    MEASURE_TITLES,
-    SHORT_TITLES,
-    finding_title,
-    fix_title,
-    measure_title,
-)
+from adiv_monitor.diagnosis.diagnose import finding_title
+from adiv_monitor.diagnosis.health import MEASURE_TITLES, fix_title, measure_title
 from adiv_monitor.pages.chain import HEIGHT, WIDTH
 from adiv_monitor.pages.findings import (
     STRENGTH_WORDS,
@@ -58,7 +53,6 @@ _WORDS: dict[str, Any] = {
     "measure_title": measure_title,
     "fix_title": fix_title,
     "measure_titles": MEASURE_TITLES,
-    "short_titles": SHORT_TITLES,
     "strength_words": STRENGTH_WORDS,
     "evidence_rows": evidence_rows,
     "significant": significant,

@@ -5,13 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.diagnose import follows
+from adiv_monitor.diagnosis.course import difference
+from adiv_monitor.diagnosis.diagnose import follows, running_headline, what_happens
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.verdict import running_headline, what_happens
 from adiv_monitor.pages.drives import drives
 from adiv_monitor.pages.findings import (
     all_trials,
@@ -87,7 +86,7 @@ def headline(findings: Sequence[Finding], record: Record) -> str:
     """
     if not record.is_audited:
         return running_headline(findings, record)
-    differs = "the copy does not train as your run did" if own_run.difference(record) else ""
+    differs = "the copy does not train as your run did" if difference(record) else ""
     counts = Counter(finding.strength for finding in findings)
     act, watch = (
         "one thing" if counts[strength] == 1 else f"{counts[strength]} things"

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.diagnosis.titles import how_to_read, measure_title
+from adiv_monitor.diagnosis.health import HEALTH, how_to_read, measure_title
 from adiv_monitor.pictures.colours import (
     HEALTHY,
     NO_VALUE,

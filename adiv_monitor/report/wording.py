@@ -8,6 +8,7 @@ from adiv_monitor.report import AlignmentReading, AttentionReading, LayerReading
 
 _MOST_LINES = 12
 NOT_FINITE = "NaN"  # shown for a reading of a layer with values that are not finite
+NO_GRADIENT = "no gradient reached it in this step"  # why a module was not measured
 IDLE = "idle"  # shown for a reading of a layer of which no sampled row has a gradient
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine")
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from adiv_monitor.diagnosis.diagnose import finding_title, running_headline, untold
 from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.health import HEALTH, OVERVIEW, is_told
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Raised, Running
-from adiv_monitor.diagnosis.titles import finding_title
-from adiv_monitor.diagnosis.verdict import running_headline, untold
 from adiv_monitor.pages.digest import finding_lines, named
 from adiv_monitor.pictures.grid import Grid, grids
 from adiv_monitor.pictures.heat import heat_picture, overview_picture

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakKeyDictionary
 
-from adiv_monitor.diagnosis.titles import chart_text
+from adiv_monitor.diagnosis.health import chart_text
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport, taken

@@ -18,11 +18,11 @@ from torch import nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.diagnose import NOTHING
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
-from adiv_monitor.diagnosis.verdict import NOTHING
 from adiv_monitor.report import Alarm, LayerReading, StepReport, Turn
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
