@@ -65,7 +65,6 @@ class Layers:
         self.provenance = provenance
         self._chooser = chooser
         self.context = context
-        self._calls = context.calls
         self._is_due = is_due
         self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
         # By number of a forward call; the references are weak because `rows` owns the calls.
@@ -153,7 +152,6 @@ class Layers:
             forward: the number of the module's forward call in which it is made.
         """
         call = Call(layer, self.rows[layer.path].choose(shape, device))
-        call.place = None if self._calls is None else self._calls.place(layer.path)
         call.forward, call.evaluates = forward, not self.names.root.training
         self._was_made(call)
         return call
@@ -203,8 +201,6 @@ class Layers:
                 rows.withdraw(call for call in of_layer if isinstance(call, Call))
                 if not rows.calls:
                     self.forget(path)
-                    if self._calls is not None:
-                        self._calls.forget(path)
             elif path in self.found:
                 for call in of_layer:
                     self._passing[path].pop(call, None)

@@ -78,7 +78,6 @@ class Watching(Watcher):
         self._without_rule = without_rule
         self._takes = takes
         self._first_begins: Callable[[], object] | None = layers.context.begins
-        self._calls, self._attention = layers.context.calls, layers.context.attention
         self._repeated = repeated
         self._repetitions = Repetitions(
             forwards, layers, self._provenance, without_rule, takes, self._noting
@@ -93,17 +92,12 @@ class Watching(Watcher):
 
     def begins(self, forward: Forward) -> None:
         """Record that a module's forward begins."""
-        if self._attention is not None:
-            self._attention.begins(forward)
         if forward.module in self._owners:
             self._layer_begins()
         if self._forwards.is_outermost:
             self.record.outermost[forward.module] = None
         elif forward.module in self._forwards.around:  # recursion: its depth must be watched
             self.record.others.add(forward.module)
-        if self._calls is not None:
-            around = self._forwards.around
-            self._calls.began(forward.module, forward.args, forward.kwargs, around)
 
     def _layer_begins(self) -> None:
         begins, self._first_begins = self._first_begins, None
@@ -168,8 +162,6 @@ class Watching(Watcher):
             self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
         if output is not None:
             self._ran(module, args, kwargs)
-        if self._calls is not None:
-            self._calls.ended(module, output, self._forwards.around)
 
     def _look_at_ruled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -232,8 +224,6 @@ class Watching(Watcher):
             return call()
         if name in _ATTRIBUTES:
             return self._read(call)
-        if self._attention is not None:
-            self._attention.look(call, self._forwards)
         values = values_in(name, args, kwargs)
         if self._repetitions.shown and self._looks_for_uses():
             repeated = self._repetitions.among(values)

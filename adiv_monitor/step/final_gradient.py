@@ -157,7 +157,6 @@ class FinalGradient:
             layer,
             _versions(calls),
             features,
-            places=[(call.place, call.rows) for call in calls],
             sums=sums,
             G=G,
             factor=factor,

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.realised.rows import Calls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Index, to_device
@@ -27,7 +26,6 @@ class LayerInProgress:
         layer: the layer.
         versions: the weight versions that its calls used, with the number of rows of each.
         features: Φ of the rows of all calls.
-        places: the place and the sampled rows of each call.
         sums: the numbers for the host, without those of the rows until `finished`.
         G: ∂L/∂z, as the backward pass left it.
         factor: the factor from G to the units of the optimizer's gradient; None: 1.
@@ -41,7 +39,6 @@ class LayerInProgress:
     layer: Layer
     versions: list[WeightVersion]
     features: Features
-    places: Calls
     sums: LayerSums[Tensor]
     G: Tensor
     factor: Tensor | None
