@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from typing import Any, Literal, TypedDict, TypeVar
 
 from adiv_monitor.alarms import Rules
-from adiv_monitor.capture.realised.losses import LossOf
+from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor

@@ -29,8 +29,7 @@ from adiv_monitor.arguments import (
 )
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, take_off
-from adiv_monitor.capture.loss_hook import LossHook
-from adiv_monitor.capture.realised.losses import LossOf
+from adiv_monitor.capture.loss_hook import LossHook, LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure
 from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
@@ -97,14 +96,15 @@ class Monitor:
             None: all rows.
         attainable: also measure `attainable_cosine`, the best that any step of the layer could
             reach. It takes all rows.
-        attention: also measure the attention scores (`StepReport.attention`), on a few samples, for
-            which copies of the attention modules run again.
-        realised: run the forward passes of each measured step again, with the new weights and with
-            half of the step, to measure what really changed (`realised_cosine`,
-            `single_layer_share`, `first_order_error`). Pass the loss in place of True to measure
-            its change too (`StepReport.realised_loss_change`): the module that computes it from the
-            model's output, or a function from the output of a call of the model to the loss, one
-            number or one per sample. It costs two forward passes and a copy of the parameters.
+        attention: also measure the attention scores (`StepReport.attention`), on the probe of
+            `realised`. Their cosines need `loss` or the loss in `realised`.
+        realised: run the model on a probe, the first eight samples of the first measured step, with
+            the weights before each measured step, with those after it and with half of the step, to
+            measure what really changed (`single_layer_share`, `first_order_error`). With the loss,
+            here or in `loss`, also `realised_cosine` and the change of the loss
+            (`StepReport.realised_loss_change`): the module that computes it from the model's
+            output, or a function from the output of a call of the model to the loss, one number or
+            one per sample. It costs four passes on the probe and a copy of the parameters.
             Forward hooks run again too. Random numbers, buffers, tensors and plain data in
             attributes of modules, gradients, modes and weights are restored; what else a forward
             pass changes is not.
@@ -174,7 +174,8 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         optimizer = stepping(optimizer)
-        asked = Asked(max_rows, attainable, attention, realised, alignment, on_alarm == "stop")
+        stops = on_alarm == "stop"
+        asked = Asked(max_rows, attainable, attention, realised, alignment, stops, loss)
         check_training(model, optimizer, loss)
         check_schedule(every_n_steps, max_overhead, seed)
         check_asked(asked, optimizer)

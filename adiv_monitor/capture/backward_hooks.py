@@ -64,7 +64,6 @@ class BackwardHooks:
         self._layers = layers
         self._shares = shares
         self._provenance = layers.provenance
-        self._attention = layers.context.attention
         self._guard, self.passes = layers.context.guard, layers.context.passes
         self._accumulations: dict[int, Accumulation] = {}  # by id of a parameter
         self._verdict = (-1, False)
@@ -152,13 +151,11 @@ class BackwardHooks:
         return self._accumulations[id(layer.parameters[0])]
 
     def users(self, parameter: nn.Parameter) -> list[Accumulated]:
-        """Return the rows, shares and attention rows that depend on a parameter's gradient."""
+        """Return the rows and shares that depend on a parameter's gradient."""
         key, rows = id(parameter), self._layers.rows
         led = self._layers.led[key]
         found: list[Accumulated] = [rows[path] for path in led if path in rows]
         found += self._shares.led_by(key)
-        if self._attention is not None:
-            found += self._attention.rows_of(parameter)
         return found
 
     @property

@@ -36,10 +36,6 @@ _REMOVED = (
     "its gradient was removed after the backward pass (`zero_grad()`, `.grad = None`, a step that "
     "was taken within it?), so the optimizer's step does not use it"
 )
-_NO_ATTENTION = (
-    "No attention of trained weights was seen: only scaled_dot_product_attention and "
-    "nn.MultiheadAttention are known."
-)
 _CUT = (
     "No gradient came back through {}: these uses of weights, which other layers train, are not "
     "part of this step."
@@ -81,7 +77,7 @@ class Capture:
         plan: Plan | None,
         pieces: Pieces | None,
     ) -> None:
-        self.attention, self.passes = context.attention, context.passes
+        self.passes = context.passes
         self.unreached: dict[str, str] = {}
         self.removed: list[nn.Parameter] = []
         self.evaluated: tuple[str, ...] = ()
@@ -120,7 +116,6 @@ class Capture:
             self._without_gradient = {id(p) for p in parameters if p.grad is None}
             self._frozen = {id(p) for p in parameters if not p.requires_grad}
         call_all(
-            *(() if self.attention is None else (self.attention.detach,)),
             self._watching.detach,
             self.passes.detach,
             self.forwards.remove,
@@ -251,8 +246,6 @@ class Capture:
                 partly[why].append(self.selection.names[id(parameter)])
         for why, names in partly.items():
             notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
-        if self.attention is not None and self.attention.saw_none():
-            notes.append(_NO_ATTENTION)
         if self._cut:
             notes.append(_CUT.format(listed(self._cut)))
         if any(rows.dropped for rows in self.rows.values()):

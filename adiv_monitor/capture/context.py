@@ -3,11 +3,9 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.passes import Passes
-from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.maths.alike import raised
 
 
@@ -29,8 +27,6 @@ class Context:
         begins: called when the first layer's forward pass with gradients begins.
         renew: called before a forward pass is followed; the `Forwards` that it returns replaces
             this step's.
-        calls: records the forward passes, so that they can be rerun; None: not requested.
-        attention: samples attention calls; None: not requested.
         passes: follows the backward passes.
         attainable: whether to gather all rows as well, for the ceiling.
     """
@@ -41,7 +37,5 @@ class Context:
     checked: Collection[str] = ()
     begins: Callable[[], object] = _nothing
     renew: Callable[[], Forwards | None] = _nothing
-    calls: ForwardCalls | None = None
-    attention: AttentionCalls | None = None
     passes: Passes = field(default_factory=Passes)
     attainable: bool = False

@@ -69,7 +69,6 @@ class Gathering:
         self._forwards = forwards
         self._without_rule = without_rule
         self._checked = layers.context.checked
-        self._attention = layers.context.attention
         self._attainable = layers.context.attainable
         self._hooks: list[RemovableHandle] = []  # on nodes of the graph
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
@@ -128,12 +127,10 @@ class Gathering:
             rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.add(call)
         self._follow_shares(layer, [output], inputs, call)
-        if self._attention is not None:
-            self._attention.last_used = layer.pieces[0].parameter
         viewed = behind_view(output)
         layout = use.layout
         if viewed is not output:
-            layout = partial(_as_view, use.layout, output.shape, output.stride())
+            layout = partial(as_view, use.layout, output.shape, output.stride())
         arrive = self._arrival(layer.path, layout, call)
         # `detach` removes the hook: a tensor that outlives its graph would keep the call alive.
         self._hooks.append(on_gradient(viewed, arrive))
@@ -285,10 +282,10 @@ class Gathering:
         late = use.late() if has_scales and whole is None else None
         if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
             late = None
-        call.look(_trained(layer, features), call.rows.take(z), whole, late)
+        call.look(trained_of(layer, features), call.rows.take(z), whole, late)
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
-            call.every_row = _trained(layer, use.features(every))
+            call.every_row = trained_of(layer, use.features(every))
         return features
 
     # --- the backward pass -----------------------------------------------------------------------
@@ -345,7 +342,7 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return rows.take(gradient), squares(gradient).reshape(1, -1)
 
 
-def _as_view(
+def as_view(
     layout: Callable[[Tensor], Tensor],
     shape: Sequence[int],
     stride: Sequence[int],
@@ -371,5 +368,6 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
     return error
 
 
-def _trained(layer: Layer, features: Features) -> Features:
+def trained_of(layer: Layer, features: Features) -> Features:
+    """Return the part of the features that belongs to the layer's trained parameters."""
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.realised.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
@@ -26,7 +25,7 @@ class Call:
     """The record of one call of a layer: the chosen rows and sums over all rows.
 
     Attributes:
-        layer: the layer with the weights that this call used; None if it is no layer.
+        layer: the layer with the weights that this call used.
         features: φ of the chosen rows; `look` sets it.
         z: the outputs of the chosen rows; `look` sets it.
         whole: the statistics of all rows from the forward pass; `look` sets it.
@@ -38,7 +37,6 @@ class Call:
             two backward passes have gone through one graph, or where ranks hold partial sums:
             then the sum is known for the chosen rows alone.
         precision: the rounding of the gradients that arrived.
-        place: where in the step the call was made, if the forward passes are recorded.
         evaluates: whether the model was in eval mode.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
     """
@@ -46,8 +44,8 @@ class Call:
     features: Features
     z: Tensor
 
-    def __init__(self, layer: Layer | None, rows: Rows) -> None:
-        self._layer = layer
+    def __init__(self, layer: Layer, rows: Rows) -> None:
+        self.layer = layer
         self.rows = rows
         self.known = False
         self.whole: Whole | None = None
@@ -65,14 +63,7 @@ class Call:
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.tells_sums = False  # a second pass through the graph, or merged rows
-        self.place: CallPlace | None = None
         self.evaluates = False
-
-    @property
-    def layer(self) -> Layer:
-        """The layer that was called, with the weights that this call used; unset for attention."""
-        assert self._layer is not None
-        return self._layer
 
     def look(
         self, features: Features, z: Tensor, whole: Whole | None, late: LateScales | None = None

@@ -53,7 +53,6 @@ class Layers:
         self.provenance = provenance
         self._chooser = chooser
         self.context = context
-        self._calls = context.calls
         self._is_due = is_due
 
     # --- finding ---------------------------------------------------------------------------------
@@ -137,7 +136,6 @@ class Layers:
             device: the device of z.
         """
         call = Call(layer, self.rows[layer.path].choose(shape, device))
-        call.place = None if self._calls is None else self._calls.place(layer.path)
         call.evaluates = not self.names.root.training
         return call
 

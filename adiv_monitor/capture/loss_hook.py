@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.hook import Hook, ModuleHook, trains
 from adiv_monitor.capture.names import class_name
-from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import ThreadState
+
+# The module that computes the loss in the training loop, or: output of a model call → loss.
+LossOf = nn.Module | Callable[[Any], Tensor]
 
 _OTHERWISE = "Pass the module that the loop calls as `loss=`, or call `monitor.log_loss(loss)`."
 

@@ -81,7 +81,6 @@ class Watching(Watcher):
         self._without_rule = without_rule
         self._takes = takes
         self._first_begins: Callable[[], object] | None = layers.context.begins
-        self._calls, self._attention = layers.context.calls, layers.context.attention
         self._repeated = repeated
         self._active = True
 
@@ -93,17 +92,12 @@ class Watching(Watcher):
 
     def begins(self, forward: Forward) -> None:
         """Record that a module's forward begins."""
-        if self._attention is not None:
-            self._attention.begins(forward)
         if forward.module in self._owners:
             self._layer_begins()
         if self._forwards.is_outermost:
             self.record.outermost[forward.module] = None
         elif forward.module in self._forwards.around:  # recursion: its depth must be watched
             self.record.others.add(forward.module)
-        if self._calls is not None:
-            around = self._forwards.around
-            self._calls.began(forward.module, forward.args, forward.kwargs, around)
 
     def _layer_begins(self) -> None:
         begins, self._first_begins = self._first_begins, None
@@ -169,8 +163,6 @@ class Watching(Watcher):
             self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
         if output is not None:
             self._ran(module, args, kwargs)
-        if self._calls is not None:
-            self._calls.ended(module, output, self._forwards.around)
 
     def _look_at_ruled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -236,8 +228,6 @@ class Watching(Watcher):
             return call()
         if name in _ATTRIBUTES:
             return self._read(call)
-        if self._attention is not None:
-            self._attention.look(call, self._forwards)
         return self._watched(call, name, _values_in(name, args, kwargs))
 
     def _is_looking(self) -> bool:

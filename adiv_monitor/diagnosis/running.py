@@ -142,7 +142,6 @@ class Running:
             loss_steps=tuple(losses),
             gradient_norms=(),
             reports=reports,
-            realised={r.step: c for r in reports if (c := r.realised_loss_change) is not None},
             first_non_finite=place,
             non_finite_since=step,
             skipped=self._skipped,

@@ -5,9 +5,8 @@
     g    = ∂L/∂Y = scale · P ⊙ (dP − rowsum(dP ⊙ P)),   dP = dO Vᵀ
     ΔY   = Δq kᵀ + q Δkᵀ                     the first-order effect of a change of the projections
 
-With dropout O = P̃ V, where P̃ is P with entries zeroed and the others divided by 1 − p, and then
-g = scale · (P̃ ⊙ dP − P ⊙ rowsum(P̃ ⊙ dP)). Fused kernels never hold any of these matrices, so they
-are recomputed for a few samples, some queries at a time.
+Fused kernels never hold any of these matrices, so they are recomputed for a few samples, some
+queries at a time.
 """
 
 import math
@@ -15,10 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import to_compute_dtype
+from adiv_monitor.features.uses import Refused
 
 CHUNK = 2**22  # number of scores that are held in memory at once
 
@@ -40,8 +40,6 @@ class Attention:
             to (samples, heads, queries, keys).
         causal: query t sees only keys s ≤ t, both counted from the first.
         scale: multiplies the scores.
-        dropout: probability p that an entry of P is zeroed.
-        kept: the entries that were not zeroed; None without dropout.
     """
 
     query: Float[Tensor, "samples heads queries width"]
@@ -50,8 +48,6 @@ class Attention:
     mask: Tensor | None
     causal: bool
     scale: float
-    dropout: float = 0.0
-    kept: Bool[Tensor, "samples heads queries keys"] | None = None
 
     def probabilities(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
         """Return P of some queries; zeros for a query that sees no key, as in torch."""
@@ -65,11 +61,6 @@ class Attention:
         sees_none = logits.amax(-1, keepdim=True) == -math.inf
         return torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
 
-    def output(self) -> Float[Tensor, "samples heads queries value_width"]:
-        """Return O, for comparison with the call's output."""
-        parts = [self._dropped(self.probabilities(t), t) @ self.value for t in self.parts]
-        return torch.cat(parts, 2)
-
     def score_gradient(
         self, output_gradient: Float[Tensor, "samples heads queries value_width"]
     ) -> Callable[[slice], Float[Tensor, "samples heads some keys"]]:
@@ -78,7 +69,7 @@ class Attention:
 
         def of(queries: slice) -> Tensor:
             P = self.probabilities(queries)
-            own = self._dropped(P, queries) * (dO[:, :, queries] @ self.value.mT)
+            own = P * (dO[:, :, queries] @ self.value.mT)
             return self.scale * (own - P * own.sum(-1, keepdim=True))
 
         return of
@@ -102,16 +93,6 @@ class Attention:
         """Numbers of queries and keys of one head."""
         return self.query.shape[2], self.key.shape[2]
 
-    def _dropped(self, P: Tensor, queries: slice) -> Tensor:
-        if self.dropout == 0:
-            return P
-        if self.kept is None:
-            raise ValueError(
-                f"attention with dropout={self.dropout}: got kept=None, expected the entries that "
-                "were kept; without them the effect of the random mask on the scores is not known"
-            )
-        return P * self.kept[:, :, queries] / (1 - self.dropout)
-
 
 def attention(
     query: Tensor,
@@ -133,12 +114,17 @@ def attention(
         key: (…, heads, keys, width), with fewer heads if `enable_gqa`.
         value: (…, heads, keys, value width), with the heads of `key`.
         attn_mask: see `Attention`.
-        dropout_p: see `Attention`.
+        dropout_p: 0.
         is_causal: see `Attention`.
         scale: 1/√width if None.
         enable_gqa: ignored; keys with fewer heads are always repeated.
         samples: indices of the samples, (chosen,) int64; None: all.
+
+    Raises:
+        Refused: some entries of P are zeroed at random.
     """
+    if dropout_p > 0:
+        raise Refused("it has dropout in evaluation mode, too")
     q = by_head(query)
     count, heads = q.shape[:2]
     k, v = (of_heads(_taken(by_head(x), samples, count), heads) for x in (key, value))
@@ -150,7 +136,6 @@ def attention(
         mask=None if attn_mask is None else _taken(_aligned(attn_mask, query), samples, count),
         causal=is_causal,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        dropout=dropout_p,
     )
 
 

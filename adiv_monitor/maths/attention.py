@@ -4,8 +4,9 @@
     D_ts = ‖∂Y_ts/∂Θ‖²                          the attention scale, the diagonal of M
 
 All scores of one sample take the place of a row. Each head is measured like a layer of its own, and
-all heads together like one more layer. The samples are a subset of the batch, so every measure has
-a standard error. Only active scores count, g ≠ 0: masked scores are not. Float64, on the host.
+all heads together like one more layer. The samples may be a subset of the probe, so every measure
+has a standard error. Only active scores count, g ≠ 0: masked scores are not. Where g is not known,
+neither are the cosines. Float64, on the host.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, MoveSums, ScaleSums, map_samples
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, map_samples
 from adiv_monitor.maths.estimates import Estimate, PerLayer, PerRow, Sample, Sum, over_rows
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
@@ -98,17 +99,16 @@ def _variance(products: PerRow, rest: float) -> PerLayer:
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     """Return the measures of one attention that are known, of all heads together and of each."""
-    rows = map_samples(sums, _heads)
-    seen, total = rows.G_G.shape[1], sums.samples
-    sample = Sample(np.full(len(rows.G_G), float(total)), rows.G_G != 0)
-    G_G = over_rows(rows.G_G, sample)
-
-    def moved(move: MoveSums[Array]) -> tuple[Sum, Sum, Sum, Sample]:
-        return over_rows(move.G, sample), over_rows(move.square, sample), G_G, sample
-
-    found = {"attention_gradient_cosine": attention_gradient_cosine(*moved(rows.e))}
-    if rows.d is not None:
-        found["attention_cosine"] = attention_cosine(*moved(rows.d))
+    rows, (seen, heads), total = map_samples(sums, _heads), sums.shape, sums.samples
+    found: dict[str, Estimate] = {}
+    if rows.G_G is not None:
+        sample = Sample(np.full(heads + 1, float(total)), rows.G_G != 0)
+        G_G = over_rows(rows.G_G, sample)
+        moves = (attention_gradient_cosine, rows.e), (attention_cosine, rows.d)
+        for cosine, move in moves:
+            if move is not None:
+                own = over_rows(move.G, sample), over_rows(move.square, sample)
+                found[cosine.__name__] = cosine(*own, G_G, sample)
     if rows.scale is not None:
         rest = 1 - rows.scale.share * seen / total
         found["attention_scale_mean"] = attention_scale_mean(rows.scale, rest)

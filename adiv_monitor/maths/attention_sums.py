@@ -1,17 +1,17 @@
-"""The record of one attention in a measured step: sums over the scores of every sample and head.
+"""The record of one attention on the probe: sums over the scores of every sample and head.
 
     g = ∂L/∂Y of the scores Y_ts     ΔY = the change of the scores by a move of the parameters
     D_ts = ‖∂Y_ts/∂Θ‖²               the attention scale
 
-Only active scores count, g ≠ 0: masked scores are not. The numbers (type `T`) are tensors until the
-one transfer of a step, and float64 arrays afterwards, as in `maths/sums.py`. On the host the
-records of several calls, or of several ranks, are merged into one.
+Only active scores count, g ≠ 0: masked scores are not. Where g is not known, all others count. The
+numbers (type `T`) are tensors until the one transfer of a step, and float64 arrays afterwards, as
+in `maths/sums.py`. On the host the records of several calls or ranks are merged into one.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -58,20 +58,28 @@ class ScaleSums(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RerunErrors(Generic[T]):
-    """Relative differences between the module's rerun and its forward pass; each ().
+class AttentionSums(Generic[T]):
+    """The record of one attention on the probe.
 
     Attributes:
-        query: error of the queries.
-        key: error of the keys.
-        output: error of the output, or of the scaled queries where scores are explicit.
-        precision: rounding of the coarsest dtype in the computation.
+        samples: number of samples of the probe; the sums are over some of them.
+        precision: rounding of the queries' dtype.
+        away: relative difference between q and k in the probe's run and in that of the module; ().
+        G_G: ‖g‖², (samples, heads); None if g is not known.
+        e: sums of a plain gradient step, as a descent direction; None if g is not known.
+        d: sums of the optimizer's step, as a descent direction; None if no step was taken.
+        scale: sums of the attention scales; None if they are not known.
+        no_scale: why `scale` is None.
     """
 
-    query: T
-    key: T
-    output: T
+    samples: int
     precision: float
+    away: T
+    G_G: T | None = None
+    e: MoveSums[T] | None = None
+    d: MoveSums[T] | None = None
+    scale: ScaleSums[T] | None = None
+    no_scale: str = ""
 
     @property
     def tolerance(self) -> float:
@@ -82,64 +90,55 @@ class RerunErrors(Generic[T]):
         """
         return min(max(1e-4, 50 * math.sqrt(self.precision)), 0.05)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numbers of samples and heads."""
+        of_samples = self.scale.count if self.G_G is None and self.scale is not None else self.G_G
+        found: tuple[int, ...] = getattr(of_samples, "shape", (0, 0))
+        return found
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionSums(Generic[T]):
-    """The record of one attention in a measured step.
 
-    Attributes:
-        samples: number of samples that received a gradient; the sums are over some of them.
-        G_G: ‖g‖², (samples, heads).
-        e: sums of a plain gradient step, as a descent direction.
-        errors: how closely the module's rerun reproduced its forward pass.
-        d: sums of the optimizer's step, as a descent direction; None if no step was taken.
-        scale: sums of the attention scales; None if they are not known.
-        no_scale: why `scale` is None.
-    """
-
-    samples: int
-    G_G: T
-    e: MoveSums[T]
-    errors: RerunErrors[T]
-    d: MoveSums[T] | None = None
-    scale: ScaleSums[T] | None = None
-    no_scale: str = ""
+ScoreGradient = Callable[[slice], Float[Tensor, "samples heads some keys"]]
 
 
 def move_sums(
-    call: Attention,
-    score_gradient: Callable[[slice], Float[Tensor, "samples heads some keys"]],
-    move: Move,
-    keys: Int[Tensor, "samples heads queries draws"],
-) -> tuple[
-    Float[Tensor, "samples heads"],
-    MoveSums[Tensor],
-    Bool[Tensor, "samples heads queries draws"],
-]:
-    """Sum over the active scores of every sample and head, for one move of the scores.
-
-    Returns:
-        ‖g‖², the sums of the move, and whether the scores Y_ts with the keys s of `keys` are
-        active.
+    call: Attention, score_gradient: ScoreGradient, move: Move
+) -> tuple[Float[Tensor, "samples heads"], MoveSums[Tensor]]:
+    """Return ‖g‖² and the sums of a move, over the active scores of every sample and head.
 
     Args:
         call: the attention.
         score_gradient: returns G of a slice of the queries.
         move: Δq and Δk.
-        keys: for every sample, head and query some keys, −1 for none.
     """
     parts = []
-    active = []
     for queries in call.parts:
         G = score_gradient(queries)
-        asks = G != 0
-        change = torch.where(asks, call.change(move, queries), 0)
+        change = torch.where(G != 0, call.change(move, queries), 0)
         pairs = (G, G), (change, G), (change, change)
         parts.append(torch.stack([torch.einsum("nhts,nhts->nh", a, b) for a, b in pairs]))
-        some = keys[:, :, queries]
-        active.append(asks.gather(-1, some.clamp(min=0)) & (some >= 0))
     G_G, of_move, square = torch.stack(parts).sum(0)
-    return G_G, MoveSums(of_move, square), torch.cat(active, 2)
+    return G_G, MoveSums(of_move, square)
+
+
+def active_scores(
+    call: Attention,
+    score_gradient: ScoreGradient | None,
+    keys: Int[Tensor, "samples heads queries draws"],
+) -> Bool[Tensor, "samples heads queries draws"]:
+    """Return whether the scores Y_ts with some keys s are active: g ≠ 0, or P ≠ 0 without g.
+
+    Args:
+        call: the attention.
+        score_gradient: see `move_sums`; None: not known.
+        keys: for every sample, head and query some keys, −1 for none.
+    """
+    asks = score_gradient or call.probabilities
+    active = []
+    for queries in call.parts:
+        some = keys[:, :, queries]
+        active.append((asks(queries).gather(-1, some.clamp(min=0)) != 0) & (some >= 0))
+    return torch.cat(active, 2)
 
 
 def scale_sums(
@@ -171,24 +170,26 @@ def map_samples(sums: AttentionSums[T], of: Callable[[T], T]) -> AttentionSums[T
 def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
     """Merge the records of several calls or ranks with equally many heads: concatenate samples.
 
-    Errors are the largest of all. A field that one of the records lacks is None in the result.
+    A field that one of the records lacks is None in the result.
     """
-    has_d = all(sums.d is not None for sums in several)
-    scales = [sums.scale for sums in several if sums.scale is not None]
-    known: Sequence[ScaleSums[Array] | None] = [None] * len(several)
-    if len(scales) == len(several):
+
+    def of_all(name: str) -> bool:
+        return all(getattr(sums, name) is not None for sums in several)
+
+    lacking: dict[str, Any] = {
+        name: None for name in ("G_G", "e", "d", "scale") if not of_all(name)
+    }
+    alike = [replaced(sums, **lacking) for sums in several]
+    if "scale" not in lacking:
+        scales = [sums.scale for sums in several if sums.scale is not None]
         share = min(scale.share for scale in scales)
-        known = [replaced(_around(scale, scales[0].pivot), share=share) for scale in scales]
-    alike = [
-        replaced(sums, d=sums.d if has_d else None, scale=scale)
-        for sums, scale in zip(several, known, strict=True)
-    ]
+        around = [replaced(_around(scale, scales[0].pivot), share=share) for scale in scales]
+        alike = [replaced(sums, scale=s) for sums, s in zip(alike, around, strict=True)]
     whole = joined(alike, lambda xs: np.concatenate(xs) if xs[0].ndim == 2 else np.max(xs))
-    coarsest = max(sums.errors.precision for sums in several)
     return replaced(
         whole,
         samples=sum(sums.samples for sums in several),
-        errors=replaced(whole.errors, precision=coarsest),
+        precision=max(sums.precision for sums in several),
         no_scale=next((sums.no_scale for sums in several if sums.no_scale), ""),
     )
 

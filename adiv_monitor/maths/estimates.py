@@ -236,20 +236,6 @@ def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
     return replace(found, doubt=found.as_error(np.ones_like(found.spread)) * more[:, None])
 
 
-def by_regression(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
-    """Estimate a sampled sum of either sign by regression on a sum whose exact value is known.
-
-    `of.total + β (exact − by.total)`, β the least-squares slope of the rows (W. Cochran, Sampling
-    Techniques, ch. 7). The sum is returned unchanged where `exact` is NaN or all rows were sampled.
-    """
-    known = ~np.isnan(exact) & (sample.variance_share > 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slope = (of.spread * by.spread).sum(1) / (by.spread**2).sum(1)
-    slope = np.where(known & np.isfinite(slope), slope, 0.0)
-    missed = np.where(known, exact - by.total, 0.0)
-    return Sum(of.total + slope * missed, of.spread - slope[:, None] * by.spread)
-
-
 def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample) -> Estimate:
     """Return N Π_j S_j^p_j minus its bias of order 1/R, with the delta method's standard error.
 

@@ -26,7 +26,6 @@ from adiv_monitor.maths.estimates import (
     Sizes,
     Sum,
     by_ratio,
-    by_regression,
     by_size,
     over_rows,
     quantiles,
@@ -38,6 +37,7 @@ from adiv_monitor.maths.sums import (
     Array,
     Dots,
     LayerSums,
+    Moved,
     Vector,
     column_of,
     factor_of,
@@ -125,6 +125,7 @@ def _kind(layer: LayerSums[Array]) -> object:
         layer.about.bias_alone,
         *[record and present(record) for record in several],
         *[number is None for number in single],
+        layer.realised is not None and _is_without_loss(layer.realised),
     )
 
 
@@ -158,7 +159,7 @@ class _StackedLayers:
         self.totals = _stacked([x.totals for x in layers])
         self.scales = None if self.totals is None else self.totals.scales
         self.common = _stacked([x.common for x in layers])
-        self.moved = _stacked([x.realised for x in layers])
+        self.moved = [x.realised for x in layers if x.realised is not None]
         self.attainable = _stacked([x.attainable for x in layers])
         self.dots = cast("Dots[PerLayer]", joined([x.dots for x in layers], np.array))
         self.groups = np.array(
@@ -297,8 +298,8 @@ def _measure_alike(layers: Sequence[Judged]) -> list[LayerMeasures]:
         found |= _of_update(x, G_G)
         cosines = measures.row_cosines(x.per_row(D, G), x.per_row(D, D), x.per_row(G, G))
         found["row_cosine_mean"] = measures.row_cosine_mean(cosines, x.sample, x.tolerance)
-        if x.moved is not None:
-            found |= _of_realised(x, x.moved)
+        if x.moved:
+            found |= _of_realised(x.moved)
         share = x.sample.share_of(~np.isnan(cosines))
         distributions["row_cosine"] = quantiles(cosines, LEVELS, share, Ends(-1, 1), x.tolerance)
     if (common := _common_share(x)) is not None:
@@ -370,24 +371,30 @@ def _of_update(x: _StackedLayers, G_G: Sum) -> dict[str, Estimate]:
     }
 
 
-def _of_realised(x: _StackedLayers, moved: Array) -> dict[str, Estimate]:
-    def total(a: Vector, b: Vector) -> Sum:
-        rows = moved[:, :, column_of(REALISED, a, b)]
-        return over_rows(np.where(x.sample.active, rows, 0.0), x.sample)
+def _of_realised(moved: Sequence[Moved[Array]]) -> dict[str, Estimate]:
+    products = _filled([x.products for x in moved], fill=0.0)
+    seen = np.array([float(len(x.products)) for x in moved])
+    active = products[:, :, column_of(REALISED, G, G)] != 0
+    total = np.array([float(x.total) for x in moved])
+    sample = Sample(total, active, seen if seen.min() < products.shape[1] else None)
 
-    r_r, r_G = total(MOVED, MOVED), total(MOVED, G)
-    G_G = x.sum(G, G, x.G_G)
-    known = np.where(x.exact, x.own_w, np.nan)
-    return {
-        # The part by this layer's own step is known exactly.
-        "realised_cosine": measures.realised_cosine(
-            by_regression(r_G, total(D, G), known, x.sample), r_r, G_G, x.sample
-        ),
-        "single_layer_share": measures.single_layer_share(
-            total(MOVED, D), r_r, total(D, D), x.sample
-        ),
-        "first_order_error": measures.first_order_error(total(BEYOND, BEYOND), r_r, x.sample),
+    def summed(a: Vector, b: Vector) -> Sum:
+        rows = products[:, :, column_of(REALISED, a, b)]
+        return over_rows(np.where(active, rows, 0.0), sample)
+
+    r_r, b_b, d_d = (summed(a, a) for a in (MOVED, BEYOND, D))
+    found = {
+        "single_layer_share": measures.single_layer_share(summed(MOVED, D), r_r, d_d, sample),
+        "first_order_error": measures.first_order_error(b_b, r_r, sample),
     }
+    if not _is_without_loss(moved[0]):
+        r_G, G_G = summed(G, MOVED), summed(G, G)
+        found["realised_cosine"] = measures.realised_cosine(r_G, r_r, G_G, sample)
+    return found
+
+
+def _is_without_loss(moved: Moved[Array]) -> bool:
+    return bool(np.isnan(moved.products[:, column_of(REALISED, G, G)]).all())
 
 
 def _of_scales(x: _StackedLayers) -> dict[str, Estimate]:

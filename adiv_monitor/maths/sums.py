@@ -62,8 +62,8 @@ def pairs_of(vectors: tuple[Vector, ...]) -> Pairs:
 
 
 # The vectors, and the pairs of them, whose dot products are in `LayerSums.realised`.
-_MOVES = (Vector.G, Vector.D, Vector.MOVED, Vector.BEYOND)
-REALISED = _pairs(_MOVES, _MOVES[:3], (Vector.G, Vector.MOVED))
+MOVES = (Vector.G, Vector.MOVED, Vector.D, Vector.BEYOND, Vector.Z)
+REALISED = _pairs(MOVES, MOVES[:3])
 
 
 @cache
@@ -310,6 +310,20 @@ class Evidence(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Moved(Generic[T]):
+    """The realised move of a layer's rows on the probe.
+
+    Attributes:
+        total: number of all rows; some of them are sampled.
+        products: (rows, 7), the dot products of `REALISED`; those with G are NaN if the probe's
+            loss is not known.
+    """
+
+    total: int
+    products: T
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerSums(Generic[T]):
     """The record of one layer in a measured step.
 
@@ -325,7 +339,7 @@ class LayerSums(Generic[T]):
         totals: sums over all rows; None on the device, where those of alike layers are stacked.
         common: sums for `common_share`.
         asked_common: whether `common` was requested.
-        realised: (rows, 7), the dot products of `REALISED`.
+        realised: the realised move on the probe; None: not known.
         attainable: `attainable_cosine`, over all rows.
         ceiling: sums for `attainable_cosine`, of one of several ranks.
     """
@@ -341,7 +355,7 @@ class LayerSums(Generic[T]):
     totals: Totals[T] | None = None
     common: Common[T] | None = None
     asked_common: bool = False
-    realised: T | None = None
+    realised: Moved[T] | None = None
     attainable: T | None = None
     ceiling: CeilingSums[T] | None = None
 

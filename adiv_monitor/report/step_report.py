@@ -92,9 +92,9 @@ class StepReport:
             their elements.
         interval: steps from one measured step to the next, as of this step.
         attention: readings by the path of the attention module; empty unless requested.
-        realised_loss_change: loss of this step's batch after the step minus the loss before it, the
-            mean over the calls of the loss; None unless requested.
-        realised_loss_changes: the same for each sample, in the order of the batches; empty where
+        realised_loss_change: loss of the probe after this step minus that before it; None unless
+            requested.
+        realised_loss_changes: the same for each sample of the probe, in their order; empty where
             the loss has no values per sample.
         alignment: readings of the probe right after this step, by layer; empty unless requested.
         alarms: rules of the user's that hold (`Monitor(alarms=…)`), with their layers.
@@ -243,7 +243,7 @@ class StepReport:
         """Σ of the layers' descents: the first-order decrease of the loss; None without descents.
 
         It belongs to the gradient that the optimizer saw. If that was clipped, or is a sum over
-        micro-batches, its units differ from those of `realised_loss_change`.
+        micro-batches, its units differ from those of `realised_loss_change`, which is of the probe.
         """
         descents = [r.descent for r in self.layers.values() if r.descent is not None]
         if not all(map(math.isfinite, descents)):

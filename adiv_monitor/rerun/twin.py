@@ -134,7 +134,7 @@ class Twin:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized():
-            stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
+            stack.enter_context(Alone())  # type: ignore[no-untyped-call]
         if self._recurrent:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             # `mkldnn.flags` would also set other flags, with a warning.
@@ -142,14 +142,18 @@ class Twin:
             stack.callback(set_flags, *set_flags(_enabled=False))  # type: ignore[no-untyped-call]
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Waits(RuntimeError):
+    """Raised at a collective, which other ranks may not be running."""
+
+
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that raises at collectives: the other ranks may not be running this call."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(f"{func} would wait for the other ranks")
+            raise Waits(f"{func} would wait for the other ranks")
         return func(*args, **(kwargs or {}))
 
 

@@ -88,7 +88,7 @@ class Shown(NamedTuple):
         head: the line above the tables.
         tables: one table per kind of measures that was taken.
         legend: meaning of the marks; readers of earlier reports know it already.
-        realised: change of the loss; "" if it is not known.
+        realised: change of the loss of the probe; "" if it is not known.
         not_measured: what was not measured, and why; readers of earlier reports know it already.
         said: alarms and notes.
     """
@@ -146,11 +146,11 @@ def _head(report: StepReport) -> str:
 
 
 def _realised_words(report: StepReport) -> str:
-    """Return the change of the loss and its expected change; "" if they are not known."""
+    """Return the change of the loss and that expected of the batch; "" if they are not known."""
     if report.realised_loss_change is None or report.descent is None:
         return ""
     real, expected = number(report.realised_loss_change), number(-report.descent)
-    return f"the batch's loss changed by {real}; the first-order prediction is {expected}"
+    return f"the probe's loss changed by {real}; the batch's was to change by {expected}"
 
 
 def _cell(reading: Reading, measure: str, starred: bool) -> str:

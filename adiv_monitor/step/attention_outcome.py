@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.records import leaves, replaced
+from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
 _OTHERWISE = (
-    "when it ran again on some samples, its {} was not that of the forward pass: it depends on "
-    "more than its inputs on these samples (BatchNorm, a cache, random numbers?)"
+    "when its module ran again, its queries or keys were not those of the model's forward pass "
+    "(off by {:.2g}): they depend on more than its inputs (a cache, random numbers?)"
 )
 _NO_SUM_OF_ROWS = (
     "it is not the sum over rows of known uses of parameters (queries and keys share a weight, "
@@ -30,24 +30,21 @@ def attention_outcome(
         attention: records by path.
         refused: path → why there is no record.
     """
-    missing = dict(refused)
-    no_scale = {path: sums.no_scale for path, sums in attention.items() if sums.no_scale}
+    missing, no_scale = dict(refused), dict[str, str]()
     readings = {}
     for path, sums in attention.items():
-        tolerance = sums.errors.tolerance
-        errors = [(what, float(error)) for what, error in leaves(sums.errors)]
-        if any(math.isnan(error) for _, error in errors):
-            missing[path] = "its queries, keys, values or outputs are not finite"
-            continue
-        off = [f"{what} (by {error:.2g})" for what, error in errors if not error <= tolerance]
-        if off:
-            missing[path] = _OTHERWISE.format(", ".join(off))
-            continue
-        if sums.scale is not None and not sums.scale.error <= tolerance:
-            no_scale[path] = _NO_SUM_OF_ROWS
-        if path in no_scale:
-            sums = replaced(sums, scale=None)
-        readings[path] = attention_reading(sums)
+        away = float(sums.away)
+        if math.isnan(away):
+            missing[path] = "its queries or keys are not finite"
+        elif away > sums.tolerance:
+            missing[path] = _OTHERWISE.format(away)
+        else:
+            if sums.scale is not None and not sums.scale.error <= sums.tolerance:
+                sums = replaced(sums, scale=None, no_scale=_NO_SUM_OF_ROWS)
+            if sums.no_scale:
+                no_scale[path] = sums.no_scale
+            if not (sums.G_G is None and sums.scale is None):
+                readings[path] = attention_reading(sums)
     return readings, [
         *_notes("Attention of {} is not measured: {}.", missing),
         *_notes("The attention scale of {} is not measured: {}.", no_scale),

@@ -26,16 +26,14 @@ from torch.optim import Optimizer
 
 from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.layer_rows import Chooser
-from adiv_monitor.capture.loss_hook import LossHook
+from adiv_monitor.capture.loss_hook import LossHook, LossOf
 from adiv_monitor.capture.passes import Passes
-from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.world import world_size
@@ -49,8 +47,8 @@ from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.phases import Armed, Pending
+from adiv_monitor.step.probing import ProbeStep, Probing
 from adiv_monitor.step.rank_contribution import RankContribution
-from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import NO_RATES, learning_rates
@@ -70,6 +68,16 @@ class Asked:
     realised: bool | LossOf
     alignment: Probe | None = None
     stops: bool = False
+    loss: LossOf | None = None
+
+    def probe_loss(self) -> LossOf | None:
+        """Return the loss on the probe, if it is known."""
+        return self.loss if isinstance(self.realised, bool) else self.realised
+
+    def on_probe(self) -> list[str]:
+        """Return what is measured on the probe."""
+        asked = {"realised": self.realised is not False, "attention": self.attention}
+        return [name for name, is_asked in asked.items() if is_asked]
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,10 @@ class StepController:
         self._failures = failures
         self._losses = losses
         self._history = RunHistory()
+        self._probing: Probing | None = None
+        if measures := asked.on_probe():
+            given = measures, asked.max_rows, generator, failures.tell
+            self._probing = Probing(followed.model, asked.probe_loss(), *given)
         self._trace = Trace()
         self._assembly = Assembly(
             asked.max_rows, generator, self._complete, report, at_once=asked.stops
@@ -215,7 +227,6 @@ class StepController:
         """Prepare the coming step, without attaching any hooks yet."""
         selection, turn = self._followed.select()
         guard = Guard(self._failures.lost)
-        realised = self._realised(selection)
         others = Others(
             self._followed.optimizer, selection.parameters, self._awaits_step, self._failures.safely
         )
@@ -226,8 +237,6 @@ class StepController:
             checked=self._checked,
             begins=partial(self._failures.safely, self._look),
             renew=partial(self._failures.safely, self._renew),
-            calls=None if realised is None else realised.calls,
-            attention=self._attention_calls(selection) if self._asked.attention else None,
             passes=Passes(guard, lambda: others.begun),
             attainable=self._asked.attainable,
         )
@@ -239,16 +248,17 @@ class StepController:
             plan=self._plan(selection),
             pieces=self._trace.pieces,
         )
+        probe = None if self._probing is None else ProbeStep(self._probing, selection)
         step = MeasuredStep(
             capture,
             self._history,
             fail=self._failures.switch_off,
             generator=self._generator,
-            realised=realised,
+            probe=probe,
             agree=self._agree,
             whole=WholeModel(self._followed.model, self._followed.trained, self._history),
         )
-        hooks = [each for each in (realised, self._followed.loss) if each is not None]
+        hooks = [each for each in (probe, self._followed.loss) if each is not None]
         return Armed(capture, step, selection, turn, guard, others, hooks)
 
     def _chooser(self, selection: Selection) -> Chooser:
@@ -257,9 +267,8 @@ class StepController:
 
     def _plan(self, selection: Selection) -> Plan | None:
         """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""
-        asked = self._asked
-        if asked.attention or asked.realised is not False or world_size() > 1:
-            return None  # these need all functions to be watched, or run again
+        if world_size() > 1:
+            return None  # all functions need to be watched
         return self._trace.plan(selection, self._history.distrusted | self._history.suspected)
 
     def _awaits_step(self) -> bool | None:
@@ -305,21 +314,6 @@ class StepController:
         """Whether all ranks, including this one, participate in this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
         return self._assembly.agree(self._number, f"{attempt}/{point}", participates=participates)
-
-    def _realised(self, selection: Selection) -> Realised | None:
-        """Return a `Realised` that records the coming step; None if it was not requested."""
-        if self._asked.realised is False:
-            return None
-        loss = None if isinstance(self._asked.realised, bool) else self._asked.realised
-        return Realised(
-            self._followed.model, selection, loss, partial(self._failures.tell, "realised")
-        )
-
-    def _attention_calls(self, selection: Selection) -> AttentionCalls:
-        return AttentionCalls(selection, self._generator, self._attention_failed)
-
-    def _attention_failed(self, path: str, error: Exception) -> None:
-        self._failures.tell(f"attention of '{path}'", error)
 
     def step_begins(
         self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -428,10 +422,6 @@ class StepController:
             self._pending.wait(
                 NextForward(last, self._next_begins, guard, counts, ends=bool(renormed))
             )
-            if self._asked.realised is not False:  # runs before any module of that pass
-                first = armed.selection.modules
-                realise = armed.step.realise
-                self._pending.wait(NextForward(first, lambda *_: realise(), guard, counts))
 
     def _next_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the next step's batch, and finish the pending step."""
@@ -468,7 +458,6 @@ class StepController:
 
     def _finish(self, pending: Pending) -> None:
         step = pending.armed.step
-        step.realise()
         with unwatched():  # the next forward pass may watch calls; here are thousands of them
             step.applied()
             part = step.contribution(pending.number)

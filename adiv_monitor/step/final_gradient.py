@@ -159,7 +159,6 @@ class FinalGradient:
         measured = LayerInProgress(
             layer,
             features,
-            places=[(call.place, call.rows) for call in calls],
             sums=sums,
             G=G,
             factor=factor,

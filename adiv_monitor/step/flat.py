@@ -1,7 +1,7 @@
 """Many tensors end to end in one buffer, so that one operation serves all of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from adiv_layers.autocast import without_autocast
@@ -56,7 +56,7 @@ class Flat:
 
     def apply(
         self,
-        function: Callable[[Sequence[Tensor], Sequence[Tensor]], object],
+        function: Callable[..., object],
         others: Mapping[int, Tensor],
     ) -> None:
         """Call a `_foreach` function that writes to the parts, with other tensors by key."""
@@ -97,8 +97,9 @@ def _line_dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the dot products of lines; half precision is multiplied and summed in float32."""
     if a.dtype is compute_dtype(a):
         with without_autocast(a):
-            return torch.linalg.vecdot(a.view(-1, _LINE), b.view(-1, _LINE))
-    parts = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
+            found: Tensor = torch.linalg.vecdot(a.view(-1, _LINE), b.view(-1, _LINE))
+        return found
+    parts = zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True)
     return torch.cat([_line_dots(x.to(compute_dtype(a)), y.to(compute_dtype(a))) for x, y in parts])
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from adiv_monitor.capture.realised.rows import Calls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Index
@@ -21,7 +20,6 @@ class LayerInProgress:
     Attributes:
         layer: the layer.
         features: Φ of the rows of all calls; None once they are no longer needed.
-        places: the place and the sampled rows of each call.
         sums: the numbers for the host, without those of the rows until they are finished.
         G: ∂L/∂z, as the backward pass left it.
         factor: the factor from G to the units of the optimizer's gradient; None: 1.
@@ -35,7 +33,6 @@ class LayerInProgress:
 
     layer: Layer
     features: Features | None
-    places: Calls
     sums: LayerSums[Tensor]
     G: Tensor
     factor: Tensor | None

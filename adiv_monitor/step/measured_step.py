@@ -22,15 +22,14 @@ from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import LayerSums
-from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.finished_rows import finished
 from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
+from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
-from adiv_monitor.step.realised import Realised
-from adiv_monitor.step.row_moves import act, added
+from adiv_monitor.step.row_moves import act
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
@@ -51,7 +50,7 @@ class MeasuredStep:
         history: the habits that this run has shown so far.
         fail: called with a layer's path and the exception that measuring it raised.
         generator: the monitor's own random numbers.
-        realised: measures the realised move, if requested.
+        probe: measures on the probe what was requested; None: nothing was.
         agree: asks the other ranks whether all of them reach a point of the step.
         whole: follows the whole model.
     """
@@ -62,17 +61,14 @@ class MeasuredStep:
         history: RunHistory,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
-        realised: Realised | None,
+        probe: ProbeStep | None,
         agree: Agree,
         whole: WholeModel,
     ) -> None:
         self._capture = capture
         # When the gradient is final: whether there is one rank, and whether a step follows.
         self._is_alone = self._takes_step = True
-        self._attention = (
-            None if capture.attention is None else AttentionStep(capture.attention, generator)
-        )
-        self._realised = realised
+        self._probe = probe
         self._whole = whole
         self._unreached: dict[str, str] = {}
         self._refused: set[str] = set()  # paths of layers that had rows, but were refused
@@ -87,7 +83,6 @@ class MeasuredStep:
         self._steps: ParameterSteps | None = None
         self._sums: dict[str, LayerSums[Tensor]] = {}  # of finished layers, by path
         self._flags: Flags[Tensor] = Flags()
-        self._notes: list[str] = []
 
     @torch.no_grad()
     def gradient_is_final(
@@ -106,8 +101,6 @@ class MeasuredStep:
         self._unreached.clear()
         self._sums.clear()
         self._flags = Flags(gradient_scale=scale, skipped=skipped, moved=self._moved)
-        if self._realised is not None and steps:
-            self._realised.step_begins()
         reached = self._capture.finish()
         self._whole.gradient_is_final(self._capture, self._flags)
         self._unreached |= self._capture.unreached
@@ -134,8 +127,8 @@ class MeasuredStep:
         finally:
             self._unsharded.settle()
         found.add_sums(self._lose)
-        if self._attention is not None:
-            self._attention.gradient_is_final(self._steps, updates=steps)
+        if self._probe is not None:
+            self._probe.gradient_is_final(self._capture, self._steps, updates=steps)
         if not steps:
             self._finish()
 
@@ -147,8 +140,8 @@ class MeasuredStep:
     def updated(self) -> None:
         """Compute u and d: the optimizer has stepped."""
         self._whole.updated(self._flags)
-        if self._attention is not None:  # first, while the copies of all parameters still exist
-            self._attention.updated()
+        if self._probe is not None:  # first, while the copies of all parameters still exist
+            self._probe.attended()
         if self._steps is None or not (self._measured or self._unsharded.all_participate):
             return
         self._steps.stepped()
@@ -161,6 +154,13 @@ class MeasuredStep:
             self._unsharded.settle()
         self._finish()  # first: the bias's part of d may be the difference itself
         self._flags.gradient_changed = self._steps.finish_update()
+        if self._probe is not None:
+            self._probe.updated()
+            for path, found in self._probe.realised.items():
+                if path in self._sums:
+                    self._sums[path] = replaced(self._sums[path], realised=found)
+            if self._probe.loss_change is not None:
+                self._flags.loss_change, self._flags.loss_changes = self._probe.loss_change
 
     @torch.no_grad()
     def applied(self) -> None:
@@ -172,19 +172,6 @@ class MeasuredStep:
     def is_as_stepped(self) -> bool:
         """Return whether the weights are still those that the optimizer's step left."""
         return self._steps is None or self._steps.is_as_stepped()
-
-    def realise(self) -> None:
-        """Measure the realised move, with the weights of the next step."""
-        realised, self._realised = self._realised, None
-        if realised is None or not self._sums:
-            return
-        realised.run(self._capture)
-        for path, found in realised.products.items():
-            if path in self._sums:
-                self._sums[path] = replaced(self._sums[path], realised=found)
-        if realised.loss_change is not None:
-            self._flags.loss_change, self._flags.loss_changes = realised.loss_change
-        self._notes += realised.notes
 
     def weights(self) -> list[Tensor]:
         """Return the norms of all weights, for `weights_moved`."""
@@ -205,8 +192,8 @@ class MeasuredStep:
         self._measured.clear()
         self._sums.clear()
         self.discarded = True
-        if self._attention is not None:
-            self._attention.discard()
+        if self._probe is not None:
+            self._probe.discard()
 
     @torch.no_grad()
     def contribution(self, number: int) -> RankContribution:
@@ -230,7 +217,7 @@ class MeasuredStep:
                 {} if self._gradient is None else self._gradient.totals,
                 flags,
                 PieceNumbers() if steps is None else steps.products,
-                {} if self._attention is None else self._attention.sums(),
+                {} if self._probe is None else self._probe.attention(),
             )
         )
         part = make_contribution(
@@ -238,7 +225,7 @@ class MeasuredStep:
             pieces,
             number=number,
             unreached=self._unreached,
-            notes=[*self._capture_notes(), *self._notes],
+            notes=[*self._capture_notes(), *(() if self._probe is None else self._probe.notes)],
             keeps_gradient=steps is not None and steps.has_copies,
         )
         self._whole.describe(part, found.flags)
@@ -257,10 +244,9 @@ class MeasuredStep:
             )
         part.rows_lost |= self._refused
         learn(self._history, part)
-        attention = self._capture.attention
-        if attention is not None and not part.refused:
+        if self._probe is not None and not part.refused:
             part.attention = {path: merge(calls) for path, calls in found.attention.items()}
-            part.no_attention = dict(attention.refused)
+            part.no_attention = dict(self._probe.refused)
         return part
 
     def _capture_notes(self) -> list[str]:
@@ -327,7 +313,10 @@ class MeasuredStep:
         steps, measured = self._steps, self._measured[layer.path]
         assert steps is not None and measured.features is not None
         whole = {**{piece.key: steps.taken(piece) for piece in layer.pieces}, **parts}
-        measured.d = act(layer.change(whole), measured.features)
+        change = layer.change(whole)
+        measured.d = act(change, measured.features)
+        if self._probe is not None:
+            self._probe.take(layer.path, change)
         if not measured.asks_common:
             measured.features = None
 
@@ -336,10 +325,6 @@ class MeasuredStep:
         every = self._measured
         with _without_autocast([measured.layer for measured in every.values()]):
             self._sums |= finished(every, self._lose, is_alone=self._is_alone)
-            for path, measured in every.items():
-                if self._realised is not None and measured.d is not None:
-                    vectors = measured.scaled(), added(*measured.d), measured.z
-                    self._realised.keep(path, *vectors, measured.places)
         every.clear()
 
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.sampling import draw, winners
+from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import Array, LayerSums
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import merge_rows
-from adiv_monitor.step.attention_merge import merge_attention
 from adiv_monitor.step.gradient_check import (
     LARGEST_REST,
     LIKENESS_TOLERANCE,
@@ -113,7 +113,21 @@ def merge_ranks(
         rows_lost=rows_lost,
         facts=_facts_together(several, layers),
     )
-    return merge_attention(whole, several, generator), ranks
+    return _with_attention(whole, several), ranks
+
+
+def _with_attention(
+    whole: RankContribution, several: Sequence[RankContribution]
+) -> RankContribution:
+    """Add the records of attention of several ranks, whose probes together are one."""
+    refused = {path: why for part in several for path, why in part.no_attention.items()}
+    attention = {}
+    for path in dict.fromkeys(path for part in several for path in part.attention):
+        own = [part.attention[path] for part in several if path in part.attention]
+        alike = [sums for sums in own if sums.shape[1] == own[0].shape[1]]
+        if path not in refused:
+            attention[path] = merge(alike)
+    return replace(whole, attention=attention, no_attention=refused)
 
 
 def _report_together(

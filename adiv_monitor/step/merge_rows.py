@@ -15,7 +15,6 @@ from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.records import R, joined, leaves
 from adiv_monitor.maths.sums import (
-    REALISED,
     Array,
     Blocks,
     CeilingSums,
@@ -24,6 +23,7 @@ from adiv_monitor.maths.sums import (
     Dots,
     Evidence,
     LayerSums,
+    Moved,
     Pairs,
     Sampled,
     ScaleTotals,
@@ -40,7 +40,7 @@ RankSums = LayerSums[Array]
 
 # Fields whose length differs by rank: with its rows, or the entries that it sends.
 _OF_SOME = {
-    *("products", "realised", "scale", "common.products", "common.norms"),
+    *("products", "realised.products", "scale", "common.products", "common.norms"),
     *("evidence.since", "evidence.then", "evidence.now", "evidence.contributed"),
     *(f"blocks.{name}" for name in ("pivot", "sums", "norms", "largest", "entries")),
     "totals.scales.entries",
@@ -92,7 +92,6 @@ def pick(layer: RankSums, kept: Index) -> RankSums:
         scale=None if layer.scale is None else layer.scale[kept],
         blocks=blocks,
         common=common,
-        realised=None if layer.realised is None else layer.realised[kept],
     )
 
 
@@ -149,7 +148,7 @@ def merge(
         blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
         common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
         asked_common=all(part.asked_common for part in some),
-        realised=_of_every((x.realised for x in some), np.concatenate),
+        realised=_of_every((x.realised for x in some), _moved),
         attainable=_of_every((x.ceiling for x in some), _attainable),
     )
 
@@ -159,6 +158,11 @@ def _of_every(several: Iterable[R | None], of: Callable[[list[R]], S]) -> S | No
     every = list(several)
     present = [one for one in every if one is not None]
     return of(present) if len(present) == len(every) else None
+
+
+def _moved(several: Sequence[Moved[Array]]) -> Moved[Array]:
+    """Join the rows of the ranks' probes."""
+    return Moved(sum(x.total for x in several), np.concatenate([x.products for x in several]))
 
 
 def _added(several: Sequence[Array]) -> Array:
@@ -364,7 +368,7 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
         factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
     """
     c = 1.0 if math.isnan(factor) else factor
-    pairs, realised = pairs_of(layer.vectors), layer.realised
+    pairs = pairs_of(layer.vectors)
     products = _scaled(layer.products, pairs, c)
     if Vector.REST in layer.vectors:  # e − D G, which depends on the units
         e_e = of_rows(layer, Vector.E, Vector.E)
@@ -380,7 +384,6 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
     return replace(
         layer,
         products=products,
-        realised=None if realised is None else _scaled(realised, REALISED, c),
         evidence=replace(layer.evidence, factor=np.array(factor)),
     )
 

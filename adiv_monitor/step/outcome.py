@@ -17,7 +17,6 @@ from adiv_monitor.maths.sums import (
     Vector,
     column_of,
     factor_of,
-    of_rows,
 )
 from adiv_monitor.report import MEASURES, LayerReading, StepReport
 from adiv_monitor.step import finite
@@ -206,13 +205,12 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     paths = []
     for path, layer in layers.items():
         if layer.realised is not None:
-            moved = math.sqrt(
-                layer.realised[:, column_of(REALISED, Vector.MOVED, Vector.MOVED)].sum()
-            )
-            length = math.sqrt(of_rows(layer, Vector.Z, Vector.Z).sum())
+            squares = [
+                layer.realised.products[:, column_of(REALISED, v, v)].sum()
+                for v in (Vector.MOVED, Vector.Z, Vector.D)
+            ]
             # The rounding error of a difference of two such numbers is 0.3 of their last digit.
-            stepped = of_rows(layer, Vector.D, Vector.D).any()
-            if stepped and moved < layer.evidence.precision * length:
+            if squares[2] and squares[0] < layer.evidence.precision**2 * squares[1]:
                 paths.append(path)
     if not paths:
         return []

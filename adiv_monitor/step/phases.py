@@ -16,7 +16,7 @@ from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
-from adiv_monitor.step.realised import Realised
+from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.stepping import NO_RATES, Rates
 
 
@@ -43,7 +43,7 @@ class Armed:
     turn: Turn | None
     guard: Guard
     others: Others
-    hooks: Sequence[Realised | LossHook]
+    hooks: Sequence[ProbeStep | LossHook]
     rates: Rates = field(default=NO_RATES, init=False)
     attempts: int = field(default=0, init=False)
     closure_calls: int | None = field(default=None, init=False)

@@ -5,7 +5,7 @@ indices match its arrays. The merge checks that it matches other ranks' contribu
 """
 
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.sums import REALISED, Array, Blocks, LayerSums, Vector, pairs_of
+from adiv_monitor.maths.sums import REALISED, Array, Blocks, LayerSums, Moved, Vector, pairs_of
 from adiv_monitor.step.messages import Malformed
 from adiv_monitor.step.rank_contribution import RankContribution
 
@@ -26,17 +26,18 @@ def check(part: RankContribution) -> None:
 
 def _has_samples(sums: AttentionSums[Array]) -> bool:
     moves = [move for move in (sums.e, sums.d) if move is not None]
-    of_samples = [sums.G_G, *(part for move in moves for part in (move.G, move.square))]
-    single = [sums.errors.query, sums.errors.key, sums.errors.output]
+    of_samples = [part for move in moves for part in (move.G, move.square)]
+    single = [sums.away]
     if (scale := sums.scale) is not None:
         of_samples += [scale.count, scale.sum, scale.square]
         single += [scale.pivot, scale.error]
-    shape = sums.G_G.shape
+    shape = sums.shape
     return (
         all(array.shape == shape for array in of_samples)
         and all(array.shape == () for array in single)
         and len(shape) == 2
         and shape[0] <= sums.samples
+        and (sums.G_G is not None or not moves)
     )
 
 
@@ -47,18 +48,23 @@ def _is_sound(layer: LayerSums[Array]) -> bool:
         *(() if blocks is None else (blocks.sums, blocks.norms, blocks.largest)),
         *(() if common is None else (common.products, common.norms)),
     ]
-    pairs = (layer.products, pairs_of(layer.vectors)), (layer.realised, REALISED)
     has_own, has_rest = (vector in layer.vectors for vector in (Vector.OWN, Vector.REST))
     return (
         0 <= rows.seen <= rows.total
         and rows.keys is not None
         and layer.parameters is not None
         and all(of is None or of.shape == (rows.seen,) for of in of_rows)
-        and all(of is None or of.shape == (rows.seen, len(named)) for of, named in pairs)
+        and layer.products.shape == (rows.seen, len(pairs_of(layer.vectors)))
+        and (layer.realised is None or _is_of_rows(layer.realised))
         and has_own == (blocks is not None)
         and has_rest == (blocks is not None or layer.scale is not None)
         and (blocks is None or (blocks.groups > 0 and _has_rows(blocks, rows.seen)))
     )
+
+
+def _is_of_rows(moved: Moved[Array]) -> bool:
+    shape = moved.products.shape
+    return len(shape) == 2 and shape[1] == len(REALISED) and shape[0] <= moved.total
 
 
 def _has_rows(blocks: Blocks[Array], seen: int) -> bool:

@@ -193,7 +193,8 @@ def realised(steps: int) -> Figure:
         model = network()
         trained(model, momentum(model), digits(steps // 3))  # on the way, at one rate
         optimizer = SGD(model.parameters(), lr=rate)
-        _, (report,) = trained(model, optimizer, digits(1), realised=True)
+        ((x, y),) = digits(1)  # as many samples as the probe has
+        _, (report,) = trained(model, optimizer, [(x[:8], y[:8])], realised=True)
         promised.append(report.descent)
         given.append(-(report.realised_loss_change or 0.0))
         # The first layer is linear in its weights: its error is rounding.

@@ -29,6 +29,7 @@ TRAIN_SUBSET = 5000  # training images, always the same, that training accuracy 
 BY_BATCH = "test_accuracy_by_batch_statistics"
 EVALUATED = 256  # rows at once, about
 SHARED = ("batch_size", "width", "depth", "pixels", "optimizer")  # by networks of an ensemble
+CRITERION = nn.CrossEntropyLoss()
 BEFORE = {"optimizer": "adam"}  # the only choice when older runs were made
 
 
@@ -259,7 +260,7 @@ def fit(
         for rows in torch.split(course.order(seed, epoch), course.batch_size):
             stepper.zero_grad()
             logits = model(course.pixels(images[rows]))
-            torch.autograd.backward(nn.functional.cross_entropy(logits, labels[rows]))
+            torch.autograd.backward(CRITERION(logits, labels[rows]))
             stepper.step()
         after()
         found["train_accuracy"].append(accuracy(model, course, *course.subset))

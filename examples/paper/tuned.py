@@ -20,7 +20,7 @@ from ensemble import Network
 from fair import HELD_OUT, rate, widen
 from readings import by_layer
 from torch import nn
-from training import Course, Run, Setting, accuracy, fit, images, replace
+from training import CRITERION, Course, Run, Setting, accuracy, fit, images, replace
 from tuned_report import Question, best_rate, plot, text
 
 from adiv_monitor import Monitor, StepReport
@@ -158,7 +158,10 @@ class Images:
         steps = self.epochs * -(-len(self.course.train[0]) // self.course.batch_size)
         every = max(steps // self.REPORTS, 1)
         with Monitor(
-            *(model, optimizer), every_n_steps=every, realised=realised, keep=2 * self.REPORTS
+            *(model, optimizer),
+            every_n_steps=every,
+            realised=CRITERION if realised else False,
+            keep=2 * self.REPORTS,
         ) as monitor:
             found = fit(model, optimizer, self.course, seed, self.epochs, monitor.complete_report)
             reports = list(monitor.reports)

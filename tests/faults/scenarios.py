@@ -224,14 +224,16 @@ SCENARIOS: dict[str, Scenario] = {
     "corrected": Scenario(Corrected, dense_loss, lambda: {"attainable": True, "max_rows": 5}),
     "alignment": Scenario(mlp, dense_loss, aligned),
     "overhead": Scenario(mlp, dense_loss, lambda: {"max_overhead": 0.5}),
-    "realised": Scenario(mlp, dense_loss, lambda: {"realised": True}),
+    "realised": Scenario(mlp, dense_loss, lambda: {"realised": torch.Tensor.sum}),
     "made": Scenario(Made, MADE, lambda: {"max_rows": 8}),
     "made, realised": Scenario(Made, criterion, lambda: {"realised": CRITERION}),
     "loss of a module": Scenario(Made, criterion, lambda: {"loss": CRITERION}),
     "loss of a function": Scenario(mlp, dense_loss, lambda: {"loss": torch.Tensor.sum}),
     "recurrent": Scenario(Recurrent, token_loss, lambda: {"max_rows": 8}),
     "recurrent, realised": Scenario(Recurrent, token_loss, lambda: {"realised": True}),
-    "attention": Scenario(Attends, token_loss, lambda: {"attention": True}),
+    "attention": Scenario(
+        Attends, token_loss, lambda: {"attention": True, "loss": torch.Tensor.sum}
+    ),
     "alarms": Scenario(mlp, dense_loss, lambda: {"alarms": ["3: update_ratio > 100"]}),
 }
 SCENARIOS |= {

@@ -38,9 +38,7 @@ class Case:
         clip: the largest norm of the gradient.
         sync: gradients are averaged after every micro-batch, not only after the last.
         branches: every rank uses a branch of its own.
-        attention: as in `Monitor`.
         attainable: as in `Monitor`.
-        realised: as in `Monitor`.
         turn: number of the turn if layers are measured in turn, three modules per step.
     """
 
@@ -48,22 +46,20 @@ class Case:
     clip: float | None = None
     sync: bool = False
     branches: bool = False
-    attention: bool = False
     attainable: bool = False
-    realised: bool = True
     turn: int | None = None
 
 
 CASES = {
-    "halves": Case(((4,), (4,)), attention=True, attainable=True),
+    "halves": Case(((4,), (4,)), attainable=True),
     "uneven, clipped": Case(((5,), (3,)), clip=0.1),
-    "one has none": Case(((8,), (0,)), realised=False),
-    "micro-batches": Case(((2, 2), (1, 3)), realised=False),
-    "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True, realised=False),
-    "a branch of its own": Case(((4,), (4,)), branches=True, realised=False),
-    "a branch of its own, in turn": Case(((4,), (4,)), branches=True, realised=False, turn=1),
-    "four, in turn": Case(((3,), (2,), (0,), (3,)), attention=True, realised=False, turn=1),
-    "four": Case(((3,), (2,), (0,), (3,)), attention=True, realised=False),
+    "one has none": Case(((8,), (0,))),
+    "micro-batches": Case(((2, 2), (1, 3))),
+    "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True),
+    "a branch of its own": Case(((4,), (4,)), branches=True),
+    "a branch of its own, in turn": Case(((4,), (4,)), branches=True, turn=1),
+    "four, in turn": Case(((3,), (2,), (0,), (3,)), turn=1),
+    "four": Case(((3,), (2,), (0,), (3,))),
 }
 
 
@@ -80,9 +76,7 @@ def step(case: Case, rank: int | None) -> Monitor:
         net,
         optimizer,
         max_rows=None,
-        attention=case.attention,
         attainable=case.attainable,
-        realised=case.realised,
         layers_per_step=None if case.turn is None else 3,
         sinks=[MemorySink()],
         on_error="raise",
@@ -190,6 +184,22 @@ def averaged_by_hand(rank: int) -> StepReport | None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     return monitor.latest
+
+
+def on_its_probe(rank: int | None) -> StepReport | None:
+    """Take a step with what is measured on a probe; the ranks' probes together are the batch."""
+    model, tokens, _ = make()
+    net = model if rank is None else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: Any = {"realised": mean_sine, "attention": True, "max_rows": None}
+    with Monitor(net, optimizer, on_error="raise", **given) as monitor:
+        mean_sine(net(tokens if rank is None else tokens[4 * rank :][:4])).mean().backward()
+        optimizer.step()
+    return monitor.latest
+
+
+def mean_sine(output: Tensor) -> Tensor:
+    return output.sin().flatten(1).mean(1)
 
 
 def large_layers(rank: int | None) -> StepReport | None:
@@ -593,6 +603,7 @@ TASKS = (
     losses_of_ranks,
     optimizer_in_parts,
     averaged_by_hand,
+    on_its_probe,
     large_layers,
     large_gradients_averaged_by_hand,
     all_rows_in_one,
@@ -673,6 +684,15 @@ def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> N
     assert monitor.latest is not None
     for own in found[2]:
         assert_same(own["averaged_by_hand"].to_dict(), monitor.latest.to_dict())
+
+
+def test_probes_of_the_ranks_together_are_one(found: dict[int, list[Found]]) -> None:
+    reports = [own["on_its_probe"].to_dict(quantiles=True) for own in found[2]]
+    assert reports[0] == reports[1]
+    expected = on_its_probe(None)
+    assert expected is not None and expected.realised_loss_change
+    assert all(reading.attention_cosine for reading in expected.attention.values())
+    assert_same(reports[0], expected.to_dict(quantiles=True))
 
 
 def test_large_layers(found: dict[int, list[Found]]) -> None:

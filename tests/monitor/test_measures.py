@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adiv_monitor.features.rows import squares
 from adiv_monitor.maths import dots, measures, readings
-from adiv_monitor.maths.attention_sums import AttentionSums, MoveSums, RerunErrors
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -33,6 +33,7 @@ from adiv_monitor.maths.sums import (
     Dots,
     Evidence,
     LayerSums,
+    Moved,
     Pairs,
     Sampled,
     ScaleTotals,
@@ -246,7 +247,7 @@ def random_layer(
         blocks=None if groups == 1 else blocks,
         totals=totals,
         common=Common(positive(rows), positive(rows)),
-        realised=products_of(random, rows, REALISED),
+        realised=Moved(4 * rows, products_of(random, rows, REALISED)),
     )
     own_gamma, own_w = positive(2).tolist()
     return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
@@ -313,18 +314,13 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
         return LayerSums(About("x"), Sampled(1, 1), (Vector.G,), products, evidence, **others)
 
     layers = {
-        "x": of(torch.tensor([[1.0, 2.0]]), realised=torch.tensor(True)),
-        "y": of(torch.tensor(7.0), realised=torch.tensor([9.0])),
+        "x": of(torch.tensor([[1.0, 2.0]]), realised=Moved(1, torch.tensor(True))),
+        "y": of(torch.tensor(7.0), realised=Moved(1, torch.tensor([9.0]))),
     }
     products: PieceNumbers[Tensor] = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
-    none = torch.tensor(0.0)
     attending = {
         "z": tuple(
-            AttentionSums(
-                *(1, torch.tensor([[5.0, g]])),
-                *(MoveSums(none, none), RerunErrors(none, none, none, 1e-7)),
-            )
-            for g in (6.0, 7.0)
+            AttentionSums(1, 1e-7, torch.tensor(0.0), torch.tensor([[5.0, g]])) for g in (6.0, 7.0)
         )
     }
     flags = Flags(skipped=torch.tensor(0.0))
@@ -336,9 +332,9 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert (x.totals.active.tolist(), y.totals.active.tolist()) == ([5], [3])
     assert (x.totals.G_G.tolist(), y.totals.G_G.tolist()) == ([0.5], [pytest.approx(0.3)])
     assert x.products.tolist() == [[1, 2]]
-    assert x.realised == 1
+    assert x.realised is not None and x.realised.products == 1
     assert y.products == 7
-    assert y.realised is not None and y.realised.tolist() == [9]
+    assert y.realised is not None and y.realised.products.tolist() == [9]
     assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
     assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None

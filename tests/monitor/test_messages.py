@@ -28,6 +28,7 @@ from adiv_monitor.maths.sums import (
     Dots,
     Evidence,
     LayerSums,
+    Moved,
     Sampled,
     Vector,
 )
@@ -51,7 +52,8 @@ def known() -> tuple[RankContribution, StepReport]:
     """Return a step's contribution as it is sent, and its report, with many kinds of entries."""
     model, tokens, targets = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    asked: dict[str, Any] = {"attention": True, "attainable": True, "realised": True}
+    asked: dict[str, Any] = {"attention": True, "attainable": True}
+    asked["realised"] = lambda output: output.square().sum()
     parts = []
     with pytest.MonkeyPatch.context() as patch:
         add = assembly.Assembly.add
@@ -286,7 +288,8 @@ def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
     check(layer())
     wrong: list[dict[str, Any]] = [
         *({"products": np.ones((4, 6))}, {"products": np.ones((5, 7))}, {"products": np.ones(4)}),
-        *({"realised": np.ones((4, 6))}, {"vectors": (Vector.G,)}, {"blocks": None}),
+        *({"realised": of} for of in (Moved(8, np.ones((4, 6))), Moved(3, np.ones((4, 7))))),
+        *({"vectors": (Vector.G,)}, {"blocks": None}),
         {"scale": np.ones(3)},
         *({"blocks": {"sums": of}} for of in (np.ones(3), np.array(1.0))),
         *({"blocks": {"entries": of}} for of in (np.ones(7), np.ones((8, 1)))),
@@ -322,7 +325,7 @@ def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
         {"d": replace(sums.d, square=longer)},
         {"scale": replace(sums.scale, count=longer)},
         {"scale": replace(sums.scale, pivot=longer)},
-        {"errors": replace(sums.errors, key=np.ones(2))},
+        {"away": np.ones(2)},
         {"samples": seen - 1},
     ]
     for values in wrong:

@@ -1,8 +1,13 @@
-"""The realised effect of a step agrees with forward passes rerun by hand; float64."""
+"""The realised effect of a step on the probe agrees with runs of copies by hand; float64.
+
+The probe is the first eight samples of the first forward pass, in evaluation mode but for batch
+norms.
+"""
 
 import copy
 import math
 import random
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +21,14 @@ from cases import OPTIMIZERS
 from setups import cosine
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import REALISED_MEASURES
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
+CRITERION = nn.CrossEntropyLoss()
 Run = Callable[[nn.Module], Tensor]  # a forward pass that returns its loss
 
 
@@ -100,19 +107,27 @@ def made(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(4)
     build, shape = MODELS[name]
     model = build().double()
-    shapes = [(size, *shape) for size in (6, 5, 7)]
+    shapes = [(size, *shape) for size in (12, 5, 7)]
     return model, [(torch.randn(s, dtype=torch.float64), torch.randint(3, s[:1])) for s in shapes]
 
 
-def seeded(batches: Iterable[tuple[Tensor, Tensor]], count: int = 1) -> Run:
-    """Return a function of forward passes with reproducible random numbers."""
+def loop(batches: Iterable[tuple[Tensor, Tensor]], criterion: Any = CRITERION) -> Run:
+    """Return a function of forward passes, as those of micro-batches."""
+    return lambda model: torch.stack([criterion(model(x), y) for x, y in batches]).mean()
 
-    def run(model: nn.Module) -> Tensor:
-        torch.manual_seed(11)
-        losses = [functional.cross_entropy(model(x), y) for x, y in batches]
-        return torch.stack(losses).sum() / count
 
-    return run
+def first_eight(batches: Iterable[tuple[Tensor, Tensor]]) -> Run:
+    """Return a function of the probe's forward pass."""
+    x, y = next(iter(batches))
+    return lambda model: CRITERION(model(x[:8]), y[:8])
+
+
+def at_rest(model: nn.Module) -> nn.Module:
+    """Return a copy as it runs on the probe."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        module.training = isinstance(module, _NormBase)
+    return model
 
 
 def rows_of(module: nn.Module, tensor: Tensor) -> Tensor:
@@ -156,11 +171,11 @@ def truth(old: nn.Module, new: nn.Module, run: Run) -> dict[str, dict[str, float
     half = copy.deepcopy(old)
     for parameter, end in zip(half.parameters(), new.parameters(), strict=True):
         parameter.data += (end.detach() - parameter.data) / 2
-    before, middle, after = (Seen(copy.deepcopy(model), run) for model in (old, half, new))
+    before, middle, after = (Seen(at_rest(model), run) for model in (old, half, new))
     found = {}
     for path in before.z:
         z, z_half, z_new = (torch.cat(seen.z[path]) for seen in (before, middle, after))
-        moved = copy.deepcopy(new.get_submodule(path))
+        moved = at_rest(new).get_submodule(path)
         old_inputs = before.inputs[path]
         with torch.no_grad():
             effective = torch.cat([rows_of(moved, moved(x)) for x in old_inputs]) - z
@@ -179,7 +194,7 @@ def truth(old: nn.Module, new: nn.Module, run: Run) -> dict[str, dict[str, float
 def trained(
     model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, **options: Any
 ) -> StepReport:
-    options = {"realised": True, "max_rows": None, "on_error": "raise", **options}
+    options = {"realised": CRITERION, "max_rows": None, "on_error": "raise", **options}
     with Monitor(model, optimizer, **options) as monitor:
         run(model).backward()
         optimizer.step()
@@ -189,7 +204,7 @@ def trained(
 
 
 def check(report: StepReport, expected: dict[str, dict[str, float]]) -> None:
-    assert not [note for note in report.notes if "real change" in note]
+    assert not [note for note in report.notes if "probe" in note]
     assert expected.keys() <= report.layers.keys()
     for path, values in expected.items():
         for name, value in values.items():
@@ -202,33 +217,97 @@ def check(report: StepReport, expected: dict[str, dict[str, float]]) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_measures_are_those_of_a_run_by_hand(name: str, optimizer: str) -> None:
+    """Also of a loop with micro-batches, of which the first has the probe."""
     model, batches = made(name)
-    run = seeded(batches[:1])
     old = copy.deepcopy(model)
-    report = trained(model, OPTIMIZERS[optimizer](model.parameters()), run)
-    check(report, truth(old, model, run))
+    report = trained(model, OPTIMIZERS[optimizer](model.parameters()), loop(batches))
+    check(report, truth(old, model, first_eight(batches)))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_micro_batches(name: str) -> None:
-    model, batches = made(name)
-    run = seeded(batches, 3)
+def test_the_probe_stays_that_of_the_first_measured_step() -> None:
+    model, batches = made("residual")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: Any = {"every_n_steps": 1, "max_rows": None, "on_error": "raise"}
+    with Monitor(model, sgd, realised=CRITERION, **given) as monitor:
+        for batch in batches:
+            old = copy.deepcopy(model)
+            sgd.zero_grad()
+            loop([batch])(model).backward()
+            sgd.step()
+    assert monitor.latest is not None and monitor.latest.step == 2
+    check(monitor.latest, truth(old, model, first_eight(batches)))
+
+
+def test_where_sizes_differ_the_whole_batch_is_the_probe() -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.enter(x)))
+
+    model = Tokens().double()
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 4, 5, dtype=torch.float64), torch.randint(3, (10, 4))
+
+    def run(model: nn.Module) -> Tensor:
+        return CRITERION(model(x).view(-1, 3), y.view(-1))
+
     old = copy.deepcopy(model)
-    report = trained(model, OPTIMIZERS["adamw"](model.parameters()), run)
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
     check(report, truth(old, model, run))
+    assert len(report.realised_loss_changes) == 40
+
+
+def test_a_closure_and_a_weight_that_the_forward_renorms() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(7, 5, max_norm=0.5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.table(x)))
+
+    torch.manual_seed(0)
+    model = Words().double()
+    x, y = torch.randint(7, (9,)), torch.randint(3, (9,))
+    model(x)
+    old, sgd = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        sgd.zero_grad()
+        loss = CRITERION(model(x), y)
+        loss.backward()
+        return loss
+
+    with Monitor(model, sgd, realised=CRITERION, max_rows=None, on_error="raise") as monitor:
+        sgd.step(closure)
+    after = [p.detach().clone() for p in model.parameters()]
+    assert monitor.latest is not None
+    found = monitor.latest.realised_loss_change
+    expected = CRITERION(copy.deepcopy(model)(x[:8]), y[:8]) - CRITERION(old(x[:8]), y[:8])
+    assert found == pytest.approx(expected.item(), **EXACT)
+    assert all(map(torch.equal, after, model.parameters()))
 
 
 def test_rows_inside_a_recurrent_layer_and_of_a_module_as_a_whole() -> None:
     """Rows of W h + b with the previous state h, and of a module's own output, are measured."""
     torch.manual_seed(2)
-    old = nn.ModuleDict({"rnn": nn.RNN(4, 6, batch_first=True), "bent": Bent()}).double()
+
+    class Both(nn.ModuleDict):
+        def forward(self, x: Tensor) -> Tensor:
+            return self["bent"](self["rnn"](x)[0])
+
+    old = Both({"rnn": nn.RNN(4, 6, batch_first=True), "bent": Bent()}).double()
     x = torch.randn(5, 3, 4, dtype=torch.float64)
     model = copy.deepcopy(old)
 
     def run(model: nn.Module) -> Tensor:
-        return model["bent"](model["rnn"](x)[0]).square().sum()
+        return model(x).square().sum()
 
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.01), run)
+    given: Any = {"realised": lambda output: output.square().sum()}
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.01), run, **given)
     half = copy.deepcopy(old)
     for parameter, end in zip(half.parameters(), model.parameters(), strict=True):
         parameter.data += (end.detach() - parameter.data) / 2
@@ -267,7 +346,7 @@ def test_a_single_layer_does_what_its_step_does(kind: type[nn.Module]) -> None:
     model = kind(5, 3).double()
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    reading = trained(model, sgd, seeded([(x, y)])).layers[""]
+    reading = trained(model, sgd, loop([(x, y)])).layers[""]
     assert reading.single_layer_share == pytest.approx(1, **EXACT)
     assert reading.realised_cosine == pytest.approx(reading.update_cosine, **EXACT)
     assert reading.first_order_error == pytest.approx(0, abs=1e-12)
@@ -280,10 +359,10 @@ def test_first_order_error_is_that_of_the_jacobian() -> None:
     for lr in (0.02, 0.01, 0.005):
         model, batches = made("residual")
         model.eval()
-        x = batches[0][0]
+        x = batches[0][0][:8]
         old = copy.deepcopy(model)
         sgd = torch.optim.SGD(model.parameters(), lr=lr)
-        report = trained(model, sgd, seeded(batches[:1]))
+        report = trained(model, sgd, loop(batches[:1]))
         start = {name: p.detach() for name, p in old.named_parameters()}
         step = {name: p.detach() - start[name] for name, p in model.named_parameters()}
 
@@ -300,38 +379,29 @@ def test_first_order_error_is_that_of_the_jacobian() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_changes_as_in_a_second_run(name: str) -> None:
-    """The change agrees for the batch and per sample; over micro-batches it is the mean."""
+    """The change agrees for the probe and for each of its samples."""
     model, batches = made(name)
-    criterion = nn.CrossEntropyLoss()
-    old = copy.deepcopy(model)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def run(model: nn.Module) -> Tensor:
-        torch.manual_seed(11)
-        return torch.stack([criterion(model(x), y) for x, y in batches]).mean()
-
-    def each(model: nn.Module) -> Tensor:
-        torch.manual_seed(11)
-        losses = [functional.cross_entropy(model(x), y, reduction="none") for x, y in batches]
-        return torch.cat(losses).detach()
-
-    report = trained(model, sgd, run, realised=criterion)
-    samples = each(copy.deepcopy(model)) - each(copy.deepcopy(old))
-    change = run(copy.deepcopy(model)) - run(old)
-    assert report.realised_loss_change == pytest.approx(change.item(), **EXACT)
-    assert report.realised_loss_changes == pytest.approx(samples.tolist(), **EXACT)
+    old = at_rest(model)
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), loop(batches))
+    x, y = batches[0][0][:8], batches[0][1][:8]
+    new, none = at_rest(model), {"reduction": "none"}
+    samples = [functional.cross_entropy(m(x), y, **none).detach() for m in (old, new)]
+    assert report.realised_loss_changes == pytest.approx(
+        (samples[1] - samples[0]).tolist(), **EXACT
+    )
+    change = float((samples[1] - samples[0]).mean())
+    assert report.realised_loss_change == pytest.approx(change, **EXACT)
     assert report.to_dict()["realised_loss_change"] == report.realised_loss_change
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_loss_falls_by_the_descents_to_first_order(name: str) -> None:
+def test_the_loss_falls_by_the_descents_to_first_order() -> None:
     errors = []
     for lr in (1e-3, 1e-4):
-        model, batches = made(name)
-        criterion = nn.CrossEntropyLoss()
+        model, batches = made("residual")
+        model.eval()
+        x, y = batches[1]  # five samples, which are all of the probe
         sgd = torch.optim.SGD(model.parameters(), lr=lr)
-        x, y = batches[0]
-        report = trained(model, sgd, lambda m: criterion(m(x), y), realised=criterion)  # noqa: B023
+        report = trained(model, sgd, loop([(x, y)]))
         assert report.descent is not None and report.realised_loss_change is not None
         errors.append(abs(report.realised_loss_change + report.descent))
     assert errors[1] < errors[0] / 50  # a hundred times smaller at a tenth of the learning rate
@@ -352,23 +422,19 @@ class WithLoss(nn.Module):
 
 def test_a_loss_that_the_model_gives() -> None:
     model, batches = made("residual")
-    whole = WithLoss(model)
+    whole = WithLoss(model.eval())
     x, y = batches[0]
-
-    def run(model: nn.Module) -> Tensor:
-        torch.manual_seed(11)
-        return model(x, labels=y)["loss"]
-
-    before = run(whole).item()
-    sgd = torch.optim.SGD(whole.parameters(), lr=0.1)
-    report = trained(whole, sgd, run, realised=lambda output: output["loss"])
-    expected = run(whole).item() - before
-    assert report.realised_loss_change == pytest.approx(expected, **EXACT)
+    old, sgd = copy.deepcopy(whole), torch.optim.SGD(whole.parameters(), lr=0.1)
+    of_output: Any = lambda output: output["loss"]  # noqa: E731
+    report = trained(whole, sgd, lambda m: of_output(m(x, labels=y)), realised=of_output)
+    expected = of_output(whole(x[:8], labels=y[:8])) - of_output(old(x[:8], labels=y[:8]))
+    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
     assert report.realised_loss_changes == ()
+    assert report.layers["model.head"].realised_cosine is not None
 
 
 def test_a_loss_inside_the_model() -> None:
-    """If the model computes several losses, the trained one counts."""
+    """If the model computes several losses, the last one counts."""
 
     class Judged(nn.Module):
         def __init__(self, model: nn.Module) -> None:
@@ -380,97 +446,82 @@ def test_a_loss_inside_the_model() -> None:
             self.criterion(2 * logits, y)
             return self.criterion(logits, y)
 
+    model, ((x, y), *_) = made("residual")
+    judged = Judged(model.eval())
+    old, sgd = copy.deepcopy(judged), torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(judged, sgd, lambda m: m(x, y), realised=judged.criterion)
+    expected = float((judged(x[:8], y[:8]) - old(x[:8], y[:8])).detach())
+    assert report.realised_loss_change == pytest.approx(expected, **EXACT)
+    assert len(report.realised_loss_changes) == 8
+
+
+def test_a_loss_that_calls_the_model() -> None:
+    class Whole(nn.Module):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return CRITERION(model(batch["x"]), batch["y"])
+
     model, batches = made("residual")
-    judged, run = Judged(model.eval()), lambda m: m(*batches[0])
-    before = run(judged).item()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(judged, sgd, run, realised=judged.criterion)
-    assert report.realised_loss_change == pytest.approx(run(judged).item() - before, **EXACT)
-    assert len(report.realised_loss_changes) == len(batches[0][0])
+    (x, y), whole = batches[0], Whole()
+    old, sgd = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, lambda m: whole(m, {"x": x, "y": y}), realised=whole)
+    check(report, truth(old, model, first_eight(batches)))
+    change = CRITERION(at_rest(model)(x[:8]), y[:8]) - CRITERION(at_rest(old)(x[:8]), y[:8])
+    assert report.realised_loss_change == pytest.approx(change.item(), **EXACT)
 
 
-def test_a_model_that_is_called_in_parts() -> None:
-    """Outputs that one part passes to the next, also as views, are recomputed."""
+def test_of_a_model_that_is_called_in_parts_the_first_is_known() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"encoder": nn.Linear(5, 8), "decoder": nn.Linear(4, 3)}).double()
-    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (12,))
-    criterion = nn.CrossEntropyLoss(reduction="none")
-
-    def run(model: nn.Module) -> Tensor:
-        return criterion(model["decoder"](model["encoder"](x).view(12, 4)), y).mean()
-
-    old = copy.deepcopy(model)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, run, realised=criterion)
-    check(report, truth(old, model, run))
-    expected = run(model) - run(old)
-    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
-    assert len(report.realised_loss_changes) == 12
-
-
-def test_forward_passes_without_a_gradient_do_not_run_again() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({name: nn.Linear(5, 3) for name in ("idle", "busy")}).double()
-    x, calls = torch.randn(6, 5, dtype=torch.float64), []
-    model["idle"].register_forward_hook(lambda *_: calls.append(1))
-
-    def run(model: nn.Module) -> Tensor:
-        model["idle"](x)
-        return model["busy"](x).square().mean()
-
+    model = nn.ModuleDict({"encoder": nn.Linear(5, 4), "decoder": nn.Linear(4, 3)}).double()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    run: Run = lambda m: CRITERION(m["decoder"](m["encoder"](x)), y)  # noqa: E731
     report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
-    assert len(calls) == 1
-    assert report.layers["busy"].single_layer_share == pytest.approx(1, **EXACT)
-
-
-def test_code_between_the_parts_is_said() -> None:
-    model = nn.ModuleDict({"encoder": nn.Linear(5, 4), "decoder": nn.Linear(4, 3)})
-
-    def run(model: nn.Module) -> Tensor:
-        return model["decoder"](torch.tanh(model["encoder"](torch.ones(2, 5)))).sum()
-
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
-    assert any("computed, outside" in note and "Linear" in note for note in report.notes)
-    assert report.layers["decoder"].realised_cosine is None
+    assert report.layers["encoder"].single_layer_share == pytest.approx(1, **EXACT)
+    assert report.layers["decoder"].single_layer_share is None
     assert report.layers["decoder"].update_cosine is not None
+    assert report.realised_loss_change is None
+    assert any("The loss on the probe is not known" in note for note in report.notes)
+
+
+def test_without_a_loss_the_activations_are_known() -> None:
+    model, batches = made("residual")
+    old, sgd = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, loop(batches), realised=True)
+    for path, values in truth(old, model, first_eight(batches)).items():
+        reading = report.layers[path]
+        assert reading.realised_cosine is None
+        if path != "head":  # a loss leaves rows of it out, if they are idle
+            for name in ("single_layer_share", "first_order_error"):
+                assert getattr(reading, name) == pytest.approx(values[name], **EXACT)
+    assert report.realised_loss_change is None
+    assert any("realised_cosine is missing: it needs the loss" in note for note in report.notes)
+    assert (
+        trained(model, sgd, loop(batches), realised=True, loss=CRITERION)
+        .layers["head"]
+        .realised_cosine
+    )
 
 
 def test_an_input_that_was_overwritten_is_said() -> None:
-    model = nn.Linear(5, 3)
-    x = torch.ones(2, 5)
+    class Overwrites(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.add_(1))
+
+    model = Overwrites(5, 3)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, sgd, realised=True, on_error="raise") as monitor:
-        model(x).sum().backward()
-        sgd.step()
-        x.add_(1)
-    report = monitor.latest
-    assert report is not None and report.layers[""].realised_cosine is None
-    assert any("changed in place since" in note for note in report.notes)
+    report = trained(model, sgd, lambda m: m(torch.ones(2, 5)).sum(), realised=True)
+    assert report.layers[""].single_layer_share is None
+    assert any("changes an input in place" in note for note in report.notes)
 
 
-def test_projected_weights_are_what_the_next_step_sees() -> None:
-    """Realised changes use the projected weights; a single layer's part uses the optimizer's."""
-    model, batches = made("residual")
-    run = seeded(batches[:1])
-    old = copy.deepcopy(model)
+def test_what_can_not_run_again_is_said() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model = nn.Sequential(nn.Linear(5, 4), scripted)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, sgd, realised=True, max_rows=None, on_error="raise") as monitor:
-        run(model).backward()
-        sgd.step()
-        stepped = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.97)
-    assert monitor.latest is not None
-    for path, values in truth(old, model, run).items():
-        reading = monitor.latest.layers[path]
-        for name in ("realised_cosine", "first_order_error"):
-            assert getattr(reading, name) == pytest.approx(values[name], **EXACT)
-    real = Seen(copy.deepcopy(model), run).z["head"][0] - Seen(copy.deepcopy(old), run).z["head"][0]
-    inputs = Seen(copy.deepcopy(old), run).inputs["head"][0]
-    effective = (stepped.head(inputs) - old.head(inputs)).detach()
-    share = monitor.latest.layers["head"].single_layer_share
-    assert share == pytest.approx(cosine(real, effective), **EXACT)
+    report = trained(model, sgd, lambda m: m(torch.ones(2, 5)).sum(), realised=True)
+    assert report.layers["0"].single_layer_share is None
+    assert any("is scripted, so its buffers can't be restored" in n for n in report.notes)
 
 
 class Restless(nn.Module):
@@ -587,20 +638,15 @@ def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
 
 
 def test_a_step_that_moves_nothing_has_moved_nothing() -> None:
-    """The rerun forward pass is equal to the last bit, whatever it draws and changes."""
+    """The forward passes are equal to the last bit, whatever they draw and change."""
     torch.manual_seed(3)
     model, criterion = Restless(), nn.CrossEntropyLoss()
     model.head._forward_pre_hooks.clear()
     x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))
     model(x)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Monitor(model, sgd, realised=criterion, max_rows=None, on_error="raise") as monitor:
-        criterion(model(x), y).backward()
-        sgd.step()
-        model.eval()
-        model.calls += 1
-    report = monitor.latest
-    assert report is not None and model.calls == 3 and not model.head.training
+    report = trained(model, sgd, lambda m: criterion(m(x), y), realised=criterion)
+    assert model.calls == 2
     assert report.realised_loss_change == 0
     assert set(report.realised_loss_changes) == {0.0}
     assert not any("rounding" in note for note in report.notes)  # exact equality leaves no rounding
@@ -620,7 +666,8 @@ def test_everything_else_reads_the_same() -> None:
         other = Monitor(model, optimizers[1], realised=realised, **options)
         with plain, other:
             for batch in batches:
-                seeded([batch])(model).backward()
+                torch.manual_seed(11)
+                loop([batch])(model).backward()
                 for optimizer in optimizers:
                     optimizer.step()
                 model.zero_grad()
@@ -632,22 +679,6 @@ def test_everything_else_reads_the_same() -> None:
             for name in REALISED_MEASURES:
                 values.pop(name, None)
             assert values == pytest.approx(expected.layers[path].measures(), nan_ok=True), path
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-def test_outputs_that_are_kept_hold_no_hook_after_the_step() -> None:
-    """Neither those of the step nor of its reruns, whose LSTM runs a function without a rule."""
-    model = nn.Sequential(nn.Linear(3, 6), nn.LSTM(6, 4, proj_size=3))
-    kept: list[Tensor] = []
-    model[1].register_forward_hook(lambda _, args, output: kept.append(output[0]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, realised=True, on_error="raise"):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(5, 2, 3))[0].square().sum().backward()
-            optimizer.step()
-    assert len(kept) > 3, "no forward pass ran again"
-    assert not any(output._backward_hooks for output in kept)
 
 
 def test_failures_of_the_repetition_leave_training_alone() -> None:
@@ -668,10 +699,10 @@ def test_failures_of_the_repetition_leave_training_alone() -> None:
     monitor = Monitor(model, sgd, realised=True, every_n_steps=1)
     monitor.attach()
     model(torch.ones(2, 5)).sum().backward()
-    sgd.step()
     Once.fails = True
     with pytest.warns(UserWarning, match="not again; training goes on"):
-        monitor.close()
+        sgd.step()
+    monitor.close()
     assert monitor.latest is not None
     assert any(
         "failed when it ran again: RuntimeError: not again" in note for note in monitor.latest.notes
@@ -704,80 +735,38 @@ def test_checkpointing(reentrant: bool) -> None:
     plain = Model(False).double()
     model = copy.deepcopy(plain)
     model.checkpointed = True
-    batches = [(torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))) for _ in range(2)]
-
-    def accumulated(model: nn.Module) -> Tensor:
-        torch.manual_seed(11)
-        losses = [functional.cross_entropy(model(x), y) for x, y in batches]
-        losses[0].backward()
-        return losses[1]
+    batches = [(torch.randn(9, 5, dtype=torch.float64), torch.randint(3, (9,))) for _ in range(2)]
 
     def in_turn(model: nn.Module) -> Tensor:
         torch.manual_seed(11)
-        first, second = (batch for batch in batches)
-        functional.cross_entropy(model(first[0]), first[1]).backward()
-        return functional.cross_entropy(model(second[0]), second[1])
+        loop(batches[:1])(model).backward()
+        return loop(batches[1:])(model)
 
-    for run in (in_turn,) if reentrant else (in_turn, accumulated):
-        reports = [
-            trained(m, torch.optim.SGD(m.parameters(), lr=0.1), run)
-            for m in (copy.deepcopy(plain), copy.deepcopy(model))
-        ]
-        for path, reading in reports[0].layers.items():
-            for name in REALISED_MEASURES:
-                value = getattr(reports[1].layers[path], name)
-                assert value == pytest.approx(getattr(reading, name), **EXACT), (path, name)
-    if reentrant:  # it is unknown which forward pass is recomputed
-        report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulated)
-        assert any(
-            "inner.0" in n and "to which its rows belong is not known" in n for n in report.notes
-        )
-        assert report.layers["inner.0"].realised_cosine is None
-
-        def first(model: nn.Module) -> Tensor:
-            outputs = [model(x) for x, _ in batches]
-            return outputs[0].square().mean()
-
-        report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), first)
-        assert report.layers["inner.0"].realised_cosine is None
-        assert report.layers["leave"].realised_cosine is not None
-
-
-def test_recomputations_that_are_not_told_apart_are_said() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter, self.inner = nn.Linear(5, 5), nn.Linear(5, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = checkpoint(self.inner, self.enter(x), use_reentrant=True)
-            return checkpoint(self.inner, hidden, use_reentrant=True)
-
-    model, x = Twice(), torch.ones(2, 5)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, lambda m: m(x).square().sum())
-    assert any("inner" in n and "to which its rows belong is not known" in n for n in report.notes)
-    assert report.layers["inner"].realised_cosine is None
-    assert report.layers["enter"].realised_cosine is not None
+    expected, report = (
+        trained(m, torch.optim.SGD(m.parameters(), lr=0.1), in_turn) for m in (plain, model)
+    )
+    assert report.realised_loss_change == pytest.approx(expected.realised_loss_change, **EXACT)
+    for path, reading in expected.layers.items():
+        for name in REALISED_MEASURES:
+            found = getattr(report.layers[path], name)
+            if reentrant and name == "realised_cosine":
+                assert found is None
+            else:
+                assert found == pytest.approx(getattr(reading, name), **EXACT), (path, name)
+    assert any("The probe's gradient is not known" in n for n in report.notes) is reentrant
 
 
 def test_a_compiled_model() -> None:
     """The forward passes run eagerly, and nothing is compiled because of the hooks."""
     model, batches = made("residual")
-    model.eval()
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="eager")
-    run = seeded(batches[:1])
+    twin = copy.deepcopy(model.eval())
+    compiled, run = torch.compile(model, backend="eager"), loop(batches[:1])
     expected = trained(twin, torch.optim.SGD(twin.parameters(), lr=0.1), run)
-    for watched in (compiled, model):
-        watched.load_state_dict(copy.deepcopy(watched.state_dict()))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(compiled, sgd, run)
+    report = trained(compiled, torch.optim.SGD(model.parameters(), lr=0.1), run)
     for path, reading in expected.layers.items():
         for name in REALISED_MEASURES:
-            assert getattr(report.layers[path], name) == pytest.approx(
-                getattr(reading, name), **EXACT
-            )
+            found = getattr(report.layers[path], name)
+            assert found == pytest.approx(getattr(reading, name), **EXACT)
 
 
 def test_autocast_is_on_again() -> None:
@@ -790,50 +779,38 @@ def test_autocast_is_on_again() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).square().mean()
 
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.0), run)
+    given: Any = {"realised": lambda output: output.square().mean()}
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.0), run, **given)
     assert all(math.isnan(r.realised_cosine) for r in report.layers.values())
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=1e-4), run)
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=1e-4), run, **given)
     assert any("lost in rounding, or hardly larger" in note for note in report.notes)
 
 
-def test_the_losses_that_made_the_gradient_count() -> None:
-    """A loss that is only read, one of another model and one of an evaluation do not count."""
-    model, batches = made("residual")
-    model.eval()
-    criterion, old = nn.CrossEntropyLoss(), copy.deepcopy(model)
-    (x, y), (seen, labels), _ = batches
-
-    def run(model: nn.Module) -> Tensor:
-        criterion(torch.zeros(2, 3, requires_grad=True), torch.zeros(2).long()).backward()
-        criterion(model(seen), labels)
-        with torch.no_grad():
-            criterion(model(seen), labels)
-        return criterion(model(x), y)
-
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), run, realised=criterion)
-    expected = criterion(model(x), y) - criterion(old(x), y)
-    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
-    assert len(report.realised_loss_changes) == len(x)
-
-
 def test_a_loss_that_was_not_seen_is_said() -> None:
-    model, batches = made("residual")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, seeded(batches[:1]), realised=nn.CrossEntropyLoss())
-    assert report.realised_loss_change is None
-    assert any("The real change of the loss is not known" in note for note in report.notes)
-    assert report.layers["head"].realised_cosine is not None
-
-
-def test_a_loss_of_something_computed_outside_is_said() -> None:
+    """Nor is one that is computed from the output by code outside of the model."""
     model, batches = made("residual")
     x, y = batches[0]
-    criterion = nn.NLLLoss()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, lambda m: criterion(m(x).log_softmax(1), y), realised=criterion)
-    assert report.realised_loss_change is None
-    assert any("an input of NLLLoss was computed, outside" in note for note in report.notes)
-    assert report.layers["head"].realised_cosine is not None
+    for criterion, run, why in (
+        (nn.CrossEntropyLoss(), loop(batches), "was not seen to be called"),
+        (
+            log := nn.NLLLoss(),
+            lambda m: log(m(x).log_softmax(1), y),
+            "an input of NLLLoss was computed, outside",
+        ),
+    ):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        report = trained(model, sgd, run, realised=criterion)
+        assert report.realised_loss_change is None
+        assert any("The loss on the probe is not known" in n and why in n for n in report.notes)
+        assert report.layers["head"].realised_cosine is None
+        assert report.layers["head"].single_layer_share is not None
+
+
+class Tokenwise(nn.Module):
+    """The mean loss of all tokens."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.transpose(1, 2), labels)
 
 
 def test_sampled_readings_keep_to_their_errors() -> None:
@@ -841,12 +818,17 @@ def test_sampled_readings_keep_to_their_errors() -> None:
     model, _ = made("residual")
     model.eval()
     torch.manual_seed(1)
-    x, y = torch.randn(600, 5, dtype=torch.float64), torch.randint(3, (600,))
+    x, y = torch.randn(8, 75, 5, dtype=torch.float64), torch.randint(3, (8, 75))
+
+    def run(model: nn.Module) -> Tensor:
+        return of_tokens(model(x), y)
+
+    of_tokens = Tokenwise()
 
     def measured(max_rows: int | None, seed: int) -> StepReport:
         twin = copy.deepcopy(model)
         sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
-        return trained(twin, sgd, seeded([(x, y)]), max_rows=max_rows, seed=seed)
+        return trained(twin, sgd, run, max_rows=max_rows, seed=seed, realised=of_tokens)
 
     whole = measured(None, 0)
     deviations = defaultdict(list)
@@ -878,9 +860,9 @@ def test_without_it_nothing_runs_again() -> None:
     calls = []
     model.head.register_forward_hook(lambda *_: calls.append(1))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, seeded(batches[:1]), realised=False)
+    report = trained(model, sgd, loop(batches[:1]), realised=False)
     assert len(calls) == 1
     assert report.layers["head"].realised_cosine is None
     assert report.realised_loss_change is None
-    assert trained(model, sgd, seeded(batches[:1])).layers["head"].realised_cosine is not None
-    assert len(calls) == 1 + 3
+    assert trained(model, sgd, loop(batches[:1])).layers["head"].realised_cosine is not None
+    assert len(calls) == 1 + 4

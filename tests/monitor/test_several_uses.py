@@ -133,7 +133,8 @@ SEVERAL: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
 def stepped(model: nn.Module, **options: object) -> tuple[StepReport, float]:
     """Take a step of two micro-batches; return its report and −⟨∂L/∂Θ, ΔΘ⟩."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, on_error="raise", realised=True, **options) as monitor:
+    options = {"realised": lambda y: y.square().sum(), "on_error": "raise", **options}
+    with Monitor(model, optimizer, **options) as monitor:
         for x in (X, X[:3].cos()):
             model(x).square().sum().backward()
         before = [p.detach().clone() for p in model.parameters()]

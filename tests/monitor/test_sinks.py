@@ -504,7 +504,7 @@ def test_the_realised_change_of_the_loss_stands_beside_the_expected_one() -> Non
     scalars = summary_scalars(one, ["descent"], "optimizer_1")
     assert scalars["adiv.summary.optimizer_1/realised_loss_change"] == -0.7
     assert scalars["adiv.summary.optimizer_1/descent"] == 0.75
-    assert "changed by -0.700; the first-order prediction is -0.750" in printed(one)
+    assert "changed by -0.700; the batch's was to change by -0.750" in printed(one)
     assert one.to_dict()["realised_loss_changes"] == [-0.4, -1.0]
     assert "really" not in printed(report(3))
     assert "adiv.summary/descent" not in summary_scalars(report(3), ["descent"])

@@ -16,7 +16,6 @@ from adiv_monitor.maths.estimates import (
     Sizes,
     Sum,
     by_ratio,
-    by_regression,
     by_size,
     mean_of_active,
     over_rows,
@@ -268,25 +267,14 @@ def test_the_error_of_first_order_knows_its_own() -> None:
 # --- sums estimated with known ones --------------------------------------------------------------
 
 
-def alike_sums() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two correlated sums over rows, and a third of either sign that follows the first."""
+def test_sums_that_are_told_from_one_that_is_known() -> None:
     random = np.random.default_rng(0)
     by = random.gamma(3.0, 1.0, ROWS)
     of = by * (2 + 0.3 * random.normal(size=ROWS))
-    return by, of, of - 7 + 0.5 * random.normal(size=ROWS)
-
-
-HOW = {"ratio": by_ratio, "regression": by_regression}
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_sums_that_are_told_from_one_that_is_known(how: str) -> None:
-    by, of, either = alike_sums()
-    rows = of if how == "ratio" else either
     index, sample = draws(np.ones(ROWS, dtype=bool))
-    plain, known = over_rows(rows[index], sample), over_rows(by[index], sample)
-    told = HOW[how](plain, known, np.full(DRAWS, by.sum()), sample)
-    agrees(product(told, [], sample), rows.sum())
+    plain, known = over_rows(of[index], sample), over_rows(by[index], sample)
+    told = by_ratio(plain, known, np.full(DRAWS, by.sum()), sample)
+    agrees(product(told, [], sample), of.sum())
     assert told.total.std() < 0.4 * plain.total.std()
 
 
@@ -380,13 +368,12 @@ def test_sizes_that_are_not_known_tell_nothing() -> None:
     assert told.doubt.tolist() == [[1, 1]] * 3
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_sums_of_which_none_is_known_stay_as_they_are(how: str) -> None:
+def test_sums_of_which_none_is_known_stay_as_they_are() -> None:
     """The second layer's sum is unknown; in the last two there is no correlated one."""
     sample = of_all(100, np.ones((4, 3), dtype=bool))
     plain = over_rows(np.arange(12.0).reshape(4, 3), sample)
     known = over_rows(np.array([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0], [0.0] * 3, [0.0] * 3]), sample)
-    told = HOW[how](plain, known, np.array([300.0, math.nan, 0.0, 5.0]), sample)
+    told = by_ratio(plain, known, np.array([300.0, math.nan, 0.0, 5.0]), sample)
     assert told.total[0] != plain.total[0]
     assert told.total[1:].tolist() == plain.total[1:].tolist()
     assert (told.spread[0] != plain.spread[0]).all()
@@ -402,9 +389,6 @@ def test_sums_told_from_another_by_hand() -> None:
     np.testing.assert_allclose(ratio.spread, [[-4 * 15 / 12, 4 * 15 / 12]])
     assert ratio.doubt is not None
     np.testing.assert_allclose(ratio.doubt, [[1 / (2 / 3), 1 / (1 / 3)]])
-    slope = by_regression(of, by, np.array([15.0]), sample)  # 12 + 2 (15 − 12)
-    assert slope.total.tolist() == [18]
-    assert slope.spread.tolist() == [[0, 0]]
 
 
 def test_what_is_left_of_the_variance() -> None:

@@ -472,6 +472,7 @@ def test_an_attention_has_a_turn_where_not_all_its_layers_were_asked_for() -> No
     model, tokens, targets = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"attention": True, "layers": ["attend.out_proj", "head"]}
+    options["loss"] = lambda output: output.square().sum()
     found = []
     with Monitor(model, optimizer, every_n_steps=1, layers_per_step=1, **options) as monitor:
         for _ in range(2):

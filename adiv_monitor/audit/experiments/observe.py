@@ -32,7 +32,7 @@ from adiv_monitor.audit.experiments.measure import (
 )
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
 from adiv_monitor.audit.training.train import (
     Course,
     Progress,
@@ -74,6 +74,18 @@ _OPPOSED = (
 EXCHANGED, CLEARLY = 2, 0.1
 
 
+class _WholeLoss(nn.Module):
+    """The loss of a model and a batch, as a module, so that the monitor sees its arguments."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss."""
+        return self._loss(model, batch)
+
+
 def observe(
     setup: Setup,
     *,
@@ -100,6 +112,7 @@ def observe(
     """
     fork = setup.fork()
     trains = _trains_any(fork)
+    whole = _WholeLoss(fork.loss) if realised or attention else None
     monitor = Monitor(
         fork.model,
         fork.optimizer if trains else None,
@@ -109,6 +122,7 @@ def observe(
         attention=attention,
         alignment=_probe(setup) if alignment else None,
         realised=realised,
+        loss=whole,
         keep=setup.steps,
         seed=setup.seed,
     )
@@ -119,7 +133,7 @@ def observe(
     try:
         # The record reports overflow; squares in the measures may overflow in float64, too.
         with np.errstate(over="ignore", invalid="ignore"):
-            course = train(fork, watch)
+            course = train(fork if whole is None else replace(fork, loss=whole), watch)
     finally:
         monitor.close(quietly=True)
         watch.remove()

@@ -76,14 +76,14 @@ class Outputs:
         """Call `arrive` with ∂L/∂z in the layout of z whenever a backward pass computes it."""
 
         def arrives(gradients: Sequence[Tensor | None]) -> None:
-            arrive(self._gradient(gradients))
+            arrive(self.gradient(gradients))
 
         if len(tensors) == 1:
             on_gradient(tensors[0], partial(guard, lambda gradient: arrives([gradient])))
         else:
             register_multi_grad_hook(tensors, partial(guard, arrives))
 
-    def _gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
+    def gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return ∂L/∂z from the gradients of the tensors, where None means zero."""
         found = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient

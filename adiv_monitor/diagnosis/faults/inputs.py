@@ -106,8 +106,11 @@ def non_finite(record: Record) -> Finding:
         against=())  # fmt: skip
 
 
-told(__name__, "unsafe-division", "Division by numbers close to zero",
-     lambda record: suffers(record) or any(f.strength == "act" for f in row_spread(record)),
+def _is_spread(record: Record) -> bool:
+    return suffers(record) or any(f.strength == "act" for f in row_spread(record))
+
+
+told(__name__, "unsafe-division", "Division by numbers close to zero", _is_spread,
      "{place} divides by numbers of both signs, some of them close to zero: the largest result is "
      "{times:.3g} times the median one.",
      [Number("smallest divisor over the median one", "close", below=CLOSE),
@@ -157,8 +160,8 @@ def _inputs(record: Record) -> Mapping[str, InputStatistics]:
     common = typical(began, path, "common_share")
     share = common.value if common is not None and common.above(MOSTLY_MEAN) else 0.0
     mean, std = rms.value * math.sqrt(share), rms.value * math.sqrt(max(0.0, 1 - share))
-    features = next(iter(readings(record, path).values())).features or 0
-    return {path: InputStatistics(mean, std, *[math.nan] * 2, 0.0, *[math.nan] * 2, features)}
+    features, nan = next(iter(readings(record, path).values())).features or 0, math.nan
+    return {path: InputStatistics(mean, std, nan, nan, 0.0, nan, nan, features)}
 
 
 def _is_read(record: Record, seen: InputStatistics) -> bool:
@@ -263,14 +266,15 @@ def row_spread(record: Record) -> Iterator[Finding]:
     """Find rows of very different length, of which the long ones determine the step."""
     first = maps(record)[:1]
     lengths = [seen.length_cv for seen in record.inputs.values()]
-    spread = typical(record, first[0], "scale_cv") if first else None
+    path = first[0] if first else None
+    spread = typical(record, path, "scale_cv") if path is not None else None
     spread = spread or Typical(max(lengths, default=0.0), 0.0)
     if spread.above(LENGTH_CV_WATCH):
         far = spread.above(LENGTH_CV_ACT)
         yield Finding("row-spread", "act" if far else "watch" if suffers(record) else "note",
             f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its mean"
             + ": a few long rows determine each step, and the others hardly count" * far + ".",
-            (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, *first, step=spread.since),
+            (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, path, spread.since),
              *(Evidence("length_cv of inputs", cv) for cv in lengths)),
             (_AFFINE_LIKE,
              Advice("look at the longest samples: they may be outliers"),

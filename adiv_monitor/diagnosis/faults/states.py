@@ -280,7 +280,8 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     spoken_for = _spoken_for(found, "update_ratio")
     if record.rates or "*" in spoken_for:
         return
-    late, little = _quarter(record, last=True), {}
+    late = _quarter(record, last=True)
+    little: dict[str, Typical] = {}
     for part in (at_peak(record), *[late] * (len(late.reports) >= FEWEST_REPORTS)):
         moves = by_layer(part, "update_ratio")
         little |= {p: t for p, t in moves.items() if t.below(LOW) and p not in spoken_for}

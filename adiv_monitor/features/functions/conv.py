@@ -281,7 +281,8 @@ def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Te
     if any(step > 1 for step in geometry.spacing):
         sizes = [(n - 1) * step + 1 for n, step in zip(x.shape[2:], geometry.spacing, strict=True)]
         spaced = x.new_zeros(*x.shape[:2], *sizes)
-        spaced[(..., *(slice(None, None, step) for step in geometry.spacing))] = x
+        steps = tuple(slice(None, None, step) for step in geometry.spacing)
+        spaced[(slice(None), slice(None), *steps)] = x
         x = spaced
     pad = [side for sides in reversed(geometry.padding) for side in sides]
     if any(pad) and channels_last:  # pad and reorder in one copy

@@ -1,1 +1,0 @@
-"""Attention: the choice of sampled calls, and how a step moves their scores."""

@@ -1,1 +1,0 @@
-"""The realised effect of a step: its forward passes are recorded and rerun with new weights."""

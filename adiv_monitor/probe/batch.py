@@ -1,0 +1,360 @@
+"""The probe's batch: samples of the first forward pass of the first measured step."""
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.loss import _Loss
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.loss_hook import LossOf
+from adiv_monitor.capture.selection import is_wrapper
+from adiv_monitor.features.rows import to_compute_dtype
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Surroundings, devices_of, is_rerun, version
+from adiv_monitor.rerun.thread import ThreadState
+
+SAMPLES = 8
+# Arguments of these types do not hold tensors that have to be cut, too.
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, slice, range),
+    *(torch.dtype, torch.device, nn.Module),
+)
+
+
+class Unknown(Exception):
+    """Raised where nothing is known on the probe, with the reason; this is no failure."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Output:
+    """An output of the model, identified without holding it."""
+
+    number: int
+    memory: StorageWeakRef
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, number: int, x: Tensor) -> "_Output":
+        offset = int(x.storage_offset())
+        return cls(number, _memory(x), version(x), x.shape, x.stride(), offset)
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A placeholder for an argument of the loss that is an output of the model, or its view."""
+
+    of: _Output
+    seen: _Output
+
+    def again(self, outputs: list[Tensor], samples: int | None) -> Tensor:
+        """Return the view of the output of another call, perhaps on fewer samples."""
+        base = outputs[self.of.number] if self.of.number < len(outputs) else None
+        kept = 0 if samples is None else 1
+        if base is None or base.shape[kept:] != self.of.shape[kept:]:
+            raise Unknown("the model returns tensors of other shapes when it runs again")
+        if (self.of.shape, self.of.stride) == (self.seen.shape, self.seen.stride):
+            return base
+        if base.stride() != self.of.stride:
+            raise Unknown("the model returns tensors of other strides when it runs again")
+        shape = (*([samples] * kept), *self.seen.shape[kept:])
+        offset = int(base.storage_offset()) + self.seen.offset - self.of.offset
+        return base.as_strided(shape, self.seen.stride, offset)
+
+
+class _Call:
+    """The arguments of one call, not copied.
+
+    Attributes:
+        structure: their tree structure.
+        leaves: the leaves of that; tensors without their graph.
+        computed: whether something else than the model's outputs was computed with a graph.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, outputs: Collection[_Output] = ()) -> None:
+        leaves, self.structure = tree_flatten((args, kwargs))
+        self.leaves = [_placed(x, outputs) if isinstance(x, Tensor) else x for x in leaves]
+        self._versions = [version(x) if isinstance(x, Tensor) else 0 for x in leaves]
+        pairs = zip(leaves, self.leaves, strict=True)
+        self.computed = any(
+            isinstance(x, Tensor) and x.grad_fn is not None and not isinstance(held, _View)
+            for x, held in pairs
+        )
+
+    def sizes(self) -> set[int]:
+        """Return the sizes of dimension 0 of all tensors; −1 for what may hold others."""
+        found = set()
+        for x in self.leaves:
+            if isinstance(x, _View):
+                found.add(x.seen.shape[0] if x.seen.shape else -1)
+            elif isinstance(x, Tensor):
+                if x.dim():
+                    found.add(len(x) if x.layout is torch.strided else -1)
+            elif not (x is None or isinstance(x, _PLAIN)):
+                found.add(-1)
+        return found
+
+    def cut(self, samples: int | None) -> list[Any]:
+        """Return copies of the arguments on the first samples.
+
+        Raises:
+            Unknown: one of them was changed since.
+        """
+        pairs = list(zip(self.leaves, self._versions, strict=True))
+        if any(isinstance(x, Tensor) and version(x) != then for x, then in pairs):
+            raise Unknown("the model, or the loop, changes an input in place")
+        return [_cut(x, samples) if isinstance(x, Tensor) else x for x in self.leaves]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The probe.
+
+    Attributes:
+        module: the module that is called: the model, the first part of it that was, or a loss that
+            calls it.
+        surroundings: autocast's settings and random numbers of the first call.
+        loss: the loss; None: there is none.
+        why_no_loss: why the loss is not known; "" if it is.
+    """
+
+    module: nn.Module
+    surroundings: Surroundings
+    loss: LossOf | None
+    why_no_loss: str
+    _samples: int | None
+    _call: tuple[list[Any], Any]
+    _judged: tuple[list[Any], Any] | None
+    _inside: bool
+
+    def run(self) -> "Losses | None":
+        """Call the module, and return the loss, if it is known."""
+        if not self._inside or not isinstance(self.loss, nn.Module):
+            output = self._forward()
+            known = self.loss is not None and not self.why_no_loss
+            return self._loss_of(output) if known else None
+        seen: list[Losses] = []
+
+        def judged(module: nn.Module, args: Any, kwargs: Any, value: Any) -> None:
+            seen.append(Losses.of(value, _of_samples(module, args, kwargs)))
+
+        handle = self.loss.register_forward_hook(judged, with_kwargs=True)
+        try:
+            self._forward()
+        finally:
+            handle.remove()
+        return seen[-1] if seen else None
+
+    def _forward(self) -> Any:
+        args, kwargs = tree_unflatten([_cut(x) for x in self._call[0]], self._call[1])
+        return self.module(*args, **kwargs)
+
+    def _loss_of(self, output: Any) -> "Losses":
+        if not isinstance(self.loss, nn.Module):
+            assert self.loss is not None
+            return Losses.of(self.loss(output), None)
+        assert self._judged is not None
+        given, outputs = self._judged[0], tensors_of(output)
+        leaves = [
+            x.again(outputs, self._samples) if isinstance(x, _View) else _cut(x) for x in given
+        ]
+        args, kwargs = tree_unflatten(leaves, self._judged[1])
+        return Losses.of(self.loss(*args, **kwargs), _of_samples(self.loss, args, kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The loss of the probe.
+
+    Attributes:
+        whole: one number, with its graph: the loss of all samples, or their mean.
+        samples: (samples,); None if only `whole` is known.
+    """
+
+    whole: Tensor
+    samples: Tensor | None
+
+    @classmethod
+    def of(cls, value: Any, samples: Tensor | None) -> "Losses":
+        """Return the loss from its value: one number, or one for every sample (B, …).
+
+        Raises:
+            TypeError: the value is not a tensor.
+        """
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the loss is a {type(value).__name__}, expected a tensor")
+        each = to_compute_dtype((value if samples is None else samples).detach())
+        each = each.flatten(1).mean(1) if each.dim() > 1 else each
+        return cls(to_compute_dtype(value).mean(), each if each.dim() else None)
+
+
+class FirstPass:
+    """Records the first forward pass with gradients, and the arguments of its loss.
+
+    Args:
+        modules: the modules that hold the measured parameters, at any depth.
+        every: all modules of the model and of the loss.
+        loss: the loss; None: there is none.
+        fail: called with the exception if recording fails.
+    """
+
+    def __init__(
+        self,
+        modules: Collection[nn.Module],
+        every: Collection[nn.Module],
+        loss: LossOf | None,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._every = every
+        self._loss = loss
+        self._fail = fail
+        self._module: nn.Module | None = None
+        self._call: tuple[Surroundings, _Call] | None = None
+        self._around: tuple[Surroundings, _Call] | None = None  # of a loss that is running
+        self._outputs: list[_Output] | None = None  # None: the module has not returned
+        self._judged: _Call | None = None
+        self._inside = self._computed = False
+        begins, ends, judges = (
+            Hook(self._guarded, body) for body in (self._begins, self._ends, self._judges)
+        )
+        within = [module for module in modules if not is_wrapper(module)]
+        self._hooks = [ModuleHook(module, begins, before=True) for module in within]
+        self._hooks += [ModuleHook(module, ends, before=False) for module in within]
+        if isinstance(loss, nn.Module):
+            judged = Hook(self._guarded, self._has_judged)
+            self._hooks += [
+                ModuleHook(loss, judges, before=True),
+                ModuleHook(loss, judged, before=False),
+            ]
+
+    def put_on(self) -> None:
+        """Register the hooks. `remove` removes them, even if this method raises."""
+        for hook in self._hooks:
+            hook.put_on()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        call_all(*(hook.remove for hook in self._hooks))
+
+    def batch(self) -> Batch:
+        """Return the probe.
+
+        Raises:
+            Unknown: no forward pass was seen, or its inputs were changed since.
+        """
+        judged, outputs = self._judged, self._outputs
+        if self._call is None or outputs is None or self._module is None:
+            raise Unknown("no forward pass of the model was seen")
+        surroundings, call = self._call
+        sizes = call.sizes() | (set() if judged is None else judged.sizes())
+        samples = SAMPLES if len(sizes) == 1 and min(sizes) > SAMPLES else None
+        why = ""
+        if isinstance(self._loss, nn.Module) and judged is None and not self._inside:
+            kind = type(self._loss).__name__
+            why = f"{kind} was not seen to be called (is it another instance than the loop's?)"
+            if self._computed:
+                why = (
+                    f"an input of {kind} was computed, outside of the module that was called, from "
+                    "its output; move that code into a module"
+                )
+        return Batch(
+            self._module,
+            surroundings,
+            self._loss,
+            why,
+            samples,
+            (call.cut(samples), call.structure),
+            None if judged is None else (judged.cut(samples), judged.structure),
+            self._inside,
+        )
+
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._module is None and trains(args) and torch._C._current_graph_task_id() == -1:
+            self._inside = self._around is not None
+            if self._around is not None and isinstance(self._loss, nn.Module):
+                self._module, self._call = self._loss, self._around
+            else:
+                self._module, self._call = module, self._starts(args, kwargs)
+
+    def _starts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Surroundings, _Call]:
+        return Surroundings(Randomness(devices_of(self._every), self._every)), _Call(args, kwargs)
+
+    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module is self._module and self._outputs is None:
+            self._outputs = [_Output.of(i, x) for i, x in enumerate(tensors_of(output))]
+
+    def _judges(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._judged is not None or not trains(args):
+            return
+        if self._module is None:  # it may call the model
+            self._around = self._starts(args, kwargs)
+        elif self._outputs is None:  # the model itself computes it
+            self._inside = True
+        elif not self._inside:
+            call = _Call(args, kwargs, self._outputs)
+            self._computed |= call.computed
+            if not call.computed and any(isinstance(x, _View) for x in call.leaves):
+                self._judged = call
+
+    def _has_judged(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._around = None
+        self._ends(module, args, kwargs, output)
+
+    def _guarded(self, body: Callable[..., None], *args: Any) -> None:
+        if torch.compiler.is_compiling() or is_rerun() or not torch.is_grad_enabled():
+            return
+        try:
+            with ThreadState(), torch._C.DisableTorchFunction():
+                body(*args)
+        except Exception as error:
+            self._fail(error)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Return the tensors in a module's output."""
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and _has_memory(x)]
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.layout is torch.strided and torch._C._has_storage(x)
+
+
+def _memory(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _placed(x: Tensor, outputs: Collection[_Output]) -> Tensor | _View:
+    """Return a placeholder for an output, or the tensor without its graph."""
+    if outputs and _has_memory(x):
+        seen = _Output.of(-1, x)
+        for output in outputs:
+            if (output.memory, output.version) == (seen.memory, seen.version):
+                return _View(output, seen)
+    return x if x.is_leaf else x.detach()
+
+
+def _cut(x: Any, samples: int | None = None) -> Any:
+    """Return a copy of a tensor on the first samples, without its graph."""
+    if not isinstance(x, Tensor):
+        return x
+    part = x.detach() if samples is None or not x.dim() else x.detach()[:samples]
+    return part.clone().requires_grad_(x.requires_grad and x.is_leaf)
+
+
+def _of_samples(loss: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return a torch loss for each sample, or None for other modules."""
+    if not isinstance(loss, _Loss) or loss.reduction == "none":
+        return None
+    twin = copy.copy(loss)
+    twin.reduction = "none"
+    found: Tensor = twin.forward(*args, **kwargs)
+    return found
