@@ -464,14 +464,6 @@ def test_one_weight_of_one_module_has_one_multiplier() -> None:
         parametrize_model(TiedByFunction(), Probe(torch.randint(50, (6, 5))), "mup")
 
 
-def test_a_weight_that_the_forward_pass_makes_can_not_be_initialised() -> None:
-    model = mlp(32)
-    model[2].forward = lambda x: nn.functional.linear(x, model[2].weight * 2, model[2].bias)
-    with pytest.raises(ValueError, match="'2' is made in the forward pass"):
-        parametrize_model(model, Probe(torch.randn(4, 8)), "ntk")
-    parametrize_model(model, Probe(torch.randn(4, 8), roles={"2": "excluded"}), "ntk")
-
-
 def test_rate_times_decay_is_the_same_in_every_group() -> None:
     """Weights shrink equally at every width, as in mup's optimizers."""
     model, probe = mlp(64), Probe(torch.randn(4, 8))

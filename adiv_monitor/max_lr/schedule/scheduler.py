@@ -51,7 +51,7 @@ class MaxLRReading:
 
 # Names of a layer's weight, or of the parameters from which it is computed.
 _OF_LAYERS = (
-    *("weight", "weight_orig", "weight_g", "weight_v", "parametrizations.weight.original"),
+    *("weight", "parametrizations.weight.original"),
     *("parametrizations.weight.original0", "parametrizations.weight.original1"),
 )
 _OF_RECURRENT = {"input": "weight_ih", "hidden": "weight_hh", "projection": "weight_hr"}
