@@ -257,8 +257,9 @@ class _UsesOfWeights(Watcher):
     ) -> Sources:
         """Report the linear maps in a recurrent call, and return the sources of its results."""
         call = read_call(to_call.function, to_call.args, to_call.kwargs)
-        held = {use.part: self._weight(use.weight) for use in uses_of(call)}
-        if call.draws or None in held.values():
+        found = {use.part: self._weight(use.weight) for use in uses_of(call)}
+        held = {part: weight for part, weight in found.items() if weight is not None}
+        if call.draws or len(held) < len(found):
             self._refuse(weights.values(), "it draws random numbers, or some weights are computed")
             return sources
         rows, names = maps_of(call, output.dtype), dict[str, str]()

@@ -43,8 +43,9 @@ def sums_of(
     with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
         W0, W, z = seen.matrices(before), seen.matrices(now), seen.rows
         if seen.is_table:
-            y0, y = (_wide(seen.features.by_weight(table[0])) for table in (W0, W))
-            sums = y.new_zeros(5, 3)
+            y0, y = (seen.features.by_weight(table[0]) for table in (W0, W))
+            assert y0 is not None and y is not None
+            sums = _wide(y).new_zeros(5, 3)
             sums[0, 0], sums[0, 1] = len(y), _mean_square(y - y0).sum()
             sums[4, 0] = _mean_square(y).sum()
             return sums

@@ -36,7 +36,7 @@ class Weight:
         """The weight's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
-    def place(self, view: Tensor) -> tuple[object, ...]:
+    def place(self, view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the position of a view in the weight: size, stride, offset."""
         offset = int(view.storage_offset()) - int(self.value.storage_offset())
         return tuple(view.size()), view.stride(), offset
