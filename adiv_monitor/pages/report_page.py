@@ -22,7 +22,7 @@ from adiv_monitor.pages.layers import layer_table, worst
 from adiv_monitor.pages.pictures import loss_picture
 from adiv_monitor.pages.render import render
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
-from adiv_monitor.report.wording import cell, not_measured
+from adiv_monitor.report.wording import cell, not_measured, rows_words
 
 
 def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] = ()) -> str:
@@ -66,8 +66,8 @@ def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] =
         heat=heat_map(record, heat_measures(record, findings)),
         layers=layer_table(last) if last else None,
         anchors={path: i for i, path in enumerate(last.layers)} if last else {},
-        attention=attention_table(last) if last else None,
-        alignment=alignment_table(last) if last else None,
+        attention=_attention_table(last) if last and last.attention else None,
+        alignment=_alignment_table(last) if last and last.alignment else None,
         settings=settings(record),
     )
 
@@ -169,24 +169,25 @@ def notes_of(record: Record) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def attention_table(report: StepReport) -> dict[str, Any] | None:
-    """Return a table with a row per attention module; None if none was measured."""
+def _attention_table(report: StepReport) -> dict[str, Any]:
+    """Return a table with a row per attention module."""
     measures = taken(report, ATTENTION_MEASURES)
     rows = [
-        (path, f"{r.samples_seen:,} of {r.samples_total:,}", [cell(r, name) for name in measures])
+        (path, rows_words(r), [cell(r, name) for name in measures])
         for path, r in report.attention.items()
     ]
-    return {"measures": measures, "rows": rows} if rows else None
+    return {"measures": measures, "rows": rows}
 
 
-def alignment_table(report: StepReport) -> dict[str, Any] | None:
-    """Return a table with a row per layer of the probe; None if no probe was requested."""
+def _alignment_table(report: StepReport) -> dict[str, Any]:
+    """Return a table with a row per layer of the probe."""
+    measures = taken(report, ALIGNMENT_MEASURES)
     rows = [
         (
             path,
-            f"{reading.role}, {reading.kind}, {reading.fan_in:,} → {reading.fan_out:,}",
-            [getattr(reading, measure) for measure in ALIGNMENT_MEASURES],
+            f"{r.role}, {r.kind}, {r.fan_in:,} → {r.fan_out:,}",
+            [getattr(r, measure) for measure in measures],
         )
-        for path, reading in report.alignment.items()
+        for path, r in report.alignment.items()
     ]
-    return {"measures": ALIGNMENT_MEASURES, "rows": rows} if rows else None
+    return {"measures": measures, "rows": rows}
