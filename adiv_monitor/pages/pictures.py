@@ -129,23 +129,10 @@ def _draw_losses(axes: "Axes", steps: Sequence[int], losses: Sequence[float], co
     if finite:
         axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)
     if losses and not _is_drawn(losses[-1]):
-        axes.plot(
-            [steps[-1]],
-            [0.94],
-            transform=axes.get_xaxis_transform(),
-            marker="x",
-            color=_COLOURS["ink"],
-            markersize=8,
-            markeredgewidth=2,
-        )
-        axes.text(
-            steps[-1] - 0.5,
-            0.9,
-            "not finite " if not math.isfinite(losses[-1]) else "too large ",
-            transform=axes.get_xaxis_transform(),
-            ha="right",
-            fontsize=12,
-        )
+        words = "not finite" if not math.isfinite(losses[-1]) else "too large"
+        mark = {"transform": axes.get_xaxis_transform(), "color": _COLOURS["ink"]}
+        axes.plot([steps[-1]], [0.94], marker="x", markersize=8, markeredgewidth=2, **mark)
+        axes.text(steps[-1] - 0.5, 0.9, f"{words} ", ha="right", fontsize=12, **mark)
 
 
 def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:

@@ -16,11 +16,7 @@ from adiv_monitor.diagnosis.titles import (
     measure_title,
 )
 from adiv_monitor.pages.chain import HEIGHT, WIDTH
-from adiv_monitor.pages.findings import (
-    STRENGTH_WORDS,
-    evidence_rows,
-    significant,
-)
+from adiv_monitor.pages.findings import STRENGTH_WORDS, evidence_rows, significant
 from adiv_monitor.pictures.colours import HEALTHY, NOT_FINITE, TOO_LITTLE, TOO_MUCH
 from adiv_monitor.printable import printable
 from adiv_monitor.report.wording import number, percent

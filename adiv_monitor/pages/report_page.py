@@ -13,10 +13,7 @@ from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.verdict import running_headline, what_happens
 from adiv_monitor.pages.drives import drives
-from adiv_monitor.pages.findings import (
-    all_trials,
-    checks,
-)
+from adiv_monitor.pages.findings import all_trials, checks
 from adiv_monitor.pages.heat import heat_map, heat_measures
 from adiv_monitor.pages.layers import layer_table, worst
 from adiv_monitor.pages.pictures import loss_picture
@@ -88,16 +85,16 @@ def headline(findings: Sequence[Finding], record: Record) -> str:
     if not record.is_audited:
         return running_headline(findings, record)
     differs = "the copy does not train as your run did" if own_run.difference(record) else ""
-    counts = Counter(finding.strength for finding in findings)
-    act, watch = (
-        "one thing" if counts[strength] == 1 else f"{counts[strength]} things"
-        for strength in ("act", "watch")
-    )
-    if counts["act"]:
-        said = f"{act} to fix" + f", and {differs}" * bool(differs)
+    acts, watches = (sum(f.strength == which for f in findings) for which in ("act", "watch"))
+    if acts:
+        said = f"{_things(acts)} to fix" + f", and {differs}" * bool(differs)
     else:
-        said = differs or "nothing to fix" + f", {watch} to watch" * bool(counts["watch"])
+        said = differs or "nothing to fix" + f", {_things(watches)} to watch" * bool(watches)
     return said[0].upper() + said[1:]
+
+
+def _things(count: int) -> str:
+    return "one thing" if count == 1 else f"{count} things"
 
 
 def settings(record: Record) -> dict[str, str]:

@@ -141,16 +141,16 @@ class TensorBoardSink:
         """Return the metadata of a chart's first value: the range of healthy layers."""
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
 
-        if tag in self._described_tags:
-            return None
+        reads = "" if tag in self._described_tags else chart_text(tag)
         self._described_tags.add(tag)
-        reads = chart_text(tag)
-        if not reads:
-            return None
-        return SummaryMetadata(
-            plugin_data={"plugin_name": "scalars"},
-            data_class=DATA_CLASS_SCALAR,
-            summary_description=markdown(reads),
+        return (
+            None
+            if not reads
+            else SummaryMetadata(
+                plugin_data={"plugin_name": "scalars"},
+                data_class=DATA_CLASS_SCALAR,
+                summary_description=markdown(reads),
+            )
         )
 
     def _file_writer(self) -> Any:

@@ -68,15 +68,13 @@ class TrainerSink:
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of the steps after the last report."""
-        for board in (self._board, *self._products.values()):
-            if board is not None:
-                board.add_losses(losses)
+        for board in filter(None, (self._board, *self._products.values())):
+            board.add_losses(losses)
 
     def close(self) -> None:
         """Write the last pictures; their writers belong to the Trainer and stay open."""
-        for board in (self._board, *self._products.values()):
-            if board is not None:
-                board.close()
+        for board in filter(None, (self._board, *self._products.values())):
+            board.close()
 
     def _product(self, callback: "TrainerCallback") -> ProductSink | None:
         if id(callback) not in self._products:
