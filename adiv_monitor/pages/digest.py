@@ -131,13 +131,8 @@ def _measured(record: Record) -> list[str]:
         said += f"\n\nThe first value that is not finite was seen in {seen}."
     lines += notes[:_MOST_NOTES]
     lines += [f"{len(notes) - _MOST_NOTES} more notes"] if len(notes) > _MOST_NOTES else []
-    return [
-        "## What was measured",
-        "",
-        said,
-        *[""][: len(lines)],
-        *(f"- {markdown(x)}" for x in lines),
-    ]
+    said += "\n" * bool(lines)
+    return ["## What was measured", "", said, *(f"- {markdown(line)}" for line in lines)]
 
 
 def _losses(record: Record) -> list[str]:

@@ -87,7 +87,9 @@ class Metrics:
 
     def to_follow(self, options: Mapping[str, object]) -> tuple[str, ...]:
         """Return the names in `summary` for a monitor with these options."""
-        there = asked_for(self.followed, options)
+        given = {name for name, value in options.items() if not (value is None or value is False)}
+        absent = {m for name, extra in _OPTIONAL.items() if name not in given for m in extra}
+        there = [measure for measure in self.followed if measure not in absent]
         tags = [tag for measure in there for tag in summary_tags(measure, self.name).values()]
         tags.append(f"{summary_group(self.name)}/coverage")
         return tuple(self.named(dict.fromkeys(tags, 0.0)))
@@ -115,17 +117,6 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
             f"Choose from {', '.join(known)}."
         )
     return names
-
-
-def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[str, ...]:
-    """Return those of the measures that a monitor with these options may take."""
-    absent = {
-        measure
-        for option, extra in _OPTIONAL.items()
-        if options.get(option, False) is False or options[option] is None
-        for measure in extra
-    }
-    return tuple(measure for measure in measures if measure not in absent)
 
 
 def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:

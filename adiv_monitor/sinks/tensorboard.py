@@ -101,9 +101,10 @@ class TensorBoardSink:
 
         if not self._written:
             self._write_layout(report)
+        # Six digits, so that rounding noise does not fill the chart of a constant.
         values = [
             Summary.Value(
-                tag=_encodable(tag), simple_value=_rounded(v), metadata=self._described(tag)
+                tag=_encodable(tag), simple_value=float(f"{v:.6g}"), metadata=self._described(tag)
             )
             for tag, v in self._metrics.board(report).items()
         ]
@@ -233,11 +234,6 @@ def _encodable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _rounded(value: float) -> float:
-    """Round to six digits, so that rounding noise does not fill the chart of a constant."""
-    return float(f"{value:.6g}")
-
-
 def _image(tag: str, png: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -247,36 +243,33 @@ def _image(tag: str, png: bytes) -> Any:
 
 
 def _histograms(report: StepReport) -> Iterator[Any]:
-    """Yield histograms of scale and cosine over the rows with a gradient, for every layer."""
-    for path, reading in report.layers.items():
-        rows = reading.rows_seen - reading.rows_without_gradient
-        for tag, quantiles in (
-            (f"adiv.row_scale/{_encodable(path)}", reading.scale_quantiles),
-            (f"adiv.row_cosine/{_encodable(path)}", reading.row_cosine_quantiles),
-        ):
-            if quantiles and all(map(math.isfinite, quantiles)):
-                yield from _histogram(tag, quantiles, rows).value
+    """Yield histograms of scale and cosine over the rows with a gradient, for every layer.
 
-
-def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
-    """Return a histogram with one equally filled bucket between neighbouring quantiles."""
+    Each has one equally filled bucket between neighbouring quantiles.
+    """
     from torch.utils.tensorboard.summary import histogram_raw
 
-    if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
-        # Stretched over the whole chart, rounding would look like a distribution or a change.
-        quantiles = (float(f"{quantiles[0]:.6g}"),) * len(quantiles)
-    middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
-    share = rows / len(middles)
-    return histogram_raw(  # type: ignore[no-untyped-call]
-        tag,
-        min=quantiles[0],
-        max=quantiles[-1],
-        num=rows,
-        sum=share * sum(middles),
-        sum_squares=share * sum(middle**2 for middle in middles),
-        bucket_limits=list(quantiles[1:]),
-        bucket_counts=[share] * len(middles),
-    )
+    for path, reading in report.layers.items():
+        rows = reading.rows_seen - reading.rows_without_gradient
+        of_rows = {"scale": reading.scale_quantiles, "cosine": reading.row_cosine_quantiles}
+        for what, quantiles in of_rows.items():
+            if not quantiles or not all(map(math.isfinite, quantiles)):
+                continue
+            if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
+                # Stretched over the whole chart, rounding would look like a distribution.
+                quantiles = (float(f"{quantiles[0]:.6g}"),) * len(quantiles)
+            middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
+            share = rows / len(middles)
+            yield from histogram_raw(  # type: ignore[no-untyped-call]
+                f"adiv.row_{what}/{_encodable(path)}",
+                min=quantiles[0],
+                max=quantiles[-1],
+                num=rows,
+                sum=share * sum(middles),
+                sum_squares=share * sum(middle**2 for middle in middles),
+                bucket_limits=list(quantiles[1:]),
+                bucket_counts=[share] * len(middles),
+            ).value
 
 
 def _not_measured(report: StepReport) -> str:
