@@ -228,7 +228,7 @@ def _groups(layers: tuple[str, ...], most: int) -> list[tuple[str, tuple[str, ..
 
     Names are without the common prefix of all paths.
     """
-    found = {path: (path,) for path in layers}
+    found: dict[str, tuple[str, ...]] = {path: (path,) for path in layers}
     if len(layers) > most:
         found = blocks(layers, most=min(most, _MOST_BLOCKS))
     stem = printable(common_stem(layers))

@@ -125,9 +125,7 @@ def test_another_base_is_refused() -> None:
         optimizer_groups(model, layers, "mup", "adam", lr=0.1)
     with pytest.raises(ValueError, match="'0' of the base has a multiplier"):
         optimizer_groups(model, layers, "mup", "adam", lr=0.1, base=layers)
-    with pytest.raises(
-        ValueError, match=r"kinds=….*got 'norm', expected names among input"
-    ):
+    with pytest.raises(ValueError, match=r"kinds=….*got 'norm', expected names among input"):
         optimizer_groups(model, layers, "mup", "adam", lr=0.1, base=base, kinds={"norm": 1.0})
 
 
