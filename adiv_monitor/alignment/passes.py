@@ -262,9 +262,8 @@ class _UsesOfWeights(Watcher):
         if call.draws or len(held) < len(found):
             self._refuse(weights.values(), "it draws random numbers, or some weights are computed")
             return sources
-        rows, names = maps_of(call, output.dtype), dict[str, str]()
-        for use in uses_of(call):
-            names[use.part] = self._name(use, held[use.part])
+        rows = maps_of(call, output.dtype)
+        names = {use.part: self._name(use, held[use.part]) for use in uses_of(call)}
         for first in range(0, len(call.maps), call.directions):
             gave = NONE
             for uses in call.maps[first : first + call.directions]:
@@ -276,10 +275,10 @@ class _UsesOfWeights(Watcher):
                     x = rows[use.part][0]
                     use = replace(use, features=affine(x, use.weight, None).features)
                     self._see(path, use, held[use.part], tuple(x.shape[:-1]), whence)
+                    bias = self._weight(use.bias)
+                    self._act_all(() if bias is None else (bias,), frozenset((path,)))
                 gave |= state
             sources = gave
-        vectors = [w for w in dict.fromkeys(weights.values()) if w not in held.values()]
-        self._act_all(vectors, frozenset(names.values()))
         return sources
 
     def _name(self, use: Use, weight: Weight) -> str:
