@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from example_reports import reading, report
 
+from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Evidence, Finding, red_layers
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, OVERVIEW
 from adiv_monitor.diagnosis.record import Record
@@ -302,3 +303,17 @@ def test_the_overview_shows_what_findings_rest_on() -> None:
     del known["idle_share"]
     assert _panels(known, ()) == tuple(m for m in OVERVIEW if m != "idle_share")
     assert _panels({}, [finding("scale_mean")]) == ()
+
+
+def test_inputs_of_an_unsuitable_scale_are_seen_in_the_overview() -> None:
+    running = Running()
+    layers = {
+        "first": reading(scale_mean=1e6, scale_p50=1e6, features=64, common_share=0.1),
+        "second": reading(scale_mean=50.0, scale_p50=50.0, features=64),
+    }
+    for step in range(4):
+        running.add(report(step, layers=layers))
+    findings = diagnose(running.record())
+    assert "input-scale" in {f.name for f in findings}
+    known = {measure: filled(measure, 2, 2) for measure in HEALTH}
+    assert "scale_mean" in _panels(known, findings)
