@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 from adiv_monitor.diagnosis.diagnose import finding_title
 from adiv_monitor.diagnosis.health import MEASURE_TITLES, fix_title, measure_title
 from adiv_monitor.pages.chain import HEIGHT, WIDTH
-from adiv_monitor.pages.findings import (
-    STRENGTH_WORDS,
-    evidence_rows,
-    significant,
-)
+from adiv_monitor.pages.findings import STRENGTH_WORDS, evidence_rows, significant
 from adiv_monitor.pictures.colours import HEALTHY, NOT_FINITE, TOO_LITTLE, TOO_MUCH
 from adiv_monitor.printable import printable
 from adiv_monitor.report.wording import number, percent

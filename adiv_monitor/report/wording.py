@@ -54,6 +54,17 @@ def cell(reading: LayerReading | AttentionReading | AlignmentReading, measure: s
     return number(value, reading.standard_error.get(measure, 0.0))
 
 
+def rows_words(reading: LayerReading | AttentionReading | AlignmentReading) -> str:
+    """Return the number of rows, or samples, that were examined, in words."""
+    if isinstance(reading, AttentionReading):
+        seen, total = reading.samples_seen, reading.samples_total
+    elif isinstance(reading, AlignmentReading):
+        seen = total = reading.rows
+    else:
+        seen, total = reading.rows_seen, reading.rows_total
+    return f"{total:,}" if seen == total else f"{seen:,} of {total:,}"
+
+
 def percent(share: float) -> str:
     """Format a share between 0 and 1; only exact 0 and 1 become "0%" and "100%"."""
     if share in (0, 1):

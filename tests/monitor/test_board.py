@@ -302,7 +302,7 @@ def test_the_overview_names_what_to_fix() -> None:
     board = Board("test")
     for one in vanishing().reports:
         board.add(one)
-    findings = board.findings()
+    findings = board.running.findings()
     pictures = board.pictures(findings)
     assert "adiv/overview" in pictures
     tag = "adiv/per_layer/descent"
@@ -398,7 +398,7 @@ def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.Mon
     board = Board("test")
     for i in range(MOST_REPORTS):
         board.add(replace(one, step=i))
-    pictures = sum(map(len, board.pictures(board.findings()).values()))
+    pictures = sum(map(len, board.pictures(board.running.findings()).values()))
     monkeypatch.setattr(board_module, "_GROWTH", math.inf)  # the first ones only
     sink = TensorBoardSink(tmp_path)
     sink.write(one)

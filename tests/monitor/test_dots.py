@@ -17,7 +17,7 @@ def test_few_and_many_entries_are_rounded_alike(
     vectors[Vector.BIAS] = vectors[Vector.D]  # a layer that trains its bias alone
     found = []
     for most in (0, vectors[Vector.G].numel()):
-        monkeypatch.setattr(dots, "_STACKED", most)
+        monkeypatch.setattr(dots, "STACKED", most)
         found.append(dots.of_rows(vectors, pairs_of(named)))
     one, other = found
     assert torch.equal(one, other)

@@ -524,12 +524,12 @@ def test_copies_of_weights_take_the_same_memory_in_every_step() -> None:
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()
-            copies = monitor._controller._history.copies
-            used.append([copy.data_ptr() for copy in copies])
-    # The first step copies weight and gradient, the others the weight alone.
-    assert [len(of_step) for of_step in used] == [2, 1, 1, 1]
+            flats = monitor._controller._history.flats
+            used.append([buffer.data_ptr() for flat in flats for buffer in flat.buffers])
+    # The first step holds gradient, weight and update, the others one after the other.
+    assert [len(of_step) for of_step in used] == [3, 1, 1, 1]
     assert used[1] == used[2] == used[3]
-    assert monitor._controller._history.copies == []
+    assert monitor._controller._history.flats == []
 
 
 def test_copies_in_inference_mode_cost_later_steps_nothing() -> None:
