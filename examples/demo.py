@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from adiv_monitor import StepReport, audit
-from adiv_monitor.audit.command.output import ProgressBars
+from adiv_monitor.audit.command.output import progress
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import HtmlSink, TableSink
@@ -247,14 +247,14 @@ def monitored(name: str, data: Data, rate: float, folder: Path, epochs: int) -> 
 
 def audited(data: Data, rate: float, folder: Path, epochs: int) -> AuditReport:
     """Audit the beginning of the same training, and try fixes."""
-    with Progress(transient=True) as bars:
+    with progress() as update:
         report = audit(
             mlp(data, seed=0),
             batches(data, 0, epochs),
             loss=loss_of,
             optimizer=lambda model: sgd(model, rate),
             try_seconds=math.inf,  # what is tried does not depend on the clock
-            progress=ProgressBars(bars),
+            progress=update,
         )
     report.write(folder / "audit")
     return report

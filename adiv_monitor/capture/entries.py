@@ -20,10 +20,10 @@ def bits(tensor: Tensor) -> Tensor:
 def sampled_entries(tensor: Tensor) -> Tensor:
     """Return all entries, or 1,024 in evenly spaced ranges, which touch few cache lines."""
     flat = tensor.view(-1) if tensor.is_contiguous() else _flat_in_memory(tensor)
-    if is_small(flat):
+    count = flat.shape[0]
+    if count <= _RANGES * _RANGE:
         return flat
-    stride = flat.shape[0] // _RANGES
-    return flat.as_strided((_RANGES, _RANGE), (stride, 1), flat.storage_offset())
+    return flat.as_strided((_RANGES, _RANGE), (count // _RANGES, 1), flat.storage_offset())
 
 
 def lies_as(tensor: Tensor, other: Tensor) -> bool:

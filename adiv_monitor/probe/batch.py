@@ -282,8 +282,10 @@ class FirstPass:
             self._inside = self._around is not None
             if self._around is not None and isinstance(self._loss, nn.Module):
                 self._module, self._call = self._loss, self._around
-            else:
-                self._module, self._call = module, self._starts(args, kwargs)
+                return
+            began = self._starts(args, kwargs)
+            if 0 not in began[1].sizes():  # a micro-batch may have no samples
+                self._module, self._call = module, began
 
     def _starts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Surroundings, _Call]:
         return Surroundings(Randomness(devices_of(self._every), self._every)), _Call(args, kwargs)

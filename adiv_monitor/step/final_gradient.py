@@ -284,7 +284,7 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
 def _apart(move: Tensor, gradients: Collection[Tensor]) -> Tensor:
     """Return the tensor; of a view of one of these gradients a copy: a step may overwrite them."""
     place = move.data_ptr()
-    is_view = any(g.data_ptr() <= place < g.data_ptr() + g.nbytes for g in gradients)
+    is_view = any(0 <= place - g.data_ptr() < g.nbytes for g in gradients)
     return move.clone() if is_view else move
 
 

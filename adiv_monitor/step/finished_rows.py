@@ -16,7 +16,7 @@ from adiv_monitor.maths.sums import Blocks, Common, LayerSums, Vector, column_of
 from adiv_monitor.step.layer_in_progress import LayerInProgress
 
 # The most entries of a vector of several layers on a GPU: their copies take memory.
-_TOGETHER = 2**22
+_TOGETHER = 2**20
 
 
 def finished(

@@ -9,7 +9,7 @@ parameters since the step: small ones are compared, of large ones some entries a
 counter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -98,15 +98,18 @@ class ParameterSteps:
             flat.apply(torch._foreach_copy_, values)
         self._before: Flat | None = flat  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
-        self._after = Entries({}), [0]
+        self._large = [key for key, value in values.items() if not is_small(value)]
+        self._after: tuple[Entries, list[tuple[int, int]]] = Entries({}), []
 
     def _values(self) -> dict[int, Tensor]:
         return {key: piece.value() for key, piece in self._pieces.items()}
 
     def _made(self, like: dict[int, Tensor]) -> Flat:
         spare = self._history.flats
-        fits = (i for i, flat in enumerate(spare) if flat.fits(like))
-        return Flat(like) if (i := next(fits, None)) is None else spare.pop(i)
+        if spare and spare[-1].fits(like):
+            return spare.pop()
+        spare.clear()  # their memory is free before new ones take theirs
+        return Flat(like)
 
     def before(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter before the step; None if there is no copy, or no longer."""
@@ -140,11 +143,12 @@ class ParameterSteps:
         """Take the updates after the optimizer's step."""
         assert self._before is not None
         values = self._values()
-        self._after = Entries(values), self._versions()
+        self._after = Entries(values), self._versions(values)
         self._taken = taken = self._made(values) if self._keeps_update else self._before
         if taken is not self._before:
             taken.apply(torch._foreach_copy_, self._before.views)
         taken.apply(torch._foreach_sub_, values)
+        self._history.flats.clear()  # no more are needed
 
     def taken(self, piece: Piece) -> Tensor:
         """Return the subtracted update w = θ before − θ of a piece, in compute precision."""
@@ -173,14 +177,13 @@ class ParameterSteps:
 
     def _differs(self) -> Tensor:
         """Return whether anything has written to a parameter since the optimizer's step."""
-        entries, versions = self._after
-        if versions != self._versions():
+        (entries, versions), values = self._after, self._values()
+        if versions != self._versions(values):
             return torch.ones((), dtype=torch.bool)
-        return entries.differ(self._values())
+        return entries.differ(values)
 
-    def _versions(self) -> list[int]:
-        large = [x for x in self._values().values() if not is_small(x)]
-        return [number for x in large for number in (version(x), x.data_ptr())]
+    def _versions(self, values: Mapping[int, Tensor]) -> list[tuple[int, int]]:
+        return [(version(values[key]), values[key].data_ptr()) for key in self._large]
 
     def applied(self) -> Tensor | None:
         """Take the products of a as the next forward begins, or return whether a differs from u.

@@ -114,10 +114,10 @@ def make_contribution(
         if layer.evidence.rule_error is not None
     }
     misdescribed, lost = _misdescribed(errors), _lost(found.layers)
-    products = found.products
     with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
+        products = _by_piece(found.products, facts.gradient_scale)
         layers = {
-            path: _with_dots(layer, _dots(products, pieces[path], facts.gradient_scale))
+            path: _with_dots(layer, _dots(products, pieces[path]))
             for path, layer in found.layers.items()
             if path not in misdescribed and path not in lost
         }
@@ -184,24 +184,30 @@ def _applied_differs(products: PieceNumbers[Array]) -> bool:
     return not all(np.array_equal(w, a, equal_nan=True) for w, a in pairs)
 
 
-def _dots(products: PieceNumbers[Array], pieces: PieceShares, gradient_scale: float) -> Dots[float]:
-    """Return the dot products of all parameters of a layer, with γ in the optimizer's units."""
-    shares, partial = pieces
-    at = [products.keys.index(key) for key in shares]
-    weights = np.array(list(shares.values()))
+ByPiece = tuple[Sequence[int], Array, list[bool]]  # keys; (products, pieces); which are known
 
-    def whole(parts: tuple[Array, ...], unit: float = 1.0) -> float | None:
-        return float(np.concatenate(parts)[at] @ weights) / unit if parts else None
 
-    return Dots(
-        whole(products.gamma_gamma, gradient_scale**2) or 0.0,
-        whole(products.w_w),
-        whole(products.w_gamma, gradient_scale),
-        whole(products.a_a),
-        whole(products.a_w),
-        whole(products.a_gamma, gradient_scale),
-        partial,
+def _by_piece(products: PieceNumbers[Array], gradient_scale: float) -> ByPiece:
+    """Return the dot products in the order of `Dots`, with γ in the optimizer's units."""
+    unit = gradient_scale
+    every = (
+        (products.gamma_gamma, unit**2),
+        *((products.w_w, 1.0), (products.w_gamma, unit)),
+        *((products.a_a, 1.0), (products.a_w, 1.0), (products.a_gamma, unit)),
     )
+    numbers = np.zeros((len(every), len(products.keys)))
+    for row, (parts, units) in zip(numbers, every, strict=True):
+        row[:] = np.concatenate(parts) / units if parts else 0.0
+    return products.keys, numbers, [bool(parts) for parts, _ in every]
+
+
+def _dots(products: ByPiece, pieces: PieceShares) -> Dots[float]:
+    """Return the dot products of all parameters of a layer."""
+    (keys, numbers, known), (shares, partial) = products, pieces
+    of_pieces = numbers[:, [keys.index(key) for key in shares]]
+    first, *others = (of_pieces @ np.array(list(shares.values()))).tolist()
+    optional = [x if is_known else None for x, is_known in zip(others, known[1:], strict=True)]
+    return Dots(first, *optional, partial)
 
 
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:

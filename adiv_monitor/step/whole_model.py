@@ -138,7 +138,10 @@ class WholeModel:
 
 def _frozen(model: nn.Module) -> dict[str, int]:
     """Return the outermost modules that hold frozen parameters alone, with their elements."""
-    trains = {id(p) for p in model.parameters() if p.requires_grad or p.grad is not None}
+    parameters = list(model.parameters())
+    trains = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
+    if len(trains) == len(parameters):
+        return {}
     found, inside = dict[str, int](), set[nn.Module]()
     for path, module in named_modules(model):  # parents first
         if module not in inside and trains.isdisjoint(map(id, module.parameters())):

@@ -39,6 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # location of the helpers for s
 from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
+from adiv_monitor.maths import dots
 from adiv_monitor.step import assembly, collectives
 from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, encode
@@ -100,7 +101,7 @@ class Cost:
 
 def cost(job: Job) -> Cost:
     """Model the cost with R sampled rows, T tokens passed over, P = nm + m parameters copied."""
-    flops = moved = held = gathered = sent = largest = 0.0
+    flops = moved = held = gathered = sent = largest = stacked = 0.0
     T, N, S, b = job.tokens, job.processes, job.shards, job.element
     R = min(job.rows, T)
     share = job.rows / N
@@ -108,26 +109,28 @@ def cost(job: Job) -> Cost:
     kept = R if N == 1 else min(R, share + 4 * share**0.5)
     for n, m, n_layers in job.layers:
         P, k = (n + 1) * m, n_layers * job.due
-        # e and d: two products of the rows with a matrix; and twice every row of θ times a fixed
-        # vector, which shows whether it has changed.
-        flops += k * (4 * R * P + 4 * P / S)
-        # θ: copied 2, subtracted 3, norms of γ and w 2, ⟨w, γ⟩ 4, the fixed vector 2; e and d 2.
+        # e and d: two products of the rows with a matrix.
+        flops += k * 4 * R * n * m
+        # γ: copied 2, by itself 3, its norm 1; θ: copied 2, subtracted 3; w: by itself 3, by γ 3,
+        # summed 2; e and d 2.
         # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
         per_row = (4 * n + 55 * m) * R
-        moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
-        # A copy of θ; features, G, e, z and other rows' contributions, from the forward pass on;
-        # and for the layer being read, d, its parts and all vectors side by side; for a sharded
-        # layer the unsharded parameter in float32, twice while it is gathered.
-        held += k * (b * P / S + 4 * R * (n + 4 * m))
-        largest = max(largest, 4 * R * 12 * m + (2 * 4 * P if S > 1 else 0))
+        moved += k * b * (19 * P / S + 2 * P + T * (2 * n + m) + per_row)
+        # A copy of θ; G, e, z and d, less what a plain step holds then; on a CPU the vectors of
+        # small layers side by side; for a sharded layer the unsharded parameter in float32, twice
+        # while it is gathered.
+        held += k * (b * P / S + 13 * R * m)
+        stacked += k * R * m if 4 * R * m <= dots.STACKED else 0
+        largest = max(largest, 2 * 4 * P if S > 1 else 0)
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
         sent += k * (30_000 + 16 * (n + min(m, 1024)) + 104 * kept) if N > 1 else 0
     tables = job.due * job.looked_up
-    moved += 13 * b * tables / S
+    moved += 19 * b * tables / S
     held += b * tables / S
     gathered += 2 * 4 * tables * (S - 1) / S
-    return Cost(flops, moved, held + largest, gathered, sent)
+    held += largest + 14 * 4 * min(stacked, dots.STACKED)
+    return Cost(flops, moved, held, gathered, sent)
 
 
 # --- counts --------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ def counted(job: Job, *, monitored: bool) -> Counted:
         for _ in range(3 if due is None else 2 * len(linear) // due):
             step()
         if monitored:  # on a CPU the copies take the memory of the last step's, which counts, too
-            monitor._controller._history.copies.clear()
+            monitor._controller._history.flats.clear()
         with visible(), work:
             held = step()
         kernels = count(step).kernels

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from operator import itemgetter
 
@@ -158,7 +159,9 @@ class Source:
         Raises:
             Refused: a constant was changed in place since, or a parametrization can't be run again.
         """
-        if any(isinstance(x, Tensor) and x._version != at for x, at in self.constants):
+        if self.constants and any(
+            isinstance(x, Tensor) and x._version != at for x, at in self.constants
+        ):
             raise Refused("a constant from which its weight is computed was changed in place since")
         return self.change(parts)
 
@@ -178,21 +181,22 @@ def view_of(piece: Piece, strides: Strides | None = None) -> Source:
         piece: the piece.
         strides: the position in the piece's memory; None: as the piece itself.
     """
+    return Source((piece,), (piece.key, strides), partial(_viewed, piece, strides))
 
-    def change(parts: Parts) -> Tensor:
-        part = parts[piece.key]
-        return part if strides is None else strides.of(part, piece.parameter.stride())
 
-    return Source((piece,), (piece.key, strides), change)
+def _viewed(piece: Piece, strides: Strides | None, parts: Parts) -> Tensor:
+    part = parts[piece.key]
+    return part if strides is None else strides.of(part, piece.parameter.stride())
 
 
 def together(pieces: Sequence[Piece], module: nn.Module) -> Source:
     """Return the source of a vector (P,) of several pieces that are measured through a module."""
-
-    def change(parts: Parts) -> Tensor:
-        return torch.cat([parts[piece.key].reshape(-1) for piece in pieces])
-
+    change = partial(_concatenated, [piece.key for piece in pieces])
     return Source(pieces, (module, *(piece.key for piece in pieces)), change, through=module)
+
+
+def _concatenated(keys: Sequence[int], parts: Parts) -> Tensor:
+    return torch.cat([parts[key].reshape(-1) for key in keys])
 
 
 class Pieces:
