@@ -151,7 +151,7 @@ class Watching(Watcher):
         """Handle the end of a module's forward. `output` is None if the forward raised."""
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
             self.record.others.update(module.modules())
-            with self._noting([]):
+            with self._noting([*module.parameters()]):
                 began = self._forwards.forward
                 self._provenance.parametrized(module, output, began.random, began.written)
         if output is not None and module in self._ruled:

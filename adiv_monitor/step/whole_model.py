@@ -44,6 +44,7 @@ class WholeModel:
         self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
         self._cut_off: list[nn.Parameter] = []
         self._trainable = 0
+        self._frozen: dict[str, int] = {}
         self._unheld: list[nn.Parameter] = []  # those with a gradient
         self._untrained: list[nn.Parameter] = []  # both
         self._versions: list[int] = []
@@ -62,6 +63,8 @@ class WholeModel:
         held = set(map(id, self._trained()))
         every = list(trainable(self._model))
         self._trainable = sum(map(elements, every))
+        # Not at the report, when the next forward pass may be deep.
+        self._frozen = _frozen(self._model) if every else {}
         self._unheld = [p for p in every if p.grad is not None and id(p) not in held]
         self._untrained = [*self._unheld, *self._cut_off]
         self._versions = [*map(version, self._untrained)]
@@ -101,7 +104,7 @@ class WholeModel:
         part.report = replace(
             part.report,
             trainable=self._trainable,
-            frozen=_frozen(self._model) if self._trainable else {},
+            frozen=self._frozen,
             not_held=self._not_held([p for p in self._unheld if is_as_before[id(p)]]),
             cut_off=self._capture.selection.by_module(cut_off),
             removed=self._capture.selection.by_module(removed),
