@@ -640,7 +640,14 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("bad-initialisation act", weighed(gain=17.0, bare=True)),  # that no layer holds
     ("bad-initialisation no", weighed(gain=0.01, bare=True)),
     ("bad-initialisation act",
-     record(weights=dict.fromkeys("abc", WeightStatistics(0.6, 0.0, 1.0)), losses=STILL)),
+     record(weights=dict.fromkeys("abc", WeightStatistics(0.6, 0.0, 1.0)))),
+    ("one-sided-weights no",
+     replace(HITS["one-sided-weights"],
+             weights=dict.fromkeys("abc", WeightStatistics(0.6, 0.0, 1.0)))),
+    ("input-partly-ignored watch",
+     replace(HITS["input-partly-ignored"], probed={
+         **HITS["input-partly-ignored"].probed,
+         **probed("zero-slope", words={"kind": "step"}).probed})),
     ("bad-initialisation act", record(losses=HIGH)),
     ("bad-initialisation no", record(losses=(*HIGH[:-1], -0.1))),  # as PPO's
     ("bad-initialisation no",

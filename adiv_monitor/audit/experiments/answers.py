@@ -81,7 +81,7 @@ def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
 
 # Logits in place of probabilities
 
-# Relative to the first loss: outputs that equal the targets have a loss that is closer to 0 than
+# Relative to the first loss, or that of wrong outputs if it is smaller: outputs that equal the targets have a loss that is closer to 0 than
 # `PERFECT`, and outputs of twice the targets one that is lower by at least `LOWER`.
 PERFECT, LOWER = 0.05, 0.1
 OUTSIDE = 0.05  # share of the trained model's outputs below 0 or above 1, at least
@@ -106,7 +106,9 @@ def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def _beyond(of: Answered, target: Tensor) -> Losses | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
     at, beyond = of.loss(target), of.loss(2 * target)
-    is_lower = abs(at) < PERFECT * abs(of.first) and beyond < at - LOWER * abs(of.first)
+    # Of logits of both signs, a loss that divides by their sum may be of any size.
+    scale = min(abs(of.first), abs(of.loss(1 - target)))
+    is_lower = abs(at) < PERFECT * scale and beyond < at - LOWER * scale
     return (at, beyond) if is_lower else None  # NaN is neither
 
 
@@ -231,9 +233,10 @@ _NEAR = 0.1  # of the distance between the outputs of a pair
 def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return how often pairs that are drawn together are nearer in the inputs than others.
 
-    The loss calls the model with two tensors and gets one output for each. A pair (u, v) with
-    outputs (a, b) and the loss's gradient g at a is drawn together if g · (a − b) > 0, and pushed
-    apart if it is below 0: what labels mean to the loss does not count, but what it does. The share
+    The loss calls the model with two tensors, or the three of a triplet, and gets one output for
+    each. A pair (u, v) with outputs (a, b), a the first one, and the loss's gradient g at b is
+    drawn together if g · (b − a) > 0, and pushed apart if it is below 0: what labels mean to the
+    loss does not count, but what it does. The share
     is of all couples of a pair drawn together and one pushed apart (Mann and Whitney, 1947). Labels
     that say nothing about the inputs give 1/2, with a standard error of √((m + n + 1) / 12mn).
     """
@@ -255,14 +258,14 @@ def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
     """Return the pull on each pair, and the distance of its inputs; None: there are no pairs.
 
-    Outputs of a pair are moved towards each other, so that a margin leaves none out.
+    Outputs are moved towards the first one, so that a margin leaves no pair out.
     """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
     def near(x: Tensor) -> Tensor:
         if outputs and x.shape == outputs[0].shape:
-            x = (outputs[0] + _NEAR * (x - outputs[0])).detach()
+            x = (outputs[0] + _NEAR * (x - outputs[0])).detach().requires_grad_()
         outputs.append(x)
         return x
 
@@ -272,11 +275,12 @@ def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
 
     with fork.model.register_forward_hook(instead), torch.enable_grad():
         loss = see_calls(fork, lambda call: None, batch)
-    if len(inputs) != 2 or len(outputs) != 2 or not outputs[0].requires_grad:
+    if not 1 < len(inputs) == len(outputs) < 4 or not outputs[0].requires_grad:
         return None
-    (u, v), (a, b) = inputs, outputs
-    alike = u.shape == v.shape and a.shape == b.shape and len(u) == len(a)
-    if not alike or min(u.ndim, a.ndim) < 2 or not u.is_floating_point():
+    (u, *v), (a, *b) = inputs, outputs
+    alike = {x.shape for x in inputs} == {u.shape} and {x.shape for x in outputs} == {a.shape}
+    if not alike or len(u) != len(a) or min(u.ndim, a.ndim) < 2 or not u.is_floating_point():
         return None
-    (g,) = torch.autograd.grad(loss, a)
-    return (g * (a - b).detach()).flatten(1).sum(1), (u - v).flatten(1).norm(dim=1)
+    pulls = [(g * (x - a).detach()).flatten(1).sum(1)
+             for x, g in zip(b, torch.autograd.grad(loss, b), strict=True)]  # fmt: skip
+    return torch.cat(pulls), torch.cat([(x - u).flatten(1).norm(dim=1) for x in v])

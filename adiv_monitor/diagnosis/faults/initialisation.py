@@ -85,7 +85,9 @@ told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,
      "return nearly the same value.",
      [Number("abs(mean) / rms", "share", above=0.3)],
      Advice("draw the weights around zero, as torch.randn does", "centred-weights"),
-     unless=lambda record: record.trained, of_modules=True, acts_below=1.0)  # fmt: skip
+     # Another finding says so, and that they stay so.
+     unless=lambda record: record.trained or any(e.measure == "alike" for e in _gains(record)),
+     of_modules=True, acts_below=1.0)  # fmt: skip
 
 
 told(__name__, "attention-saturated", "Attention that begins saturated", "watch",
@@ -100,7 +102,7 @@ _SAID = {
     "loss": "the first loss is {value:.3g}, but a constant prediction has a loss of {chance:.3g}",
     "gain": "{layer} multiplies the length of signals by {value:.3g}",
     "bias": "the biases of {layer} have an rms of {value:.3g}",
-    "alike": "{value:.0%} of the units of {layer} equal another unit",
+    "alike": "{value:.0%} of the units of {layer} equal another unit, and will stay equal",
 }
 
 
@@ -119,7 +121,8 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     # large biases in front of a softplus (Mamba).
     far = "loss" in first and record.losses[0] > FAR * FIRST_LOSS * (record.chance or math.inf)
     unusual = bool(first.keys() & {"gain", "alike"})
-    harmful = far or (unusual and suffers(record)) or (layers and dead_share(record) > DEAD_ACT)
+    harmful = far or "alike" in first or (unusual and suffers(record))
+    harmful |= bool(layers) and dead_share(record) > DEAD_ACT
     said = [words.format(layer=named(record, first[measure].layer or ""),
                          value=first[measure].value, chance=record.chance or 0.0)
             for measure, words in _SAID.items() if measure in first]  # fmt: skip

@@ -100,9 +100,10 @@ told(__name__, "attention-axis", "Attention weights summed over another axis", "
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training."""
     if facts := record.found_by("input-partly-ignored"):
-        # Where units are flat, no input gets through: that is another finding. An argument of the
-        # model that is not used may be meant for others.
+        # Where units or steps are flat, no input gets through: that is another finding. An argument
+        # of the model that is not used may be meant for others.
         flat = any(dead_units(record)) or any(saturated_units(record))
+        flat |= any(fact.words["kind"] == "step" for fact in record.found_by("zero-slope"))
         unused = all("whole" in fact.words for fact in facts)
         mask = Advice("check the mask: does True keep or ignore?", "inverted-masks")  # fmt: skip
         yield Finding("input-partly-ignored", act_if(suffers(record) and not flat and not unused),
