@@ -125,7 +125,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.function = function
         self.first, self.head = nn.Linear(12, 8), nn.Linear(8, 3)
-        self.listed = [nn.Linear(8, 8)]
+        self.listed, self.moved = [nn.Linear(8, 8)], nn.Parameter(torch.zeros(8)) * 1
         self.graph = nn.Buffer(torch.eye(32) + torch.eye(32).roll(1, 0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -299,7 +299,8 @@ def in_a_list(net: Any, x: Tensor) -> Tensor:
     ("function", "place"),
     [(in_a_list, "listed[0].weight"), (plain, ""),
      (lambda net, x: net.head(nn.Linear(8, 8)(net.first(x))), "linear (test_probes.py:"),
-     (lambda net, x: net.head(net.first(x) @ nn.Parameter(torch.randn(8, 8))), "matmul")],
+     (lambda net, x: net.head(net.first(x) @ nn.Parameter(torch.randn(8, 8))), "matmul"),
+     (lambda net, x: net.head(net.first(x) + net.moved), "moved")],
 )  # fmt: skip
 def test_parameters_that_are_not_registered_are_named(function: Any, place: str) -> None:
     found = facts_of("hidden-parameters", function)
@@ -499,6 +500,21 @@ def test_features_that_are_ignored_are_named_and_constant_ones_are_not() -> None
         setup(),
     ):
         assert not asked_one("input-partly-ignored", of).facts
+
+
+def by_sample(net: Any, x: Tensor) -> Tensor:
+    return plain(net, functional.layer_norm(x, x.shape[1:]))
+
+
+def test_what_a_normalisation_of_samples_removes_counts_where_too_little_is_learnt() -> None:
+    probed = asked_one("input-partly-ignored", setup(model=Net(by_sample)))
+    assert [fact.words["level"] for fact in probed.facts] == ["mean", "scale"]
+    skill = {"reference": 0.9, "error": 0.1, "per class": 9.0, "held out": 200.0}
+    for share, said in ((0.1, ["watch"]), (0.8, [])):
+        fact = Fact("", {**skill, "model": share})
+        answers = {"input-partly-ignored": probed, "behind-reference": Probed((fact,))}
+        found = {f.name: f for f in diagnose(made_record(probed=answers))}
+        assert [f.strength for n, f in found.items() if n == "input-partly-ignored"] == said
 
 
 # Batches

@@ -81,8 +81,9 @@ def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
 
 # Logits in place of probabilities
 
-# Relative to the first loss, or that of wrong outputs if it is smaller: outputs that equal the targets have a loss that is closer to 0 than
-# `PERFECT`, and outputs of twice the targets one that is lower by at least `LOWER`.
+# Relative to the first loss, or that of wrong outputs if it is smaller: outputs that equal the
+# targets have a loss that is closer to 0 than `PERFECT`, and outputs of twice the targets one that
+# is lower by at least `LOWER`.
 PERFECT, LOWER = 0.05, 0.1
 OUTSIDE = 0.05  # share of the trained model's outputs below 0 or above 1, at least
 

@@ -239,6 +239,7 @@ def _targets(setup: Setup) -> list[Fact]:
 
 # Do they fit?
 
+COPIED = 1e-9  # share of the target's variance that rounding leaves to a copy
 ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: y.mT,
@@ -254,8 +255,8 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the features (of several) that determine the target of all samples, and how well.
 
-    A feature determines the target if it is the same up to a factor and an offset. Tokens and
-    images are left out.
+    A feature determines the target if it is the same up to a factor and an offset, and nothing else
+    if it is that of a place of a sequence: neighbours are alike. Tokens and images are left out.
     """
     batches = spread(setup.batches)
     labels = _labels_of(batches)
@@ -263,14 +264,17 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("no label for each sample")
     y = torch.cat(labels)
     for name, parts in _given(setup, batches).items():
-        if not all(x.ndim == 2 and x.is_floating_point() for x in parts):
+        shapes = {x.shape[1:] for x in parts}
+        if not all(1 < x.ndim < 4 and x.is_floating_point() for x in parts) or len(shapes) > 1:
             continue
-        x = _features(parts)
+        x = _features([part.flatten(1) for part in parts])
         if x.shape[1] > 1 and len(x) == len(y) >= ENOUGH and bool(x.isfinite().all()):
             shares = explained(x, y)
-            best = int(shares.argmax())
-            numbers = {"feature": best, "share": float(shares[best]), "samples": len(y)}
-            yield Fact(f"input '{name}'", {k: float(v) for k, v in numbers.items()})
+            of, feature = divmod(int(shares.argmax()), parts[0].shape[-1])
+            at = f"place {of} of " if parts[0].ndim == 3 else ""
+            if not at or shares.max() > 1 - COPIED:
+                numbers = {"feature": feature, "share": float(shares.max()), "samples": len(y)}
+                yield Fact(f"{at}input '{name}'", {k: float(v) for k, v in numbers.items()})
 
 
 def explained(x: Tensor, y: Tensor) -> Tensor:

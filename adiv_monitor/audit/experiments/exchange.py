@@ -292,6 +292,14 @@ MASKS = {
 }
 
 
+# What a normalisation of single samples removes.
+_LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x + x.std() * _rising(x),
+    "scale": lambda x: x * (1 + _rising(x)),
+}
+HARDLY = 1e-3  # of the outputs' spread over the samples: what the ε of a normalisation leaves
+
+
 class Part(NamedTuple):
     """A part of an input: entries of one axis."""
 
@@ -314,7 +322,8 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the parts whose exchange between samples changes no output, before and after training.
 
     Parts that are equal in nearly all samples, such as padding, are left out, and so is an input
-    that is ignored as a whole, unless another is not.
+    that is ignored as a whole, unless another is not. The mean and the scale of each sample, which
+    a normalisation of single samples removes, are such parts, too.
     """
     batch = first(setup.batches[0], SAMPLES)
     runs = [ChangedInputs(still(fork), batch)
@@ -340,10 +349,25 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if len(silent) < len(parts):
             numbers = {"share": len(silent) / len(parts), "parts": float(len(silent))}
             found += [Fact(f"{part} of {of}", numbers, words) for part in _joined(silent)]
+            for level, change in _LEVELS.items() if x.is_floating_point() and x.ndim > 1 else ():
+                if all(_hardly_change(run.own, run.outputs(change, number)) for run in runs):
+                    words = {**words, "level": level}
+                    found.append(Fact(f"the {level} of each sample of {of}", {"share": 1.0}, words))
         elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
             words = {**words, "whole": "True"}
             unused.append(Fact(f"input '{name}'", {"share": 1.0, "parts": 1.0}, words))
     return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
+
+
+def _rising(x: Tensor) -> Tensor:
+    """Return a number of its own for each sample."""
+    steps = torch.linspace(0.5, 1.0, len(x), dtype=x.dtype, device=x.device)
+    return steps.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _hardly_change(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    pairs = [*zip(some, others, strict=True)]
+    return bool(pairs) and all((x - y).norm() < HARDLY * (x - x.mean(0)).norm() for x, y in pairs)
 
 
 def _parts(x: Tensor) -> Iterator[Part]:

@@ -95,7 +95,7 @@ class Setup:
             TypeError: The model can't be copied, or the factory returned no optimizer.
             ValueError: The optimizer holds none of the model's parameters.
         """
-        memo = _copies_of_empty_tables(self.model)
+        memo = _copies_of_empty_tables(self.model) | _leaves(self.model)
         try:
             model, loss = copy.deepcopy((self.model, _own_modules(self.loss)), memo)
         except Exception as error:
@@ -163,6 +163,16 @@ def _copies_of_empty_tables(model: nn.Module) -> dict[int, Any]:
     """
     tables = (x for module in model.modules() for x in vars(module).values())
     return {id(x): OrderedDict() for x in tables if type(x) is OrderedDict and not (x or vars(x))}
+
+
+def _leaves(model: nn.Module) -> dict[int, Any]:
+    """Return copies of the tensors in a model's attributes that torch can't copy, by id.
+
+    They were computed from parameters, as by `nn.Parameter(x).to(device)`: no step trains them.
+    """
+    tables = (x for module in model.modules() for x in (vars(module), module._buffers))
+    tensors = (x for table in tables for x in table.values() if isinstance(x, Tensor))
+    return {id(x): x.detach().clone().requires_grad_() for x in tensors if not x.is_leaf}
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
