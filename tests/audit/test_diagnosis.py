@@ -659,6 +659,9 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("input-scale act", record({"a": reading(scale_p50=60.0)}, inputs=LONGER)),
     ("input-scale act", first_layer(scale_mean=1e6)),
     ("input-scale no", first_layer(scale_mean=65.0)),
+    ("input-scale watch",
+     replace(units(dead=40), inputs={"0": replace(INPUTS, std=6.0)}, facts=adam(), losses=WELL)),
+    ("input-scale act", replace(units(dead=40), inputs=WIDE, facts=adam(), losses=WELL)),
     ("input-mean watch", first_layer(common_share=0.95)),
     ("input-mean no", first_layer(common_share=0.8)),
     # Queries and keys hear little of the loss while attention is even, if the values hear more.
@@ -669,6 +672,20 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("dead-units act", by_reports(*[IDLE] * 6)),
     ("dead-units no", by_reports(*[IDLE] * 3, *[LAYERS] * 3)),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "place", "is_first"),
+    [((2.3, 2.0, 1.8, math.nan), "loss", True), ((2.3, 9.0, 300.0, math.nan), "loss", False),
+     ((2.3, 2.0, 1.8, math.nan), "output of a", False)],
+)  # fmt: skip
+def test_what_the_loss_alone_makes_is_no_consequence_of_the_inputs(
+    losses: tuple[float, ...], place: str, is_first: bool
+) -> None:
+    of = record(losses=losses, first_non_finite=place, inputs=WIDE)
+    first, *_ = diagnose(of)
+    assert (first.name == "non-finite") is is_first
+    assert ("outputs are finite" in found(of)["non-finite"].summary) is is_first
 
 
 @pytest.mark.parametrize("name, of", FURTHER)

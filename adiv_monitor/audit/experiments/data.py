@@ -65,18 +65,24 @@ def _labels_of(batches: Sequence[Any]) -> list[Tensor]:
 def input_statistics(fork: Fork) -> dict[str, InputStatistics] | None:
     """Return statistics of the model's floating-point inputs in some batches, by argument.
 
-    Of several tensors in an argument, each has a number. None: the loss does not call the model.
+    Of several tensors in an argument, each has a number. Matrices that relate samples to each other,
+    such as adjacencies, are left out. None: the loss does not call the model.
     """
     given: dict[str, list[Tensor]] = defaultdict(list)
     for batch in spread(fork.batches):
         if not (called := arguments(fork, batch)):
             return None
         for name, value in called.items():
-            found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()]
+            found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()
+                     and not (len(called) > 1 and _relates(x))]  # fmt: skip
             for number, x in enumerate(found if is_input(name) else ()):
                 key = name if len(found) == 1 else f"{name}.{number}"
                 given[key].append(x.detach().to_dense().cpu())
     return {name: _statistics(parts) for name, parts in given.items()}
+
+
+def _relates(x: Tensor) -> bool:
+    return x.ndim == 2 and len(x) == x.shape[1] and bool((x.to_dense() >= 0).all())
 
 
 def _statistics(parts: Sequence[Tensor]) -> InputStatistics:

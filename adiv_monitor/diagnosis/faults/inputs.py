@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from adiv_monitor.diagnosis.course import is_unbounded, start
+from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
-from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.rates import overshoot, suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
@@ -74,11 +74,21 @@ def is_broken(record: Record) -> bool:
 
 def by_training(record: Record) -> bool:
     """Return whether values became not finite in training; other findings are likely the cause."""
-    if record.first_non_finite == DATA:
+    if record.first_non_finite == DATA or _by_loss(record):
         return False
     if record.is_audited:
         return len(record.losses) > 1
     return record.non_finite_since != 0 or (record.first_non_finite or "").startswith(STEP)
+
+
+def _by_loss(record: Record) -> bool:
+    """Return whether the loss alone makes the value, as log(0) does, and no step was too long.
+
+    Otherwise it comes at the end of losses that rise.
+    """
+    finite = [*filter(math.isfinite, record.losses)]
+    usual = record.is_audited and finite and max(finite) < PEAK * abs(start(record))
+    return bool(usual) and record.first_non_finite == "loss" and overshoot(record) is None
 
 
 def non_finite(record: Record) -> Finding:
@@ -97,7 +107,9 @@ def non_finite(record: Record) -> Finding:
         f"Step {step or 0:,} is the first with values that are not finite. The first one is in: "
         f"{where}."
         # Values between measured steps are unknown.
-        + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else ""),
+        + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else "")
+        + " The outputs are finite, and the losses before it are no larger than usual."
+        * _by_loss(record),
         (Evidence(where, math.nan if bad is None else losses[bad], step=step),),
         (*by_steps * by_training(record),
          Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}, and "
@@ -198,7 +210,8 @@ def _costs(record: Record, std: float = 0.0) -> bool:
     """Return whether the first layer trains badly, which makes an unusual input a fault.
 
     It does not if a normalisation right behind it removes the scale, or if the optimizer's step
-    does not depend on the scale while the loss begins where it should and falls. If inputs were not
+    does not depend on the scale while the loss begins where it should and falls. Units may be dead
+    for other reasons, unless entries are far too large. If inputs were not
     observed, the loss tells, or entries that are far too large for any optimizer.
     """
     normalised = any(_is_normalised(record, first) for first in maps(record)[:1])
@@ -206,7 +219,8 @@ def _costs(record: Record, std: float = 0.0) -> bool:
         return suffers(record) or (std > FAR_TOO_LARGE and not normalised)
     known = record.chance is not None and bool(record.losses)
     bad_start = known and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
-    harmed = bad_start or suffers(record) or dead_share(record) > DEAD_ACT
+    flat = dead_share(record) > DEAD_ACT and not 0 < std < FAR_TOO_LARGE
+    harmed = bad_start or suffers(record) or flat
     return not normalised and (harmed or not scale_free(record.facts))
 
 
