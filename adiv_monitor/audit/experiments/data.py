@@ -65,8 +65,8 @@ def _labels_of(batches: Sequence[Any]) -> list[Tensor]:
 def input_statistics(fork: Fork) -> dict[str, InputStatistics] | None:
     """Return statistics of the model's floating-point inputs in some batches, by argument.
 
-    Of several tensors in an argument, each has a number. Matrices that relate samples to each other,
-    such as adjacencies, are left out. None: the loss does not call the model.
+    Of several tensors in an argument, each has a number. Matrices that relate samples, such as
+    adjacencies, are left out. None: the loss does not call the model.
     """
     given: dict[str, list[Tensor]] = defaultdict(list)
     for batch in spread(fork.batches):
