@@ -93,15 +93,11 @@ def _statistics(parts: Sequence[Tensor]) -> InputStatistics:
     varying = stds[low != high]
     lengths = torch.cat([part.double().reshape(len(part), -1).square().sum(1) for part in parts])
     return InputStatistics(
-        mean=float(x.mean()),
-        std=float(x.std(correction=0)),
-        minimum=float(low.min()),
-        maximum=float(high.max()),
+        mean=float(x.mean()), std=float(x.std(correction=0)), features=len(means),
+        minimum=float(low.min()), maximum=float(high.max()),
         feature_mean_spread=float(means.std(correction=0)),
         feature_std_ratio=float(varying.max() / varying.median()) if len(varying) else math.nan,
-        length_cv=float(lengths.std(correction=0) / lengths.mean()),
-        features=len(means),
-    )
+        length_cv=float(lengths.std(correction=0) / lengths.mean()))  # fmt: skip
 
 
 # Batches
@@ -248,13 +244,10 @@ def _targets(setup: Setup) -> list[Fact]:
 COPIED = 1e-9  # share of the target's variance that rounding leaves to a copy
 ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.mT,
-    "rows-reversed": lambda y: y.flip(1),
-    "columns-reversed": lambda y: y.flip(2),
-    "upside-down": lambda y: y.flip(1, 2),
-    "left": lambda y: y.rot90(1, (1, 2)),
-    "right": lambda y: y.rot90(-1, (1, 2)),
-}
+    "transposed": lambda y: y.mT, "upside-down": lambda y: y.flip(1, 2),
+    "rows-reversed": lambda y: y.flip(1), "columns-reversed": lambda y: y.flip(2),
+    "left": lambda y: y.rot90(1, (1, 2)), "right": lambda y: y.rot90(-1, (1, 2)),
+}  # fmt: skip
 
 
 @asks("target-leak")

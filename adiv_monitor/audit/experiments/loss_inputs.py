@@ -228,12 +228,10 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
         return None
     w, n = w - w.mean(), n - n.mean()
     common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
-    numbers = {
-        "slope": float((w * n).sum() / n.square().sum()),
-        "correlation": float((w * n).sum() / (w.norm() * n.norm())),
-        "times": float(weight[common] / weight[rare]),
-        "more": float(counted[common] / counted[rare]),
-    }
+    numbers = {"slope": float((w * n).sum() / n.square().sum()),
+               "correlation": float((w * n).sum() / (w.norm() * n.norm())),
+               "times": float(weight[common] / weight[rare]),
+               "more": float(counted[common] / counted[rare])}  # fmt: skip
     return Fact(call.place, numbers, {"common": str(common), "rare": str(rare)})
 
 

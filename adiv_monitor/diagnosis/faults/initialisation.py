@@ -47,14 +47,10 @@ ALIKE = 0.5  # share of units that equal another
 # 2021), there of weights' gradients. Healthy nets read 0.03 to 3; an untrained EfficientNet 76.
 VANISHED, EXPLODED = 1e-3, 70.0
 # Gradients shrink or grow on their way through all layers, not only those that a finding names.
-_AGAIN, _LAYER_NORM, _BATCH_NORM = (
-    Advice(text, fix, everywhere=True)
-    for text, fix in (
-        ("initialise all weights again, scaled by their fan-in", "reinitialise"),
-        ("add layer normalisation in front of all layers", "layer-norm"),
-        ("add batch normalisation in front of all layers", "batch-norm"),
-    )
-)
+_AGAIN, _LAYER_NORM, _BATCH_NORM = (Advice(text, fix, everywhere=True) for text, fix in (
+    ("initialise all weights again, scaled by their fan-in", "reinitialise"),
+    ("add layer normalisation in front of all layers", "layer-norm"),
+    ("add batch normalisation in front of all layers", "batch-norm")))  # fmt: skip
 # Loss of the trained model with dropout over the loss without: a third of the loss is due to
 # dropout.
 DROPOUT_COSTS = 1.5

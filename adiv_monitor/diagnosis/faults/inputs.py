@@ -99,10 +99,8 @@ def non_finite(record: Record) -> Finding:
     step = bad if record.non_finite_since is None else record.non_finite_since
     before = [r.step for r in record.reports if r.step < (step or 0)]
     at = f" at {clip_norm(record):.2g}" * bool(record.gradient_norms)
-    by_steps = (
-        Advice("lower the learning rate", "rate*0.1"),
-        Advice(f"clip the gradient's norm{at}", "clip"),
-    )
+    by_steps = (Advice("lower the learning rate", "rate*0.1"),
+                Advice(f"clip the gradient's norm{at}", "clip"))  # fmt: skip
     return Finding("non-finite", "act",
         f"Step {step or 0:,} is the first with values that are not finite. The first one is in: "
         f"{where}."
@@ -181,12 +179,9 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
     """
     sizes = [rows.value for path in maps(record) if (rows := entries(record, path)) is not None]
     rms = math.hypot(seen.mean, seen.std)
-    return (
-        not sizes
-        or any(rms / READ_AS_IT_IS < size < READ_AS_IT_IS * rms for size in sizes)
-        or (seen.std > LARGE_STD and max(sizes) > LARGE_STD)
-        or (seen.std < SMALL_STD and min(sizes) < SMALL_STD)
-    )
+    alike = any(rms / READ_AS_IT_IS < size < READ_AS_IT_IS * rms for size in sizes)
+    return not sizes or alike or (seen.std > LARGE_STD and max(sizes) > LARGE_STD) or (
+        seen.std < SMALL_STD and min(sizes) < SMALL_STD)  # fmt: skip
 
 
 def _long_rows(record: Record) -> float:
@@ -258,10 +253,8 @@ def target_scale(record: Record) -> Iterator[Finding]:
     """Find a loss that is large by its unit, from large targets or a sum over the batch."""
     if record.chance is not None and record.chance > LARGE_TARGETS and not is_unbounded(record):
         faulty = suffers(record) or not all(map(math.isfinite, record.losses))
-        smaller_steps = (
-            Advice("learning rate × 0.1", "rate*0.1"),
-            Advice("use AdamW with learning rate 0.001", "adamw"),
-        )
+        smaller_steps = (Advice("learning rate × 0.1", "rate*0.1"),
+                         Advice("use AdamW with learning rate 0.001", "adamw"))  # fmt: skip
         yield Finding("target-scale", "act" if faulty else "note",
             f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
             "are in large units, or the loss is a sum.",

@@ -111,11 +111,8 @@ def group_rates(record: Record, layers: Collection[str]) -> GroupRates | None:
     None: they do not, or the groups are not known.
     """
     first = record.reports[0]
-    rates = {
-        path: first.learning_rates[group]
-        for path, group in first.groups.items()
-        if 0 <= group < len(first.learning_rates)
-    }
+    rates = {path: first.learning_rates[group] for path, group in first.groups.items()
+             if 0 <= group < len(first.learning_rates)}  # fmt: skip
     others = Counter(rate for path, rate in rates.items() if path not in layers)
     if not others or not rates.keys() >= set(layers):
         return None
