@@ -125,7 +125,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.function = function
         self.first, self.head = nn.Linear(12, 8), nn.Linear(8, 3)
-        self.listed, self.moved = [nn.Linear(8, 8)], nn.Parameter(torch.zeros(8)) * 1
+        self.listed, self.moved = [nn.Linear(8, 8)], [nn.Parameter(torch.zeros(8)) * 1]
         self.graph = nn.Buffer(torch.eye(32) + torch.eye(32).roll(1, 0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def in_a_list(net: Any, x: Tensor) -> Tensor:
     [(in_a_list, "listed[0].weight"), (plain, ""),
      (lambda net, x: net.head(nn.Linear(8, 8)(net.first(x))), "linear (test_probes.py:"),
      (lambda net, x: net.head(net.first(x) @ nn.Parameter(torch.randn(8, 8))), "matmul"),
-     (lambda net, x: net.head(net.first(x) + net.moved), "moved")],
+     (lambda net, x: net.head(net.first(x) + net.moved[0]), "moved")],
 )  # fmt: skip
 def test_parameters_that_are_not_registered_are_named(function: Any, place: str) -> None:
     found = facts_of("hidden-parameters", function)

@@ -443,6 +443,10 @@ class Coded(nn.Module):
         return self.head(self.decode(q.reshape(len(x), 2, 2).flatten(1)).relu())
 
 
+def far_from(z: Tensor, codes: Tensor) -> Tensor:
+    return torch.cdist(z.detach(), codes)
+
+
 def by_index(z: Tensor, codes: Tensor, far: Tensor) -> Tensor:
     return codes[far.argmin(1)]
 
@@ -457,6 +461,7 @@ def by_one_hot(z: Tensor, codes: Tensor, far: Tensor) -> Tensor:
      (lambda z, codes, far: z + (by_index(z, codes, far) - z).detach(), ""),
      (lambda z, codes, far: z - z.detach() + by_one_hot(z, codes, far), ""),
      (lambda z, codes, far: (-far).softmax(1) @ codes, ""),
+     (lambda z, codes, far: z + (by_index(z, codes, far_from(z, codes)) - z).detach(), ""),
      (lambda z, codes, far: z[far.argmin(1)], "")],
 )  # fmt: skip
 def test_codes_that_keep_the_gradient_from_the_encoder_are_named(pick: Any, place: str) -> None:

@@ -177,7 +177,7 @@ class _Choices:
             self.facts.append(Fact(place, {}, {"kind": "choice"}))
             return
         own = {node: id(node.variable) for node in graph if hasattr(node, "variable")}
-        is_code |= not leaves.isdisjoint(own.values())
+        is_code |= bool(leaves & {*own.values()}) and not leaves.issuperset(own.values())
         for x in flat(call.result):
             if nodes_of([x.grad_fn]).isdisjoint(graph - own.keys()):
                 self._chosen[id(x)] = x, place, graph, is_code

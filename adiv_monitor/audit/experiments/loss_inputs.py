@@ -273,7 +273,7 @@ class OutOfRange:
             lengths = torch.as_tensor(call.argument(3, "target_lengths"), device=y.device)
             y = y[places < lengths[:, None]] if y.ndim > 1 else y
             self._met.append((call, call, y == blank, y, {"blank": str(blank)}))
-        elif call.name in (*BOUNDED, *_MOVES) and len(given(call)) == 1:
+        elif call.args and call.name in (*BOUNDED, *_MOVES) and len(given(call)) == 1:
             source, ends = self._known.of(call.args[0]) or (call, None)
             if call.name in BOUNDED:
                 source, ends = call, [-math.inf, math.inf]

@@ -170,9 +170,10 @@ def _leaves(model: nn.Module) -> dict[int, Any]:
 
     They were computed from parameters, as by `nn.Parameter(x).to(device)`: no step trains them.
     """
-    tables = (x for module in model.modules() for x in (vars(module), module._buffers))
-    tensors = (x for table in tables for x in table.values() if isinstance(x, Tensor))
-    return {id(x): x.detach().clone().requires_grad_() for x in tensors if not x.is_leaf}
+    values = (x for m in model.modules() for x in (*vars(m).values(), *m._buffers.values()))
+    each = (x for value in values for x in (value if isinstance(value, list) else [value]))
+    tensors = (x for x in each if isinstance(x, Tensor) and not x.is_leaf)
+    return {id(x): x.detach().clone().requires_grad_() for x in tensors}
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
